@@ -1,0 +1,35 @@
+# Everything runs in .venv, which is made on first use. Needs Python >= 3.11 and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# the tests that start neither ray nor torch
+FAST_TESTS := $(wildcard tests/plan tests/test_config.py tests/elastic tests/monitor tests/test_layers.py)
+
+.PHONY: quickstart test check chaos clean
+
+quickstart: $(STAMP)
+	$(BIN)/orchestrator sample-corpus corpus/
+	$(BIN)/orchestrator train configs/quickstart.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not chaos"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict
+	$(BIN)/python -m pytest -q -m "not chaos and not system" $(FAST_TESTS)
+
+chaos: $(STAMP)
+	$(BIN)/python -m pytest -m chaos
+
+# written last, so that an install that was cut off is done again
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

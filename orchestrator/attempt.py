@@ -1,0 +1,208 @@
+"""One attempt of a run: look at what is there, claim the next number, choose the parent, write down what is inherited.
+
+The order of these is what fences (MEMBERSHIP.md rule 6): first the claim, then the list of points, then the parent file. The driver
+begins a launch with it, the coordinator continues one after its own restart, and `plan` uses only the looking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.config import JobConfig, field_rules
+from orchestrator.elastic.formation import PreviousGeneration
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.monitor.reader import Journal, read_journal
+from orchestrator.plan.identity import RunIdentity
+from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.lineage import Lineage, effective_history, require_sound
+from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
+from orchestrator.plan.schedule import Budgets
+from orchestrator.records import StateKey
+from orchestrator.resume.claims import RESTARTED, RESUME, REWIND, START, UnreadableFile
+from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.resume.store import RunStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """A run as it lies in storage: its journal, its effective history, and the names of the points on it, oldest first."""
+
+    journal: Journal
+    lineage: Lineage
+    points: tuple[str, ...]
+    unreadable: tuple[UnreadableFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
+
+    `step_label` is the label of the last step done as this launch counts. `previous` is the generation that trains on while a restarted
+    coordinator takes over; `ended` is (outcome, reason) when the launch had ended before that restart.
+    """
+
+    number: int
+    launch: str
+    why: str
+    point: Point | None
+    inherited: tuple[str, ...]
+    step_label: int
+    budgets: Budgets
+    damages: tuple[Damage, ...] = ()
+    previous: PreviousGeneration | None = None
+    ended: tuple[str, str] | None = None
+
+    @property
+    def parent(self) -> StateKey | None:
+        """The key of the point that it continues."""
+        return self.point.key if self.point else None
+
+
+def survey(store: RunStore) -> Survey:
+    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts itself."""
+    parents, unreadable = store.parents()
+    journal = read_journal(store.storage)
+    lineage = require_sound(effective_history(store.claims(), parents, journal.generations, journal.records))
+    keys = ((name, parse_point_name(name)) for name in store.point_names())
+    on_lineage = tuple(name for name, key in keys if key is not None and lineage.on_lineage(key))
+    return Survey(journal=journal, lineage=lineage, points=on_lineage, unreadable=unreadable)
+
+
+def choose_point(store: RunStore, seen: Survey, wanted: str, fast: bool = False) -> tuple[Point | None, tuple[Damage, ...]]:
+    """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
+
+    A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
+    """
+    if wanted == "latest":
+        if not fast:
+            return store.healthy_newest(seen.points)
+        skipped: list[Damage] = []
+        for name in reversed(seen.points):
+            damages = store.verify_point(name, fast=True)
+            if not damages:
+                return store.read_point(name), tuple(skipped)
+            skipped += damages
+        return None, tuple(skipped)
+    if wanted not in seen.points:
+        listed = ", ".join(seen.points) or "none"
+        raise RefusedError(f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, or latest")
+    if damages := store.verify_point(wanted, fast=fast):
+        listed = "; ".join(map(str, damages))
+        raise ResumePointError(f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest")
+    return store.read_point(wanted), ()
+
+
+def point_info(store: RunStore, point: Point) -> PointInfo:
+    """What the resume decision needs of a point; its token budgets stand in the parent file of its attempt."""
+    parent = store.read_parent(point.key.attempt)
+    budgets = parent.budgets if isinstance(parent, ClaimParent) and parent.budgets else Budgets()
+    return PointInfo(
+        name=point.name,
+        key=point.key,
+        cursor=point.cursor,
+        global_batch_size=point.config["train.global_batch_size"],
+        seq_len=point.config["pack.seq_len"],
+        world_size=point.commit.world_size,
+        optimizer_steps=point.commit.optimizer_steps,
+        budgets=budgets,
+    )
+
+
+def decide(
+    store: RunStore, config: JobConfig, point: Point | None, identities: tuple[RunIdentity, RunIdentity] | None
+) -> ResumePlan:
+    """Whether and how `config` continues `point`; see `plan.resume.plan_resume`."""
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    if point is None:
+        return plan_resume(config, rules, None, None, identities)
+    return plan_resume(config, rules, point_info(store, point), point.config, identities)
+
+
+def begin_launch(
+    store: RunStore, config: JobConfig, launch: str, host: str, identities: tuple[RunIdentity, RunIdentity] | None
+) -> tuple[Attempt, ResumePlan]:
+    """Claims the next attempt for a start command and writes what it inherits.
+
+    Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the run (the claim then stays
+    without descendants and harms nobody).
+    """
+    newest = store.newest_claim()
+    number = (newest.number if newest else 0) + 1
+    rewind = config.resume.from_ != "latest"
+    why = START if newest is None else REWIND if rewind else RESUME
+    store.claim(number, launch, why, host)
+    seen = survey(store)
+    point, damages = choose_point(store, seen, config.resume.from_)
+    plan = decide(store, config, point, identities)
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    inherited = seen.points
+    store.write_parent(
+        ClaimParent(
+            attempt=number,
+            parent=point.key if point else None,
+            inherited=inherited,
+            budgets=plan.budgets,
+            differences=plan.differences,
+        )
+    )
+    attempt = Attempt(
+        number=number,
+        launch=launch,
+        why=why,
+        point=point,
+        inherited=inherited,
+        step_label=plan.step_after,
+        budgets=plan.budgets,
+        damages=damages,
+    )
+    return attempt, plan
+
+
+def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
+    """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this process is a restarted one.
+
+    It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator writes. Raises `FencedError` if another
+    launch has taken the run over.
+    """
+    newest = store.newest_claim()
+    assert newest is not None, "the driver has claimed before it starts a coordinator"
+    if newest.number == first.number and not store.storage.list(f"journal/a{first.number:04d}"):
+        return first
+    end = store.read_end(newest.number) if newest.launch == first.launch else None
+    if end is not None:
+        return _continued(first, newest.number, first.point, first.inherited, None, (end.outcome, end.reason))
+    number = newest.number + 1
+    store.claim(number, first.launch, RESTARTED, host)
+    seen = survey(store)
+    point, _ = choose_point(store, seen, "latest", fast=True)
+    if point is None or (first.parent is not None and point.key < first.parent):
+        point = first.point
+    store.write_parent(
+        ClaimParent(attempt=number, parent=point.key if point else None, inherited=seen.points, budgets=first.budgets)
+    )
+    older = [g for g in seen.journal.generations if first.number <= g.attempt < number]
+    last = max(older, key=lambda g: g.id, default=None)
+    previous = PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members) if last else None
+    return _continued(first, number, point, seen.points, previous, None)
+
+
+def _continued(
+    first: Attempt,
+    number: int,
+    point: Point | None,
+    inherited: tuple[str, ...],
+    previous: PreviousGeneration | None,
+    ended: tuple[str, str] | None,
+) -> Attempt:
+    return Attempt(
+        number=number,
+        launch=first.launch,
+        why=RESTARTED,
+        point=point,
+        inherited=inherited,
+        step_label=first.step_label,
+        budgets=first.budgets,
+        previous=previous,
+        ended=ended,
+    )

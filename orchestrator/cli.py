@@ -1,0 +1,156 @@
+"""The commands: they parse words, call `run`, print for people or one JSON document, and set the exit code.
+
+Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal. Logs and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from orchestrator.errors import OrchestratorError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Elastic LLM training on Ray: a run survives anything and continues at exactly the next unread token.",
+)
+
+Config = Annotated[str, typer.Argument(help="YAML file of the job, e.g. configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.global_batch_size=24", show_default=False)]
+RunUri = Annotated[str, typer.Argument(help="the run's folder or URI, e.g. runs/quickstart")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+    """Start the run, or continue it where it stands; the same command does both."""
+    from orchestrator.run import train as start
+
+    result = start(config, overrides or [])
+    if json:
+        _print_json(result.to_json())
+    if result.outcome == "failed":
+        _say(f"the run failed: {result.reason}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+    """Say what `train` would do with this configuration, without Ray, torch or a GPU."""
+    from orchestrator.run import plan as look_ahead
+
+    found = look_ahead(config, overrides or [])
+    if json:
+        _print_json(found.to_json())
+    else:
+        from orchestrator.tables import plan_lines
+
+        _print_lines(plan_lines(found))
+    if found.action == "refuse":
+        raise typer.Exit(2)
+
+
+@app.command()
+def points(run: RunUri, json: Json = False) -> None:
+    """List the run's resume points: where each stands, whether it is whole, and whether it belongs to the history."""
+    from orchestrator.run import open_run
+
+    rows = open_run(run).points()
+    if json:
+        _print_json(rows)
+    else:
+        from orchestrator.tables import print_points
+
+        print_points(rows)
+
+
+@app.command()
+def verify(run: RunUri, point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None, json: Json = False) -> None:
+    """Read every byte of the resume points and compare the digests; names each damaged file."""
+    from orchestrator.run import open_run
+
+    rows = open_run(run).verify(point)
+    if json:
+        _print_json(rows)
+    else:
+        from orchestrator.tables import verify_lines
+
+        _print_lines(verify_lines(rows))
+    if not all(row["healthy"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(run: RunUri, json: Json = False) -> None:
+    """Recompute the token stream from the files and compare it, step by step, with what the journal says was trained."""
+    from orchestrator.run import open_run
+
+    report = open_run(run).audit()
+    if json:
+        _print_json(report)
+    else:
+        from orchestrator.tables import audit_lines
+
+        _print_lines(audit_lines(report))
+    if not report["exactly_once"]:
+        raise typer.Exit(1)
+
+
+@app.command("sample-corpus")
+def sample_corpus(
+    out: Annotated[Path, typer.Argument(help="folder to make")],
+    source: Annotated[Path | None, typer.Option("--from", help="folder of text files; the Python standard library without it")] = None,
+) -> None:
+    """Make a real corpus (jsonl) and an 8k byte-level BPE tokenizer from text that is on this machine."""
+    from orchestrator.data.corpus import build_sample_corpus
+
+    _say(str(build_sample_corpus(out, source)))
+
+
+def main() -> None:
+    """The entry point: runs the command and turns our errors into a message and an exit code."""
+    sys.exit(run_command(lambda: app(standalone_mode=False)))
+
+
+def run_command(command: Callable[[], Any]) -> int:
+    """The exit code of `command`, its error (if it is one of ours, or one of use) printed to stderr without a traceback."""
+    import click
+
+    try:
+        code = command()
+    except OrchestratorError as error:
+        _say(f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return 2
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        _say("interrupted")
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def _print_lines(lines: list[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The Ray cluster as the driver sees it: connect to one or start one on this machine, and what it has to offer.
+
+It decides nothing: the facts go to `elastic.policy`. It shuts down only what it started.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import ResourceError
+
+if TYPE_CHECKING:
+    from orchestrator.config import JobConfig
+
+_CONNECT_S = 5.0
+# Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node is started, so they hold for
+# a cluster that we start ourselves; the README gives them for others.
+_HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
+    "RAY_worker_niceness": "0",
+}
+_QUIET = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A live node: what is free on it now, and what it has in all. Bytes are 0 where Ray does not tell."""
+
+    node_id: str
+    host: str
+    is_head: bool
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    memory_bytes: int
+    object_store_bytes: int
+
+
+class ClusterConnection:
+    """A connection to Ray; as a context manager it ends what it began, and nothing else."""
+
+    def __init__(self, config: JobConfig, num_cpus_needed: float) -> None:
+        """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to, else starts a local one.
+
+        A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are shares, not cores. Raises
+        `ResourceError` within seconds if nothing answers at the address, or /dev/shm is too small for a local one.
+        """
+        import ray
+
+        os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
+        self.started = False
+        if ray.is_initialized():
+            return
+        address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        self.started = True
+        if address:
+            _check_reachable(address)
+            ray.init(address=address, **quiet)
+            return
+        os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
+            include_dashboard=False,
+            object_store_memory=_local_object_store(),
+            **quiet,
+        )
+
+    def close(self) -> None:
+        """Disconnects; a Ray that was started here ends."""
+        import ray
+
+        if self.started:
+            ray.shutdown()
+
+    def __enter__(self) -> ClusterConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def nodes() -> tuple[Node, ...]:
+    """The live nodes, the head first, then by id."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    found = [
+        Node(
+            node_id=row["NodeID"],
+            host=row["NodeManagerAddress"],
+            is_head="node:__internal_head__" in row["Resources"],
+            cpus=row["Resources"].get("CPU", 0.0),
+            gpus=row["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
+            memory_bytes=int(row["Resources"].get("memory", 0)),
+            object_store_bytes=int(row["Resources"].get("object_store_memory", 0)),
+        )
+        for row in ray.nodes()
+        if row["Alive"]
+    ]
+    return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
+
+
+def shared_memory_bytes() -> int | None:
+    """What is free in /dev/shm of this machine; None where there is none (macOS)."""
+    return shutil.disk_usage("/dev/shm").free if sys.platform == "linux" and os.path.isdir("/dev/shm") else None  # noqa: S108
+
+
+def free_disk_bytes(folder: str) -> int:
+    """Free bytes of the file system that will hold `folder` (of its nearest parent that exists)."""
+    path = os.path.abspath(folder)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free
+
+
+def _local_object_store() -> int:
+    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty; less than that free in /dev/shm would make Ray slow."""
+    wanted, free = 256 * 2**20, shared_memory_bytes()
+    if free is not None and free < wanted:
+        raise ResourceError(
+            f"/dev/shm has {free / 2**20:.0f} MiB free, a local Ray needs {wanted / 2**20:.0f} MiB; "
+            "make it larger (in a container: --shm-size=1g), or use a cluster with cluster.address"
+        )
+    return wanted
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would wait for a minute or more before it says that nobody is there."""
+    if address in ("auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"no Ray cluster answers at cluster.address={address} ({error}); "
+            "start one with `ray start --head`, correct the address (host:port of the head's GCS, usually port 6379), "
+            "or leave it out to start a local Ray"
+        ) from error

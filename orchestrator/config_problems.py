@@ -1,0 +1,255 @@
+"""What is wrong with a configuration, in sentences: pydantic's findings retold, and the rules between fields.
+
+It works on plain JSON values, so that one bad field does not hide what is wrong with the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from orchestrator.config_text import Path, Problem, Reading, dotted, value_at
+
+_ABSENT = object()
+
+
+def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseModel]) -> Iterator[Problem]:
+    """One problem per field that pydantic refused, with what stands there, what is expected, and "did you mean"."""
+    seen: set[Path] = set()
+    for finding in error.errors(include_url=False, include_input=False, include_context=False):
+        path, info = _field_of(finding["loc"], root)
+        if path in seen:
+            continue
+        seen.add(path)
+        kind = finding["type"]
+        if kind == "extra_forbidden":
+            yield Problem(path=path, text=_unknown(path, root))
+        elif kind == "missing":
+            yield Problem(path=path, text=_missing(info))
+        elif _class_of(info) is not None:
+            yield Problem(path=path, text=f"is {value_at(value, path)!r}; expected a section with fields")
+        else:
+            yield Problem(path=path, text=_refused(value_at(value, path), info))
+
+
+def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]:
+    """The declared field in which pydantic's location lies; deeper parts are names of union members and the like."""
+    model: type[BaseModel] | None = root
+    path: Path = ()
+    info: FieldInfo | None = None
+    for part in loc:
+        if isinstance(part, int) and model is not None and path:
+            path = (*path, part)
+            continue
+        if model is None:
+            break
+        path = (*path, part)
+        info = {(f.alias or name): f for name, f in model.model_fields.items()}.get(str(part))
+        model = _class_of(info)
+    return path, info
+
+
+def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
+    """The section class of a field, also where the field is a tuple of them."""
+    hint: Any = info.annotation if info else None
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
+
+
+def _extra(info: FieldInfo | None, key: str) -> str:
+    declared = info.json_schema_extra if info else None
+    return str(declared.get(key, "")) if isinstance(declared, dict) else ""
+
+
+def _missing(info: FieldInfo | None) -> str:
+    if info is None or not _extra(info, "expected"):
+        return "is missing; it is a section that every job needs"
+    return f"is missing; set it to {_extra(info, 'expected')}"
+
+
+def _refused(value: Any, info: FieldInfo | None) -> str:
+    text = f"is {value!r}; expected {_extra(info, 'expected')}"
+    if not isinstance(value, str):
+        if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
+            return f"{text}; write {int(value)} if that is meant"
+        return text
+    choices = list(_choices(info.annotation)) if info else []
+    close = difflib.get_close_matches(value.lower(), choices, n=1)
+    if close:
+        return f"{text}; did you mean {close[0]}?"
+    if info is not None and bool in _members(info.annotation):
+        truth = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false", "n": "false"}
+        return f"{text}; write {truth.get(value.lower(), 'true or false, without quotes')}"
+    return text
+
+
+def _members(hint: Any) -> list[Any]:
+    return [hint, *typing.get_args(hint)]
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    for member in _members(hint):
+        if typing.get_origin(member) is typing.Literal:
+            yield from typing.get_args(member)
+
+
+def _unknown(path: Path, root: type[BaseModel]) -> str:
+    """Names what is near: a field of the same section first, then one of the same name elsewhere."""
+    *around, last = path
+    known = _known(root)
+    here = dotted(tuple(around))
+    siblings = [
+        p for p in known if p.rpartition(".")[0] == ".".join(str(a) for a in around if isinstance(a, str))
+    ]
+    names = [p.rpartition(".")[2] for p in siblings]
+    close = difflib.get_close_matches(str(last), names, n=1)
+    if close:
+        return f"is not a known field; did you mean {dotted((*around, close[0]))}?"
+    elsewhere = [p for p in known if p.rpartition(".")[2] == str(last)]
+    if elsewhere:
+        return f"is not a known field; did you mean {' or '.join(elsewhere)}?"
+    what = f"{here} has {', '.join(names)}" if here else f"sections are {', '.join(names)}"
+    return f"is not a known field; {what}"
+
+
+def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
+    paths = []
+    for name, info in model.model_fields.items():
+        path = prefix + (info.alias or name)
+        inner = _class_of(info)
+        paths += [path, *(_known(inner, f"{path}.") if inner else [])]
+    return paths
+
+
+# ------------------------------------------------------------------------------------------ rules between fields
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Between:
+    """A rule between fields: `check` gets their values and returns what is wrong with the first, or nothing."""
+
+    fields: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong between fields that are right by themselves; `defaults` holds every dotted path."""
+    wrong = {problem.path for problem in reading.problems}
+    found = []
+    for rule in _RULES:
+        paths: list[Path] = [tuple(name.split(".")) for name in rule.fields]
+        if any(bad[: len(path)] == path[: len(bad)] for path in paths for bad in wrong):
+            continue  # said already; or the whole section is wrong
+        values = [
+            defaults[name] if not _written(reading.value, path) else value_at(reading.value, path)
+            for name, path in zip(rule.fields, paths, strict=True)
+        ]
+        text = rule.check(*values)
+        if text is not None:
+            found.append(Problem(path=paths[0], text=text))
+    return found
+
+
+def _written(value: Any, path: Path) -> bool:
+    section = value_at(value, path[:-1])
+    return isinstance(section, dict) and path[-1] in section
+
+
+def _one_source(sources: list[Any]) -> str | None:
+    if len(sources) == 1:
+        return None
+    return f"lists {len(sources)} sources; mixtures are not in this version, give exactly one"
+
+
+def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
+    if num_epochs is not None or any(stop is not None for stop in stops):
+        return None
+    return (
+        "is null (endless) and there is no stop; set train.max_steps, train.max_samples or train.max_tokens"
+    )
+
+
+def _window(window_bytes: int, fragment_bytes: int) -> str | None:
+    if window_bytes >= fragment_bytes:
+        return None
+    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds at least a fragment"
+
+
+def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
+    given = {"config": config, "pretrained": pretrained, "factory": factory}
+    names = [f"model.{name}" for name, value in given.items() if value is not None]
+    if len(names) == 1:
+        return None
+    if names:
+        return (
+            f"is one way to give the model, {' and '.join(names)} are set; keep one, set the others to null"
+        )
+    return "is missing; set exactly one of model.config, model.pretrained, model.factory"
+
+
+def _model_type(config: dict[str, Any] | None) -> str | None:
+    if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
+        return None
+    return (
+        f"has model_type={config.get('model_type')!r}; set it to a name that transformers knows, e.g. llama"
+    )
+
+
+def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | None:
+    if factory is not None or not factory_args:
+        return None
+    return f"is {factory_args!r}, but model.factory is null; set the factory, or leave the arguments out"
+
+
+def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
+    most = (config or {}).get("max_position_embeddings")
+    if type(most) is not int or seq_len <= most:
+        return None
+    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it, or give the model more"
+
+
+def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | None:
+    if schedule != "constant" and all(stop is None for stop in stops):
+        return (
+            f"is {schedule}, which decays, but there is no end; set train.max_steps, train.max_samples or "
+            "train.max_tokens, or train.schedule=constant"
+        )
+    if schedule == "wsd" and decay_steps is None:
+        return "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+    if schedule != "wsd" and decay_steps is not None:
+        return f"is {schedule}, which does not read train.decay_steps={decay_steps}; set that to null, or use wsd"
+    return None
+
+
+def _range(num_workers: int | list[int]) -> str | None:
+    if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
+        return None
+    return f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]"
+
+
+def _only_continue(data: str) -> str | None:
+    return (
+        None
+        if data == "continue"
+        else f"is {data!r}, which comes with a later version; only continue is there"
+    )
+
+
+_STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
+_RULES = (
+    _Between(fields=("data.sources",), check=_one_source),
+    _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
+    _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
+    _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
+    _Between(fields=("model.config",), check=_model_type),
+    _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
+    _Between(fields=("pack.seq_len", "model.config"), check=_positions),
+    _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
+    _Between(fields=("cluster.num_workers",), check=_range),
+    _Between(fields=("resume.data",), check=_only_continue),
+)

@@ -1,0 +1,262 @@
+"""From YAML text and `key=value` words to plain JSON values, with the line of each, and every problem found on the way.
+
+It knows what may stand in a text (no field of it): the rules are YAML 1.2's core ones, so that `3e-4` is a number and `no` a word.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+Path = tuple[str | int, ...]
+
+
+def dotted(path: Path) -> str:
+    """`("data", "sources", 0, "path")` as a user writes it: `data.sources.0.path`."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong at `path`; `text` says what, both values, and what to do."""
+
+    path: Path
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """A mapping while it is read: the value so far, where each part stands (`line 12`, `lr=x`), and what is wrong."""
+
+    value: dict[str, Any] = field(default_factory=dict)
+    places: dict[Path, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def complain(self, path: Path, text: str) -> None:
+        """Note a problem; reading goes on, so that all are found at once."""
+        self.problems.append(Problem(path=path, text=text))
+
+    def place(self, path: Path) -> str:
+        """Where `path`, or the nearest thing around it that was written down, stands; empty if nobody wrote it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return ""
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """YAML 1.1 reads `3e-4` as text, `no` as false, `010` as 8 and `1:30` as 90; the core rules of YAML 1.2 do not."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+_CORE_RULES = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    # no leading zeros: octal for some, decimal for others
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+)
+for _name, _pattern, _firsts in _CORE_RULES:
+    _CoreLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}",
+        re.compile(f"^(?:{_pattern})$"),
+        [c if c != "\0" else "" for c in _firsts],
+    )
+_LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
+
+
+def read_yaml(text: str) -> Reading:
+    """The mapping in `text`. Anything that is no plain JSON, and every key given twice, is among the problems, with its line."""
+    reading = Reading()
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        reading.complain((), f"this is not YAML: {_one_line(error)}")
+        return reading
+    if node is None:
+        return reading
+    if not isinstance(node, MappingNode):
+        reading.complain((), f"expected sections such as `run:` and `data:`, found {_kind(node)}")
+        return reading
+    reading.value = _plain(node, (), reading, "line ", frozenset())
+    return reading
+
+
+def read_mapping(mapping: Mapping[str, Any]) -> Reading:
+    """The same for a mapping made in Python. Numbers that JSON cannot hold, and other objects, are among the problems."""
+    reading = Reading()
+    reading.value = _json(mapping, (), reading)
+    return reading
+
+
+def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
+    """Set each `section.field=value` of `overrides` in `reading`; values follow the same rules as YAML.
+
+    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is no section) is a problem.
+    """
+    seen: dict[Path, str] = {}
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        path: Path = tuple(int(p) if p.isdecimal() else p for p in key.strip().split("."))
+        if not equals or not all(str(p) for p in path):
+            reading.complain(
+                (), f"override {word!r} is not of the form section.field=value, e.g. train.lr=3e-4"
+            )
+        elif not text.strip():
+            reading.complain(
+                path, f"override {word!r} has no value; write {key}=null or {key}='' if that is meant"
+            )
+        elif path in seen:
+            reading.complain(path, f"is given twice, {seen[path]!r} and {word!r}; keep one")
+        else:
+            seen[path] = word
+            _override(reading, path, word, text)
+
+
+def _override(reading: Reading, path: Path, word: str, text: str) -> None:
+    try:
+        node = yaml.compose(text, Loader=_CoreLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        reading.complain(path, f"override {word!r} is not YAML: {_one_line(error)}")
+        return
+    at: Any = reading.value
+    for depth, part in enumerate(path[:-1]):
+        at = _inside(at, part)
+        if at is None:
+            stands = reading_at(reading.value, path[: depth + 1])
+            reading.complain(
+                path, f"cannot be set by {word!r}: {dotted(path[: depth + 1])} is {stands!r}, not a section"
+            )
+            return
+    last = path[-1]
+    if not isinstance(at, dict) and not (isinstance(at, list) and isinstance(last, int) and last < len(at)):
+        reading.complain(
+            path, f"cannot be set by {word!r}: {dotted(path[:-1])} is {at!r}, which has no {last}"
+        )
+        return
+    for known in [p for p in reading.places if p[: len(path)] == path]:
+        del reading.places[known]
+    at[last if isinstance(at, list) else str(last)] = (
+        _plain(node, path, reading, "", frozenset()) if node else None
+    )
+    for inner in [p for p in reading.places if p[: len(path)] == path]:
+        del reading.places[inner]
+    reading.places[path] = f"override {word!r}"
+
+
+def _inside(at: Any, part: str | int) -> Any:
+    """The section `part` of `at`, made if there is none yet or if it is null; None if `part` is or lies in no section."""
+    if isinstance(at, list) and isinstance(part, int) and part < len(at):
+        inner = at[part]
+    elif isinstance(at, dict):
+        if at.get(str(part)) is None:
+            at[str(part)] = {}
+        inner = at[str(part)]
+    else:
+        return None
+    return inner if isinstance(inner, (dict, list)) else None
+
+
+def reading_at(value: Any, path: Path) -> Any:
+    """What stands at `path` in a plain value; None if nothing does."""
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(str(part))
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _plain(node: Node, path: Path, reading: Reading, where: str, around: frozenset[int]) -> Any:
+    """The JSON value of a YAML node; notes its line."""
+    reading.places.setdefault(path, f"{where}{node.start_mark.line + 1}")
+    if id(node) in around:
+        reading.complain(path, "is an alias of something that contains it; write the value out")
+        return None
+    around |= {id(node)}
+    if isinstance(node, SequenceNode):
+        return [_plain(n, (*path, i), reading, where, around) for i, n in enumerate(node.value)]
+    if isinstance(node, MappingNode):
+        return _plain_mapping(node, path, reading, where, around)
+    assert isinstance(node, ScalarNode), f"YAML has no node {node}"
+    return _plain_scalar(node, path, reading)
+
+
+def _plain_mapping(
+    node: MappingNode, path: Path, reading: Reading, where: str, around: frozenset[int]
+) -> Any:
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, ScalarNode):
+            reading.complain(path, f"has {_kind(key_node)} as a key at line {line}; a key is a word")
+            continue
+        key, here = key_node.value, (*path, key_node.value)
+        if key in result:
+            reading.complain(here, f"is given twice, at {reading.places.get(here)} and line {line}; keep one")
+            continue
+        reading.places[here] = f"{where}{line}"
+        result[key] = _plain(value_node, here, reading, where, around)
+    return result
+
+
+def _plain_scalar(node: ScalarNode, path: Path, reading: Reading) -> Any:
+    kind, text = node.tag.rpartition(":")[2], node.value
+    try:
+        if node.tag == "tag:yaml.org,2002:str":
+            return text
+        if node.tag == "tag:yaml.org,2002:null":
+            return None
+        if node.tag == "tag:yaml.org,2002:bool":
+            return {"true": True, "false": False}[text.lower()]
+        if node.tag == "tag:yaml.org,2002:int":
+            return int(text)
+        if node.tag == "tag:yaml.org,2002:float" and _LEADING_ZERO.match(text):
+            return text
+        if node.tag == "tag:yaml.org,2002:float" and math.isfinite(float(text)):
+            return float(text)
+    except (ValueError, KeyError):
+        pass
+    reading.complain(
+        path, f"is {text!r}, tagged {kind!r}; only texts, finite numbers, true, false and null are allowed"
+    )
+    return None
+
+
+def _json(value: Any, path: Path, reading: Reading) -> Any:
+    if isinstance(value, Mapping):
+        for key in (k for k in value if not isinstance(k, str)):
+            reading.complain(path, f"has the key {key!r}; a key is a text")
+        return {k: _json(v, (*path, k), reading) for k, v in value.items() if isinstance(k, str)}
+    if isinstance(value, (list, tuple)):
+        return [_json(v, (*path, i), reading) for i, v in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    reading.complain(
+        path, f"is {value!r}; only texts, finite numbers, true, false, null, lists and mappings are allowed"
+    )
+    return None
+
+
+def _kind(node: Node) -> str:
+    return {SequenceNode: "a list", MappingNode: "a mapping"}.get(type(node), f"the word {node.value!r}")
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        context = f"{error.context}, " if error.context else ""
+        mark = error.problem_mark
+        return f"{context}{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,542 @@
+"""The coordinator actor: it joins the rendezvous (who trains), the commits (which points exist) and the journal (what happened).
+
+All decisions are those of the pure machines it drives; it holds their inputs together, keeps time, and is the only writer of the
+journal. It knows neither model nor data, and is not on the step path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import os
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.attempt import Attempt, continue_launch
+from orchestrator.elastic.formation import (
+    Form,
+    Formation,
+    Ignored,
+    LeaveOut,
+    Refused,
+    RendezvousSettings,
+    StopRun,
+    Waiting,
+)
+from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.errors import FencedError
+from orchestrator.faults import hook
+from orchestrator.monitor.journal import JournalWriter
+from orchestrator.plan.claims import GenerationStart
+from orchestrator.records import (
+    Cursor,
+    GenerationView,
+    JoinRequest,
+    MemberInfo,
+    Refusal,
+    RunOver,
+    RunStatus,
+    StateKey,
+    StepRecord,
+    Vote,
+    Wishes,
+)
+from orchestrator.resume.commit import CommitMachine
+from orchestrator.resume.committer import PointCommitter
+from orchestrator.resume.events import (
+    Acknowledge,
+    Event,
+    Fence,
+    Forming,
+    GenerationFormed,
+    GiveUp,
+    ReadyToForm,
+    Tick,
+    VerifyPoint,
+    VoteCast,
+    VoterGone,
+)
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+
+TICK_S = 0.05
+FLUSH_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 2.0
+VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+LIVENESS_EVERY_S = 0.05
+WATCH_ANSWER_S = 10.0  # a watching call is answered at least this often, so that a dead caller does not leave it open
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorStart:
+    """What the driver hands to the coordinator: the attempt it claimed, and what the run needs from then on."""
+
+    attempt: Attempt
+    storage: str
+    min_workers: int
+    max_workers: int
+    expected: int
+    keep_latest: int
+    run: str
+    global_batch_size: int
+    seq_len: int
+    flat_config: dict[str, Any]
+    rng: dict[str, Any]
+    fault_plan: str = ""
+
+
+class Coordinator:
+    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another launch is refused.
+
+    A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members meet again at their next
+    step boundary (MEMBERSHIP.md rules 8 and 10).
+    """
+
+    def __init__(self, start: CoordinatorStart) -> None:
+        """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt has a journal already)."""
+        self._start, self._fault = start, hook(start.fault_plan)
+        self._store = RunStore(Storage(start.storage))
+        self._attempt = continue_launch(self._store, start.attempt, socket.gethostname())
+        self._fault("claim_made", -1, -1)
+        number = self._attempt.number
+        self._journal = JournalWriter(self._store.storage, number, start.run)
+        self._journal.event("attempt", launch=self._attempt.launch, why=self._attempt.why, pid=os.getpid())
+        self._journal.flush()
+        self._heartbeat = self._store.heartbeat(number)
+        self._rendezvous = Rendezvous(
+            attempt=number,
+            launch=self._attempt.launch,
+            min_workers=start.min_workers,
+            max_workers=start.max_workers,
+            expected=start.expected,
+            settings=RendezvousSettings(),
+            previous=self._attempt.previous,
+            first_attempt=start.attempt.number,
+            rebase=lambda parent, cursor: self._attempt.step_label,  # noqa: ARG005
+        )
+        point = self._attempt.point
+        if point is not None:
+            self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        self._machine = CommitMachine(
+            attempt=number,
+            keep_latest=start.keep_latest,
+            vote_limit_s=VOTE_LIMIT_S,
+            points=self._attempt.inherited,
+            pinned=point.name if point else None,
+        )
+        self._committer = PointCommitter(
+            self._store, self._journal, number, start.flat_config, start.rng, time.monotonic, self._fault
+        )
+        self._newest: Point | None = point
+        # Held while the commit machine's actions are carried out, and while a generation is formed: so no COMMIT is under way when the
+        # parent of a generation is chosen (rule 15).
+        self._commits = asyncio.Lock()
+        # One thread for everything that waits for storage: its operations stay in order and the calls of members are answered meanwhile.
+        self._verifying: set[asyncio.Task[None]] = set()
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
+        self._joins: dict[str, asyncio.Future[Any]] = {}
+        self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
+        self._infos: dict[str, tuple[str, MemberInfo]] = {}  # member: (actor id, where it lives)
+        self._left_out: list[MemberInfo] = []
+        self._failures: list[tuple[int, str]] = []
+        self._steps: list[float] = []
+        self._last_step: StepRecord | None = None
+        self._acknowledged = -1
+        self._view: GenerationView | None = None
+        self._finished: dict[str, tuple[str, str]] = {}
+        self._ended: tuple[str, str] | None = self._attempt.ended
+        self._version = 0
+        self._changed = asyncio.Condition()
+        self._loop_task: asyncio.Task[None] | None = None
+        self._wake: asyncio.Event | None = None
+
+    # ------------------------------------------------------------------------------------------------------------ calls of members
+    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver:
+        """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has no place here."""
+        self._ensure_running()
+        if self._ended is not None:
+            return RunOver(reason=self._ended[1])
+        self._infos[request.member] = (
+            request.actor_id,
+            MemberInfo(member=request.member, node_id=request.node_id, pid=request.pid),
+        )
+        self._take_records(request.records)
+        self._journal.event(
+            "join",
+            member=request.member,
+            node=request.node_id,
+            pid=request.pid,
+            key=_text(request.key),
+            leaves=request.leaves,
+            reason=request.reason,
+        )
+        try:
+            answer = self._rendezvous.join(request, time.monotonic())
+        except FencedError as error:
+            await self._fenced(str(error))
+            return Refusal(reason=str(error))
+        if isinstance(answer, Refused):
+            return Refusal(reason=answer.reason)
+        if isinstance(answer, GenerationView):
+            return answer
+        if isinstance(answer, Ignored) and request.member not in self._joins:
+            return Refusal(reason=answer.reason)
+        old = self._joins.pop(request.member, None)
+        if old is not None and not old.done():
+            old.cancel()
+        future = self._joins[request.member] = asyncio.get_running_loop().create_future()
+        self._poke()
+        await self._tell()
+        return await future
+
+    async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
+        """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least every few seconds."""
+        self._ensure_running()
+        self._check(launch)
+        deadline = time.monotonic() + WATCH_ANSWER_S
+        while True:
+            wishes = self._rendezvous.wishes(attempt, generation, self._acknowledged)
+            if self._ended is not None:
+                wishes = Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=self._acknowledged)
+            if wishes != known or time.monotonic() > deadline:
+                return wishes
+            await self._wait_for_change(deadline - time.monotonic())
+
+    async def report(
+        self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
+    ) -> None:
+        """Step records of a running generation, in batches by one member. Equal copies of what came before change nothing."""
+        self._ensure_running()
+        self._check(launch)
+        self._take_records(records)
+        if attempt == self._attempt.number and records:
+            self._rendezvous.applied(generation, records[-1].step, time.monotonic())
+        await self._tell()
+
+    async def vote(self, launch: str, vote: Vote) -> bool:
+        """One rank's part of a save is written; answers True once the point is committed, False if the save was given up."""
+        self._ensure_running()
+        self._check(launch)
+        if vote.key.attempt != self._attempt.number:
+            return False  # no half-collected save is adopted from an older coordinator
+        self._take_records(vote.records)
+        slot = (vote.key, vote.rank)
+        future = self._votes.get(slot)
+        if future is None:
+            future = self._votes[slot] = asyncio.get_running_loop().create_future()
+            await self._commit(VoteCast(vote=vote, now_s=time.monotonic()))
+        return await asyncio.shield(future)
+
+    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> None:
+        """A member's part of the run is over (`done` or `stopped`); when all of its generation said so, the run has ended."""
+        self._ensure_running()
+        self._check(launch)
+        self._finished[member] = (reason, f"{reason} at step {key.step}")
+        self._rendezvous.left(member, key, "finished" if reason == "done" else "stopped", time.monotonic())
+        await self._end_if_finished()
+
+    async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends the run."""
+        self._ensure_running()
+        self._check(launch)
+        self._journal.event("member failed", member=member, error=kind, text=text)
+        self._failures.append((self._last_step.step if self._last_step else 0, f"{kind}: {text}"))
+        if fatal:
+            await self._end("failed", f"{kind}: {text}")
+        await self._tell()
+
+    # ------------------------------------------------------------------------------------------------------------ calls of the supervisor
+    async def status(self, seen_version: int, wait_s: float) -> RunStatus:
+        """The run's status, as soon as it is newer than `seen_version`, at the latest after `wait_s` seconds."""
+        self._ensure_running()
+        deadline = time.monotonic() + wait_s
+        while self._version <= seen_version and time.monotonic() < deadline:
+            await self._wait_for_change(deadline - time.monotonic())
+        view, below = self._view, self._rendezvous.below_minimum_since
+        newest = self._newest
+        left_out, self._left_out = tuple(self._left_out), []
+        return RunStatus(
+            version=self._version,
+            attempt=self._attempt.number,
+            generation=self._rendezvous.generation,
+            world_size=view.world_size if view else 0,
+            last_step=self._last_step,
+            newest_point=newest.name if newest else None,
+            committed_samples=newest.cursor.consumed_samples if newest else 0,
+            waiting_since=None if below is None else time.monotonic() - below,
+            ended=self._ended[0] if self._ended else None,
+            reason=self._ended[1] if self._ended else "",
+            left_out=left_out,
+            members=tuple(info for member, (_, info) in self._infos.items() if view and member in view.members),
+            failures=tuple(self._failures),
+        )
+
+    async def expect(self, num_workers: int) -> None:
+        """How many workers the supervisor has started or is starting."""
+        self._ensure_running()
+        self._rendezvous.expect(num_workers)
+        self._poke()
+
+    async def wish(self, what: str) -> None:
+        """`stop`: save and stop at the next step boundary; `save`: save."""
+        self._ensure_running()
+        self._journal.event("wish", what=what)
+        if what == "stop":
+            self._rendezvous.wish_stop()
+        else:
+            self._rendezvous.wish_save(f"{what}-{time.monotonic()}")
+        self._poke()
+        await self._tell()
+
+    async def note(self, kind: str, fields: dict[str, Any]) -> None:
+        """An event of the supervisor for the journal, whose only writer is here."""
+        self._ensure_running()
+        self._journal.event(kind, **fields)
+
+    async def end(self, outcome: str, reason: str) -> None:
+        """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
+        self._ensure_running()
+        await self._end(outcome, reason)
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+    def _check(self, launch: str) -> None:
+        if launch != self._attempt.launch:
+            raise FencedError(f"this is a call of launch {launch}, the run is now launch {self._attempt.launch}; the caller exits")
+
+    def _ensure_running(self) -> None:
+        """The first call starts the loop: a restarted actor has no caller that would."""
+        if self._loop_task is None:
+            self._wake = asyncio.Event()
+            self._loop_task = asyncio.get_running_loop().create_task(self._loop())
+
+    def _poke(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+
+    async def _tell(self) -> None:
+        self._version += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, seconds))
+            except TimeoutError:
+                return
+
+    async def _storage(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
+
+    def _take_records(self, records: tuple[StepRecord, ...]) -> None:
+        for record in records:
+            self._journal.step(record)
+            if self._last_step is None or record.key > self._last_step.key:
+                self._last_step = record
+                self._steps = [*self._steps[-30:], record.step_s]
+        if self._steps:
+            self._rendezvous.median_step(statistics.median(self._steps))
+
+    async def _loop(self) -> None:
+        """Time and storage: ticks the rendezvous, keeps the journal durable, shows that it lives, looks for a newer claim."""
+        due = dict.fromkeys(("flush", "heartbeat", "live"), 0.0)
+        try:
+            while True:
+                now = time.monotonic()
+                if now >= due["live"]:
+                    due["live"] = now + LIVENESS_EVERY_S
+                    await self._look_for_the_dead(now)
+                if self._ended is None:
+                    await self._act(now)
+                if now >= due["flush"]:
+                    due["flush"] = now + FLUSH_EVERY_S
+                    await self._flush()
+                    await self._commit(Tick(now_s=now))
+                if now >= due["heartbeat"]:
+                    due["heartbeat"] = now + HEARTBEAT_EVERY_S
+                    await self._storage(self._heartbeat.write, b".")
+                await self._sleep_until_woken()
+        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
+            await self._end("failed", f"the coordinator failed: {type(error).__name__}: {error}")
+
+    async def _sleep_until_woken(self) -> None:
+        assert self._wake is not None, "the loop runs"
+        try:
+            await asyncio.wait_for(self._wake.wait(), timeout=TICK_S)
+        except TimeoutError:
+            return
+        finally:
+            self._wake.clear()
+
+    async def _look_for_the_dead(self, now: float) -> None:
+        """Asks the GCS for the members that wait or are waited for: a dead one is left out at once (liveness is a hint for speed only)."""
+        if self._view is not None and not (self._joins or self._machine.saves or self._finished):
+            return  # a generation trains; a peer's death shows in its collectives
+        from ray._private.state import state  # the public state API needs the dashboard process
+
+        for member, (actor, _) in list(self._infos.items()):
+            if not actor or (self._rendezvous.is_gone(member) and member not in self._joins):
+                continue
+            row = state.actor_table(actor)
+            if not row or row["State"] == "DEAD":
+                self._journal.event("member dead", member=member)
+                self._failures.append((self._last_step.step if self._last_step else 0, f"member {member} died"))
+                self._rendezvous.dead(member, now)
+                self._infos.pop(member)
+                future = self._joins.pop(member, None)
+                if future is not None and not future.done():
+                    future.cancel()
+                await self._gone(member)
+                await self._end_if_finished()
+
+    async def _end_if_finished(self) -> None:
+        """The run ends when every member of the generation is finished, or dead after another one finished."""
+        if self._view is None or not self._finished or self._joins:
+            return
+        if all(m in self._finished or self._rendezvous.is_gone(m) for m in self._view.members):
+            await self._end(*next(iter(self._finished.values())))
+
+    async def _gone(self, member: str) -> None:
+        """A member of the newest generation will cast no vote any more."""
+        view = self._view
+        if view is not None and member in view.members and view.attempt == self._attempt.number:
+            await self._commit(VoterGone(generation=view.generation, rank=view.members.index(member)))
+
+    async def _act(self, now: float) -> None:
+        async with self._commits:
+            for action in self._rendezvous.tick(now):
+                if isinstance(action, Form):
+                    await self._form(action.formation)
+                elif isinstance(action, LeaveOut):
+                    self._journal.event("left out", member=action.member, reason=action.reason)
+                    if action.member in self._infos:
+                        self._left_out.append(self._infos[action.member][1])
+                    await self._tell()
+                elif isinstance(action, StopRun):
+                    await self._end("failed", action.reason)
+                else:
+                    assert isinstance(action, Waiting), f"unknown action {action}"
+
+    async def _form(self, formation: Formation) -> None:
+        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path are given up."""
+        cursor = formation.cursor or Cursor()
+        start = GenerationStart(
+            attempt=formation.attempt,
+            generation=formation.generation,
+            parent=formation.parent,
+            step=formation.step,
+            consumed_samples=cursor.consumed_samples,
+            consumed_tokens=cursor.consumed_tokens,
+            target_tokens=cursor.target_tokens,
+            world_size=len(formation.members),
+            global_batch_size=self._start.global_batch_size,
+            seq_len=self._start.seq_len,
+            members=formation.members,
+        )
+        await self._advance(Forming())
+        self._journal.generation(start)
+        await self._storage(self._journal.flush)
+        self._fault("generation_journalled", formation.step, -1)
+        await self._advance(GenerationFormed(generation=formation.generation, parent=formation.parent))
+        self._rendezvous.formed(formation.generation, time.monotonic())
+        self._acknowledged = formation.step
+        for member in formation.members:
+            view = self._rendezvous.view_for(member)
+            if view is None:
+                return  # somebody died or came anew meanwhile: the next tick forms another generation
+            self._view = view
+            future = self._joins.pop(member, None)
+            if future is not None and not future.done():
+                future.set_result(view)
+        await self._tell()
+
+    async def _flush(self) -> None:
+        durable = await self._storage(self._journal.flush)
+        view = self._view
+        if durable is None or view is None or (durable.attempt, durable.generation) != (view.attempt, view.generation):
+            return
+        if durable.step > self._acknowledged:
+            self._acknowledged = durable.step
+            await self._tell()
+
+    async def _commit(self, event: Event) -> None:
+        """Tells the commit machine what happened and does what it asks for."""
+        async with self._commits:
+            await self._advance(event)
+
+    async def _advance(self, event: Event) -> None:
+        todo = collections.deque([event])
+        while todo:
+            self._machine, actions = self._machine.on(todo.popleft())
+            for action in actions:
+                match action:
+                    case Acknowledge() | GiveUp():
+                        await self._answer_votes(action)
+                    case Fence():
+                        await self._fenced(f"attempt {self._attempt.number + 1} of this run exists: another launch has taken it over")
+                    case ReadyToForm():
+                        pass  # the lock has seen to it
+                    case VerifyPoint():
+                        # reads a whole point back: nobody waits for that
+                        task = asyncio.get_running_loop().create_task(self._verify(action))
+                        self._verifying.add(task)
+                        task.add_done_callback(self._verifying.discard)
+                    case _:
+                        answer = await self._storage(self._committer.perform, action)
+                        if answer is not None:
+                            todo.append(answer)
+
+    async def _verify(self, action: VerifyPoint) -> None:
+        answer = await asyncio.to_thread(self._committer.perform, action)
+        for damage in self._committer.take_damages():
+            self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+        if answer is not None:
+            await self._commit(answer)
+
+    async def _answer_votes(self, action: Acknowledge | GiveUp) -> None:
+        committed = isinstance(action, Acknowledge)
+        point = self._committer.last_point
+        if committed and point is not None and point.key == action.key and (self._newest is None or point.key > self._newest.key):
+            self._newest = point
+            self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
+            self._journal.event("point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s)
+        if isinstance(action, GiveUp):
+            self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
+        for rank in action.ranks:
+            future = self._votes.pop((action.key, rank), None)
+            if future is not None and not future.done():
+                future.set_result(committed)
+        await self._tell()
+
+    async def _end(self, outcome: str, reason: str) -> None:
+        if self._ended is not None:
+            return
+        self._ended = (outcome, reason)
+        self._journal.event("end", outcome=outcome, reason=reason)
+        await self._storage(self._journal.flush)
+        await self._storage(self._store.write_end, self._attempt.number, outcome, reason)
+        for future in (*self._joins.values(),):
+            if not future.done():
+                future.set_result(RunOver(reason=reason))
+        self._joins.clear()
+        await self._tell()
+
+    async def _fenced(self, reason: str) -> None:
+        """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
+        self._ended = ("failed", reason)
+        for future in (*self._joins.values(),):
+            if not future.done():
+                future.set_result(Refusal(reason=reason))
+        for answer in self._votes.values():
+            if not answer.done():
+                answer.set_result(False)
+        await self._tell()
+
+
+def _text(key: StateKey | None) -> str:
+    return key.point_name if key else ""

@@ -1,0 +1,1 @@
+"""From files to one canonical token stream per source."""

@@ -1,0 +1,177 @@
+"""The Ray Data pipeline: slot numbers go in, the token chunks of the windows behind them come out in the order of the slots.
+
+It knows no packing, no step and no rank; what a slot is, and when there is room for it, it asks the feeder.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+
+from orchestrator.data.chunks import tokenize_block
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import FeedError, OrchestratorError
+from orchestrator.records import Int32Array, TokenChunk, WindowTask
+
+# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
+SLOTS_PER_DATASET = 256
+# A tokenizer has this many slots assigned by Ray, one of them running: more would let a restarted actor's repeated slots queue behind
+# slots that have no credit yet, and wait for ever.
+SLOTS_PER_TOKENIZER = 2
+# Training processes come first on a shared machine.
+TOKENIZER_NICENESS = 19
+
+_ARRAYS = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts")
+_SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
+_ROW = pa.schema(
+    [
+        ("slot", pa.int64()),
+        ("source", pa.string()),
+        ("epoch", pa.int64()),
+        ("block", pa.int64()),
+        ("window", pa.int64()),
+        ("ends_window", pa.bool_()),
+        ("ends_block", pa.bool_()),
+        ("bad_reasons", pa.list_(pa.string())),
+        *((name, pa.large_binary()) for name in _ARRAYS),
+    ]
+)
+
+
+def look_ahead(num_tokenizers: int) -> int:
+    """How many slots beyond the one being taken may be read: as many as Ray can have assigned, whatever order it repeats them in."""
+    return SLOTS_PER_TOKENIZER * num_tokenizers - 1
+
+
+class SlotSource(Datasource):
+    """Slot numbers, one block each. Reading one opens no file; Ray does it inside the tokenizer."""
+
+    def __init__(self, slots: range) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Bytes of all slot numbers."""
+        return 8 * len(self._slots)
+
+    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None) -> list[ReadTask]:
+        """A task per slot, whatever parallelism Ray proposes: the blocks must not depend on the cluster."""
+        del parallelism, per_task_row_limit, data_context
+        one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
+        return [ReadTask(partial(_slot_block, slot), one) for slot in self._slots]
+
+
+def _slot_block(slot: int) -> list[pa.Table]:
+    return [pa.table({"slot": [slot]})]
+
+
+class Tokenizer:
+    """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk, as room is given.
+
+    Whatever goes wrong is told to the feeder first, as an error of ours with its full text; the exception then ends the dataset. A slot
+    that is repeated after this process was killed gives the same chunks.
+    """
+
+    def __init__(self, spec: DataSpec, feeder: Any, run_id: int) -> None:
+        self._spec, self._feeder, self._run_id = spec, feeder, run_id
+        os.nice(TOKENIZER_NICENESS)
+
+    @cached_property
+    def _encoder(self) -> Any:
+        # at the first slot, not at the start: an error here must be reported, not restarted
+        return self._spec.build_encoder()
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        slot = int(batch["slot"][0].as_py())
+        try:
+            yield from self._slot(slot)
+        except Exception as error:
+            ray.get(self._feeder.failed.remote(self._run_id, slot, _of_ours(error)))
+            raise
+
+    def _slot(self, slot: int) -> Iterator[pa.Table]:
+        task: WindowTask | None = ray.get(self._feeder.slot.remote(self._run_id, slot))
+        if task is None:  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
+            yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
+            return
+        for chunk in tokenize_block(task, self._spec.source_plan(task.source), self._encoder, self._spec.settings):
+            # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new window only
+            if not ray.get(self._feeder.room.remote(self._run_id, slot, chunk.window)):
+                return
+            yield chunk_to_row(slot, chunk)
+
+
+def _of_ours(error: Exception) -> OrchestratorError:
+    """The error itself if its class says who acts; any other as a `FeedError` with the traceback, because its class may not pickle."""
+    if isinstance(error, OrchestratorError):
+        return error
+    return FeedError(f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}")
+
+
+def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
+    """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
+    values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
+    values |= {name: [memoryview(_bytes(getattr(chunk, name)))] for name in _ARRAYS}
+    return pa.table({"slot": [slot], "bad_reasons": [list(chunk.bad_reasons)], **values}, schema=_ROW)
+
+
+def _bytes(array: Int32Array) -> Any:
+    return np.ascontiguousarray(array, dtype="<i4").view(np.uint8)
+
+
+def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
+    """The inverse of `chunk_to_row`: (slot, chunk), None for a refused slot. The arrays are read-only views of the table's memory."""
+    if row["source"][0].as_py() is None:
+        return None
+    scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
+    arrays: dict[str, Any] = {name: np.frombuffer(row[name][0].as_buffer(), dtype="<i4") for name in _ARRAYS}
+    return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, bad_reasons=tuple(row["bad_reasons"][0].as_py()))
+
+
+def _configure() -> None:
+    """How Ray Data has to run for us, in this process, which is the feeder's and runs no other dataset."""
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is there
+    context.execution_no_progress_timeout_s = -1  # waiting for room is no fault: training may pause for hours
+    context.max_errored_blocks = 0
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # one helper process less while everything starts
+
+
+def read_chunks(
+    spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int
+) -> Iterator[tuple[int, TokenChunk] | None]:
+    """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because the run is over.
+
+    Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go after the chunk at hand.
+    Raises whatever ended the dataset; a killed tokenizer does not: it is replaced and its slots are repeated.
+    """
+    _configure()
+    dataset = ray.data.read_datasource(SlotSource(slots), override_num_blocks=len(slots)).map_batches(
+        Tokenizer,
+        batch_size=None,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ray.data.ActorPoolStrategy(
+            size=min(num_tokenizers, len(slots)), max_tasks_in_flight_per_actor=SLOTS_PER_TOKENIZER
+        ),
+        fn_constructor_args=(spec, feeder, run_id),
+        num_cpus=1,
+    )
+    for bundle in dataset.iter_internal_ref_bundles():
+        for reference in bundle.block_refs:
+            block = ray.get(reference)
+            for i in range(block.num_rows):
+                yield row_to_chunk(block.slice(i, 1))

@@ -1,0 +1,198 @@
+"""The operating system's calls that storage makes, as a protocol that a test replaces by a model disk, and a
+file that grows.
+
+It knows single calls only: no retries, no meaning of any file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Protocol
+
+from orchestrator.errors import StorageError
+
+
+class Disk(Protocol):
+    """The operating system's calls that storage makes, on absolute paths; each raises `OSError` as the system
+    would.
+
+    A test puts a model disk here and so runs the real writers against every power cut.
+    """
+
+    def create(self, path: str) -> int:
+        """A handle of a new, empty file; FileExistsError if the name is taken."""
+
+    def write(self, handle: int, data: memoryview) -> int:
+        """Append `data` or a first part of it; the number of bytes taken."""
+
+    def fsync(self, handle: int) -> None:
+        """The file's content is on disk afterwards (its name need not be)."""
+
+    def close(self, handle: int) -> None:
+        """Give the handle back."""
+
+    def open(self, path: str) -> int:
+        """A handle for reading from the start."""
+
+    def read(self, handle: int, num_bytes: int) -> bytes:
+        """At most `num_bytes` next bytes, empty at the end."""
+
+    def link(self, old: str, new: str) -> None:
+        """A second name for a file; FileExistsError if it is taken."""
+
+    def num_links(self, path: str) -> int:
+        """How many names the file has."""
+
+    def unlink(self, path: str) -> None:
+        """Take a file's name away."""
+
+    def make_folder(self, path: str) -> None:
+        """A new folder; FileExistsError if the name is taken."""
+
+    def remove_folder(self, path: str) -> None:
+        """Remove an empty folder."""
+
+    def fsync_folder(self, path: str) -> None:
+        """The folder's names are on disk afterwards."""
+
+    def is_folder(self, path: str) -> bool:
+        """Whether the name itself is a folder (a link to one is not)."""
+
+    def size(self, path: str) -> int:
+        """Bytes of a file; IsADirectoryError for a folder."""
+
+    def list(self, path: str) -> list[str]:
+        """The names in a folder, in any order."""
+
+
+class OsDisk:
+    """`Disk` on the real operating system."""
+
+    def create(self, path: str) -> int:
+        """See `Disk`."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        """See `Disk`."""
+        return os.write(handle, data)
+
+    def fsync(self, handle: int) -> None:
+        """See `Disk`."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """See `Disk`."""
+        os.close(handle)
+
+    def open(self, path: str) -> int:
+        """See `Disk`."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, handle: int, num_bytes: int) -> bytes:
+        """See `Disk`."""
+        return os.read(handle, num_bytes)
+
+    def link(self, old: str, new: str) -> None:
+        """See `Disk`."""
+        os.link(old, new)
+
+    def num_links(self, path: str) -> int:
+        """See `Disk`."""
+        return os.stat(path).st_nlink
+
+    def unlink(self, path: str) -> None:
+        """See `Disk`."""
+        os.unlink(path)
+
+    def make_folder(self, path: str) -> None:
+        """See `Disk`."""
+        os.mkdir(path)
+
+    def remove_folder(self, path: str) -> None:
+        """See `Disk`."""
+        os.rmdir(path)
+
+    def fsync_folder(self, path: str) -> None:
+        """See `Disk`."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def is_folder(self, path: str) -> bool:
+        """See `Disk`."""
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+
+    def size(self, path: str) -> int:
+        """See `Disk`."""
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return found.st_size
+
+    def list(self, path: str) -> list[str]:
+        """See `Disk`."""
+        return os.listdir(path)
+
+
+class AppendHandle:
+    """A file that only grows, written by one process. What was written is sure only after `sync`; a power cut
+    before may tear it.
+
+    A failed `write` or `sync` raises `StorageError` and leaves the handle unusable: after a failed fsync the
+    system may have forgotten which bytes were not written, so that a second, successful one would prove
+    nothing.
+    """
+
+    def __init__(self, disk: Disk, path: str, folders: Callable[[], None]) -> None:
+        self._disk, self._path, self._sync_folders = disk, path, folders
+        self._handle: int | None = disk.create(path)
+        self._named = False
+        self.num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append all of `data`."""
+        self._guarded("write to", lambda handle: write_all(self._disk, handle, memoryview(data)))
+        self.num_bytes += len(data)
+
+    def sync(self) -> None:
+        """Everything written so far, and the file's name, is on disk afterwards."""
+        self._guarded("sync", self._disk.fsync)
+        if not self._named:
+            self._sync_folders()
+            self._named = True
+
+    def close(self) -> None:
+        """Close without syncing; a second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._disk.close(handle)
+
+    def _guarded(self, what: str, action: Callable[[int], None]) -> None:
+        if self._handle is None:
+            raise StorageError(
+                f"cannot {what} {self._path}: it is closed, or an earlier write failed; open a new file"
+            )
+        try:
+            action(self._handle)
+        except OSError as error:
+            self.close()
+            raise storage_error(what, self._path, error) from error
+
+
+def write_all(disk: Disk, handle: int, view: memoryview) -> None:
+    """Append all of `view`, in as many calls as the system takes."""
+    while view:
+        view = view[disk.write(handle, view) :]
+
+
+def storage_error(what: str, full: str, error: OSError) -> StorageError:
+    """What to tell of a system call that failed."""
+    reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return StorageError(
+        f"cannot {what} {full}: {error.strerror or error} ({reason}); check that the path is mounted, writable and has room, then run again"
+    )

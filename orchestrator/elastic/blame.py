@@ -1,0 +1,83 @@
+"""Why generations fail in a row: who has to wait, when members should try each other's ports, and when the run must stop.
+
+Counts and times only; it knows nothing of joins, of states, or of how a generation is formed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable
+
+from orchestrator.elastic.formation import RendezvousSettings
+
+
+class Blame:
+    """Bounds every repetition of a failed generation (I6).
+
+    Newcomers are blamed by node, not by name: the process that replaces a killed one has a new name and the same broken network.
+    """
+
+    def __init__(self, settings: RendezvousSettings) -> None:
+        self._settings = settings
+        self._delays: dict[str, tuple[int, float]] = {}  # node: times blamed, not before
+        self._formless = 0  # generations in a row without a first step, nobody lost, nobody to blame
+        self._strikes = 0  # generations in a row that lost a member at step `_struck`
+        self._struck = -1
+
+    @property
+    def probe_ports(self) -> bool:
+        """Two generations in a row came to nothing without anybody to blame."""
+        return self._formless >= 2
+
+    def not_before(self, node: str) -> float:
+        """When a newcomer from `node` may be taken in (seconds)."""
+        return self._delays.get(node, (0, float("-inf")))[1]
+
+    def blame(self, nodes: Iterable[str], now: float) -> None:
+        """A generation with newcomers from `nodes` ended before its first step: they wait, each time twice as long."""
+        for node in sorted(set(nodes)):
+            times = self._delays.get(node, (0, 0.0))[0]
+            delay = min(self._settings.forming_s * 2**times, self._settings.longest_delay_s)
+            self._delays[node] = (times + 1, now + delay)
+
+    def came_to_nothing(self) -> None:
+        """A generation ended before its first step although nobody was lost and nobody was new."""
+        self._formless += 1
+
+    def lost_member(self, step: int) -> None:
+        """A generation whose newest step is `step` ended because a member was lost."""
+        self._strikes = self._strikes + 1 if step == self._struck else 1
+        self._struck = step
+
+    def progressed(self, step: int, newcomer_nodes: Iterable[str]) -> None:
+        """A step of the running generation was applied: its newcomers are trusted."""
+        self._formless = 0
+        if step > self._struck:
+            self._strikes = 0
+        for node in newcomer_nodes:
+            self._delays.pop(node, None)
+
+    def verdict(self) -> str | None:
+        """Why the run must stop now, None while it may go on."""
+        if self._strikes >= self._settings.same_step_failures:
+            return (
+                f"{self._strikes} generations in a row lost a member right after step {self._struck} "
+                f"(allowed: {self._settings.same_step_failures - 1}); stopped before it kills the others. "
+                f"Look at the journal for what step {self._struck + 1} trains and at the dead workers' logs"
+            )
+        if self._formless >= self._settings.forming_failures:
+            return (
+                f"{self._formless} generations in a row ended before their first step although no member was lost "
+                f"(allowed: {self._settings.forming_failures - 1}); check that the nodes reach each other on all ports"
+            )
+        return None
+
+    def copy(self) -> Blame:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin._delays = dict(self._delays)
+        return twin
+
+    def snapshot(self) -> Hashable:
+        """All that later answers depend on, but the delays, which `not_before` tells by node."""
+        return self._formless, self._strikes, self._struck

@@ -1,0 +1,160 @@
+"""The words of the rendezvous: its settings, what it answers to a join, what it decides, and what a formed generation is.
+
+Pure values without behaviour; it knows no Ray, no torch, no clock and no storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RendezvousSettings:
+    """Times (seconds) and counts of the rendezvous; the defaults are those of MEMBERSHIP.md.
+
+    `start_grace_s`: how long a group without survivors waits for the expected number, from its first join on.
+    `missing_grace_s`: the least time a live member of an ended generation has to come (2 median steps if that is more).
+    `forming_s`: how long members try to form; also a blamed newcomer's first delay, doubled up to `longest_delay_s`.
+    `join_debounce_s`: a joiner interrupts a running generation only after nobody else joined for this long (at most five times it).
+    `same_step_failures`: so many generations in a row that lost a member at one step stop the run.
+    `forming_failures`: so many generations in a row that ended before a first step, nobody lost, nobody to blame, stop the run.
+    """
+
+    start_grace_s: float = 60.0
+    missing_grace_s: float = 10.0
+    forming_s: float = 10.0
+    longest_delay_s: float = 640.0
+    join_debounce_s: float = 0.2
+    same_step_failures: int = 3
+    forming_failures: int = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreviousGeneration:
+    """The newest generation that an older attempt of this launch journalled: whom a restarted coordinator waits for, by rank."""
+
+    attempt: int
+    generation: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewestPoint:
+    """The newest committed point on the lineage, as `set_newest_point` was told."""
+
+    key: StateKey
+    cursor: Cursor | None
+    name: str
+
+
+# ------------------------------------------------------------------------------------------------------------- answers to a join
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """This member has no place here; it exits and `reason` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ignored:
+    """A late copy of an older call: nothing changed. Whoever still waits for its answer asks again, with fresh arguments."""
+
+    reason: str
+
+
+JoinAnswer = Refused | Ignored | GenerationView
+
+
+# ------------------------------------------------------------------------------------------------------------- decisions
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formation:
+    """The next generation: journal it, call `formed`, then answer each of `members` with `view_for`.
+
+    `members` by rank. `parent` is the state that it continues (None: from nothing), held by `source` (rank 0) or, when that is None,
+    by the point `point`. `cursor` belongs to the parent. `step` is the label from which this generation counts; it differs from
+    `parent.step` only where `rebase` changed it. `newcomers` were not in the generation before. `probe_ports`: two generations in a
+    row came to nothing without anybody to blame, so members should try each other's ports first. `save_only`: formed below the
+    minimum so that nothing is lost while the group waits; its `wishes` ask for a save and a re-form from its first step on.
+    """
+
+    attempt: int
+    generation: int
+    members: tuple[str, ...]
+    parent: StateKey | None
+    source: str | None
+    point: str | None
+    cursor: Cursor | None
+    step: int
+    newcomers: tuple[str, ...]
+    probe_ports: bool
+    save_only: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """Form this generation. Nothing else is decided until `Rendezvous.formed` is called."""
+
+    formation: Formation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveOut:
+    """Kill this silent member by its node's agent. It is not waited for, whether the kill succeeds or not."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting:
+    """No generation can be formed since `since` (seconds), because of `reason`; repeated by every tick while it holds."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRun:
+    """End the run with `reason`. Final: whoever said it says nothing else after it."""
+
+    reason: str
+
+
+Action = Form | LeaveOut | Waiting | StopRun
+
+
+# ------------------------------------------------------------------------------------------------------------- inside the rendezvous
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A member that waits for the next generation: its newest request, and when it first came."""
+
+    request: JoinRequest
+    since: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A generation that was formed and answered, with the requests it was formed from (those of an older attempt are not known)."""
+
+    attempt: int
+    number: int
+    members: tuple[str, ...]
+    formation: Formation | None
+    requests: dict[str, JoinRequest] = field(default_factory=dict, hash=False)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """(attempt, number), as `JoinRequest.leaves` names it."""
+        return self.attempt, self.number
+
+    @property
+    def newcomers(self) -> tuple[str, ...]:
+        """Members that were not in the generation before."""
+        return self.formation.newcomers if self.formation else ()
+
+    @property
+    def start(self) -> int:
+        """The step label it started from; -1 where it is not known, so that any step is progress."""
+        return self.formation.step if self.formation else -1

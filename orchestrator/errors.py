@@ -1,0 +1,68 @@
+"""The exception tree: the class says who acts (the user, the operator, or us), the text says what is wrong, both values, what to do.
+
+It knows nothing of Ray, torch or storage. Every class pickles, because errors cross process borders.
+"""
+
+from __future__ import annotations
+
+
+class OrchestratorError(Exception):
+    """Base of everything this package raises on purpose. `exit_code` is what a command ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(OrchestratorError):
+    """The configuration is wrong; the user changes it. The message lists every problem found, one per line."""
+
+    exit_code = 2
+
+
+class RefusedError(OrchestratorError):
+    """What was asked would break a guarantee (I1 to I8); the message names both values and the way past, if there is one."""
+
+    exit_code = 2
+
+
+class BusyError(RefusedError):
+    """Another launch is working on this run."""
+
+
+class ResourceError(RefusedError):
+    """The cluster, the disk or the memory is too small; the message says what is needed and what is there."""
+
+
+class DataError(OrchestratorError):
+    """A file or a document cannot be read as the configuration says; names file, byte offset, line and reason."""
+
+
+class BadDocumentError(DataError):
+    """One document is bad (invalid JSON, missing or null field, invalid UTF-8) and `data.on_bad_document` is `stop`."""
+
+
+class DataIdentityError(RefusedError):
+    """The data or the tokenizer differ from what the run was started with."""
+
+
+class FeedError(OrchestratorError):
+    """The feed cannot serve a sample range; the operator looks at the journal."""
+
+
+class ResumePointError(OrchestratorError):
+    """A resume point is damaged or incomplete; names the point, the file and the reason."""
+
+
+class StorageError(OrchestratorError):
+    """Storage could not be read or written, after retries; nothing was decided from it."""
+
+
+class FencedError(OrchestratorError):
+    """A newer attempt of this run exists; this process may not write any more and ends."""
+
+
+class ElasticError(OrchestratorError):
+    """The training group cannot go on (too few workers, the same step failed again and again); names the reason."""
+
+
+class TrainingError(OrchestratorError):
+    """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and values."""

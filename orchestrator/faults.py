@@ -1,0 +1,69 @@
+"""Scripted faults: a plan says at which named place, step and rank a process kills itself; used by the tests and the fault campaigns.
+
+It knows no stage: the stages call a hook at their named places, which does nothing unless a launch was given a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+Hook = Callable[[str, int, int], None]  # (place, step, rank; -1 where there is none)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """SIGKILL of the process that reaches `place` at `step` with `rank` (-1: any); it strikes once, whoever comes first."""
+
+    place: str
+    step: int = -1
+    rank: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultPlan:
+    """Faults of one test, with a folder in which each leaves a mark when it strikes, so that it never strikes twice."""
+
+    folder: str
+    faults: tuple[Fault, ...] = ()
+
+    def kill(self, place: str, *, step: int = -1, rank: int = -1) -> FaultPlan:
+        """The plan with one fault more."""
+        return FaultPlan(folder=self.folder, faults=(*self.faults, Fault(place=place, step=step, rank=rank)))
+
+    def to_json(self) -> str:
+        """For the way into another process."""
+        return json.dumps({"folder": self.folder, "faults": [asdict(f) for f in self.faults]})
+
+    def struck(self) -> list[int]:
+        """The numbers of the faults that have struck."""
+        return [n for n in range(len(self.faults)) if os.path.exists(self._mark(n))]
+
+    def _mark(self, number: int) -> str:
+        return os.path.join(self.folder, f"fault-{number}")
+
+    def strike(self, place: str, step: int, rank: int) -> None:
+        """Kills this process if a fault of the plan waits for exactly this."""
+        for number, fault in enumerate(self.faults):
+            if fault.place != place or fault.step not in (-1, step) or fault.rank not in (-1, rank):
+                continue
+            try:
+                os.close(os.open(self._mark(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hook(plan_json: str) -> Hook:
+    """The hook of a process: of the plan, or one that does nothing where there is none ("")."""
+    if not plan_json:
+        return _nothing
+    plan = json.loads(plan_json)
+    return FaultPlan(folder=plan["folder"], faults=tuple(Fault(**f) for f in plan["faults"])).strike
+
+
+def _nothing(place: str, step: int, rank: int) -> None:
+    """No plan, no fault."""

@@ -1,0 +1,226 @@
+"""The journal: what a run did, one JSON object per line, written by one process per attempt and read by
+anyone.
+
+It knows lines, segments and which step records are durable; not who sends records, nor which of them count in
+the end (plan.lineage).
+
+Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
+the attempt), `time` (UTC, for people), `run`, `attempt` and `kind`; `step` and `rank` where they mean
+something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members that
+outlived a coordinator bring records). Kind `generation`: the fields of `plan.lineage.GenerationStart`. Any
+other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf", "-inf").
+A segment is closed before the next begins, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from orchestrator.disk import AppendHandle
+from orchestrator.errors import StorageError, TrainingError
+from orchestrator.plan.lineage import GenerationStart
+from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.storage import Storage
+
+FOLDER = "journal"
+STEP, GENERATION = "step", "generation"
+SEGMENT_BYTES = 16 << 20
+REMEMBERED = 100_000  # step records that are compared with later copies; copies arrive before they are acknowledged, so soon
+# What all ranks know alike of a step; the other fields are one rank's own measurements.
+_SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chain:
+    """The durable records of one generation: all steps from `first` to `reached`, and those in `beyond`
+    further on.
+    """
+
+    parent: StateKey | None
+    reached: int
+    beyond: set[int] = field(default_factory=set)
+
+    def add(self, step: int) -> None:
+        self.beyond.add(step)
+        while self.reached + 1 in self.beyond:
+            self.reached += 1
+            self.beyond.remove(self.reached)
+
+
+class JournalWriter:
+    """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
+
+    `event`, `step` and `generation` never wait for a disk. After a `StorageError` nothing more can be
+    written: the attempt ends, and members bring what was not acknowledged to the next.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: int,
+        run: str | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
+        segment is closed when it has reached this size.
+        """
+        self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
+        self._segment_bytes, self._now = segment_bytes, now
+        self._lock = threading.Lock()  # over what is collected and known
+        self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
+        self._pending: list[bytes] = []
+        self._pending_facts: list[StepRecord | GenerationStart] = []
+        self._seen: OrderedDict[StateKey, StepRecord] = OrderedDict()
+        self._chains: dict[int, _Chain] = {}
+        self._seq = 0
+        self._segments = 0
+        self._file: AppendHandle | None = None
+        self._broken: StorageError | None = None
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Note an event with JSON fields (`step`, `rank` where known). `kind` must not be step or generation."""
+        assert kind not in (STEP, GENERATION), f"an event of kind {kind!r} would be read as a record"
+        with self._lock:
+            self._append(kind, fields)
+
+    def generation(self, start: GenerationStart) -> None:
+        """Note that a generation begins and what it continues; `flush` before any member hears of it (rule
+        2).
+        """
+        with self._lock:
+            self._append(GENERATION, encode(start))
+            self._pending_facts.append(start)
+
+    def step(self, record: StepRecord) -> bool:
+        """Note a step and return True; an equal copy of a known record changes nothing (False). What a rank
+        measures for itself may differ.
+
+        Raises `TrainingError` if it differs from the known one in what all ranks must agree on.
+        """
+        with self._lock:
+            known = self._seen.get(record.key)
+            if known is not None:
+                check_copy(known, record)
+                return False
+            self._seen[record.key] = record
+            if len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
+            self._append(STEP, {name: _json_float(value) for name, value in encode(record).items()})
+            self._pending_facts.append(record)
+            return True
+
+    def flush(self) -> StateKey | None:
+        """Make everything noted so far durable, and return the newest state of the newest generation whose
+        records are all durable.
+
+        That key's step may be acknowledged to members of its generation. None before the first generation.
+        Raises `StorageError`.
+        """
+        with self._disk_lock:
+            with self._lock:
+                lines, self._pending = self._pending, []
+                facts, self._pending_facts = self._pending_facts, []
+                if self._broken:
+                    raise StorageError(
+                        f"the journal of attempt {self._attempt} ended with an error: {self._broken}"
+                    ) from self._broken
+            if lines:
+                self._write(lines)
+            with self._lock:
+                for fact in facts:
+                    self._note_durable(fact)
+                return self._newest()
+
+    def covers(self, key: StateKey) -> bool:
+        """Whether every step of this attempt on the chain up to `key` has a durable record (rule 14).
+
+        Records of older attempts are not looked for: they were durable, or brought and journalled, before
+        this attempt's first generation.
+        """
+        with self._lock:
+            at: StateKey | None = key
+            while at is not None and at.attempt == self._attempt:
+                chain = self._chains.get(at.generation)
+                if chain is None or chain.reached < at.step:
+                    return False
+                at = chain.parent
+            return at is not key
+
+    def close(self) -> None:
+        """Flush and close the segment."""
+        self.flush()
+        with self._disk_lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+    def _append(self, kind: str, fields: dict[str, Any]) -> None:
+        clash = {"seq", "time", "run", "kind"} & set(fields)
+        assert not clash, f"journal fields {sorted(clash)} are the journal's own"
+        self._seq += 1
+        line = {
+            "seq": self._seq,
+            "time": self._now().isoformat(timespec="milliseconds"),
+            "run": self._run,
+            "attempt": self._attempt,
+        }
+        self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
+
+    def _write(self, lines: list[bytes]) -> None:
+        try:
+            for line in lines:
+                if self._file is not None and self._file.num_bytes >= self._segment_bytes:
+                    self._file.sync()
+                    self._file.close()
+                    self._file = None
+                if self._file is None:
+                    self._segments += 1
+                    self._file = self._storage.append(
+                        f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
+                    )
+                self._file.write(line)
+            if self._file is not None:
+                self._file.sync()
+        except StorageError as error:
+            self._broken = error
+            raise
+
+    def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
+        if fact.attempt != self._attempt:
+            return
+        if isinstance(fact, GenerationStart):
+            self._chains[fact.generation] = _Chain(parent=fact.parent, reached=fact.step)
+        elif fact.generation in self._chains:
+            self._chains[fact.generation].add(fact.step)
+
+    def _newest(self) -> StateKey | None:
+        if not self._chains:
+            return None
+        generation = max(self._chains)
+        return StateKey(attempt=self._attempt, generation=generation, step=self._chains[generation].reached)
+
+
+def check_copy(known: StepRecord, copy: StepRecord) -> None:
+    """Raise `TrainingError` if two records of one step differ in what all ranks must agree on."""
+    for name in _SHARED:
+        first, second = getattr(known, name), getattr(copy, name)
+        if _json_float(first) != _json_float(second):
+            raise TrainingError(
+                f"two records of step {known.step} (attempt {known.attempt}, generation {known.generation}) differ in {name}: "
+                f"{first} and {second}; the ranks did not train the same step, so do not go on from it"
+            )
+
+
+def _json_float(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,139 @@
+"""Reads a run's journal back, whole: what generations began, which steps were recorded, what else happened.
+
+It needs no cluster and takes no lock: the writer may be writing, or may have died in the middle of a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.monitor.journal import FOLDER, GENERATION, STEP, check_copy
+from orchestrator.plan.lineage import GenerationStart
+from orchestrator.records import StateKey, StepRecord, decode
+from orchestrator.storage import Storage
+
+_ATTEMPT = re.compile(r"a(\d{4,})")
+_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
+_FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalEvent:
+    """A line that is neither a step nor a generation. `fields` are the kind's own; `seq` counts within the
+    attempt; `time` is for people.
+    """
+
+    attempt: int
+    seq: int
+    time: str
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """All that a run's journal holds, in the order of attempts and lines. Each step record is there once;
+    orphans are included.
+
+    `torn` names the segments that end in the middle of a line: the rest of that line was never durable, so
+    nothing was decided from it.
+    """
+
+    generations: tuple[GenerationStart, ...]
+    records: tuple[StepRecord, ...]
+    events: tuple[JournalEvent, ...]
+    torn: tuple[str, ...]
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.generations: dict[tuple[int, int], GenerationStart] = {}
+        self.records: dict[StateKey, StepRecord] = {}
+        self.events: list[JournalEvent] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        kind, seq, time = line.pop("kind"), line.pop("seq"), line.pop("time")
+        line.pop("run")
+        if kind == STEP:
+            record = decode(
+                StepRecord,
+                {k: float(v) if k in _FLOATS and isinstance(v, str) else v for k, v in line.items()},
+            )
+            check_copy(self.records.setdefault(record.key, record), record)
+        elif kind == GENERATION:
+            start = decode(GenerationStart, line)
+            known = self.generations.setdefault((start.attempt, start.generation), start)
+            if known != start:
+                raise OrchestratorError(
+                    f"two different starts of generation {start.generation}: {known} and {start}"
+                )
+        else:
+            self.events.append(
+                JournalEvent(attempt=line.pop("attempt"), seq=seq, time=time, kind=kind, fields=line)
+            )
+
+
+def read_journal(storage: Storage) -> Journal:
+    """The whole journal of a run; empty if there is none.
+
+    Tolerates an unfinished last line in the last segment of an attempt. Raises `StorageError` naming file and
+    line for anything else that is no line of a journal, for a missing segment, and for two records of one
+    step that differ.
+    """
+    builder, torn = _Builder(), []
+    for attempt in sorted(
+        (name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)), key=lambda name: int(name[1:])
+    ):
+        folder = f"{FOLDER}/{attempt}"
+        segments = sorted(
+            (name for name in storage.list(folder) if _SEGMENT.fullmatch(name)),
+            key=lambda name: int(name[:-6]),
+        )
+        numbers = [int(name[:-6]) for name in segments]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise StorageError(
+                f"the journal {folder} has segments {numbers}, expected 1 to {len(numbers)}; restore the missing ones"
+            )
+        expected = 1
+        for segment in segments:
+            path, is_last = f"{folder}/{segment}", segment == segments[-1]
+            expected, whole = _read_segment(builder, path, storage.read(path), is_last, expected)
+            if not whole:
+                torn.append(path)
+    return Journal(
+        generations=tuple(builder.generations.values()),
+        records=tuple(builder.records.values()),
+        events=tuple(builder.events),
+        torn=tuple(torn),
+    )
+
+
+def _read_segment(
+    builder: _Builder, path: str, data: bytes, is_last: bool, expected: int
+) -> tuple[int, bool]:
+    """Adds the segment's lines; the next sequence number, and whether the last line was whole."""
+    *lines, rest = data.split(b"\n")
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = orjson.loads(text)
+            if line["seq"] != expected:
+                raise OrchestratorError(
+                    f"expected line number {expected} of the attempt, found {line['seq']}"
+                )
+            builder.add(line)
+        except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
+            ) from error
+        expected += 1
+    if rest and not is_last:
+        raise StorageError(
+            f"{path} line {len(lines) + 1} is cut off, but the segment is not the last of its attempt; restore the file"
+        )
+    return expected, not rest

@@ -1,0 +1,3 @@
+"""What to do, decided in pure integers: order, batches, schedule, identity, resume and lineage. Knows no
+Ray and no torch.
+"""

@@ -1,0 +1,143 @@
+"""Which samples a step trains, which rank trains them, and what its label is: half-open ranges of integers.
+
+It knows no data, no model and no rank's process; nothing here is rounded except upward counts of steps and
+samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.records import StepRange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remaining:
+    """What is left until the first stop: positions, samples and steps at the shape asked about. All 0: the
+    stop is reached.
+    """
+
+    tokens: int
+    samples: int
+    steps: int
+
+
+def ceil_div(amount: int, size: int) -> int:
+    """`amount / size` rounded up, exact for integers of any size; `size` must be positive."""
+    assert size > 0, f"cannot divide {amount} into parts of {size}"
+    return -(-amount // size)
+
+
+def micro_batches(num_samples: int, micro_batch_size: int) -> list[range]:
+    """The micro-batches of a step of `num_samples`, as ranges counted from the step's first sample.
+
+    All have `micro_batch_size` samples but the last, which may be smaller. The world size does not occur: I8.
+    """
+    assert micro_batch_size > 0, f"micro-batches of {micro_batch_size} samples"
+    starts = range(0, num_samples, micro_batch_size)
+    return [range(start, min(start + micro_batch_size, num_samples)) for start in starts]
+
+
+def num_micro_batches(num_samples: int, micro_batch_size: int) -> int:
+    """How many micro-batches `micro_batches` cuts."""
+    return ceil_div(num_samples, micro_batch_size)
+
+
+def rank_run(num_micro: int, rank: int, world_size: int) -> range:
+    """The contiguous micro-batches of `rank`: sizes differ by at most one, the larger runs come first,
+    together they are all, in order.
+    """
+    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+    size, larger = divmod(num_micro, world_size)
+    start = rank * size + min(rank, larger)
+    return range(start, start + size + (rank < larger))
+
+
+def steps_per_rank(num_micro: int, world_size: int) -> int:
+    """How many micro-batches every rank runs, missing ones being empty (DATA.md rule 16): ceil(num_micro /
+    world_size).
+    """
+    return ceil_div(num_micro, world_size)
+
+
+def rank_samples(
+    first_sample: int, num_samples: int, micro_batch_size: int, rank: int, world_size: int
+) -> tuple[int, int]:
+    """The samples [start, stop) of `rank` in the step [first_sample, first_sample + num_samples), by their
+    index in the run.
+
+    A rank without a micro-batch gets an empty range that lies at the place where its samples would have
+    been.
+    """
+    run = rank_run(num_micro_batches(num_samples, micro_batch_size), rank, world_size)
+    start = min(run.start * micro_batch_size, num_samples)
+    stop = min(run.stop * micro_batch_size, num_samples)
+    return first_sample + start, first_sample + stop
+
+
+def rebase_step(consumed_tokens: int, global_batch_size: int, seq_len: int) -> int:
+    """The label that a run of this shape would have after `consumed_tokens` positions: the number of steps,
+    rounded up.
+    """
+    return ceil_div(consumed_tokens, global_batch_size * seq_len)
+
+
+def tokens_left(
+    consumed_samples: int, consumed_tokens: int, seq_len: int, max_tokens: int | None, max_samples: int | None
+) -> int | None:
+    """Positions until the first of the two stops, at `seq_len` from here on; None without a stop, 0 when
+    one is reached or passed.
+    """
+    left = []
+    if max_tokens is not None:
+        left.append(max_tokens - consumed_tokens)
+    if max_samples is not None:
+        left.append((max_samples - consumed_samples) * seq_len)
+    return max(0, min(left)) if left else None
+
+
+def next_range(
+    consumed_samples: int,
+    consumed_tokens: int,
+    global_batch_size: int,
+    seq_len: int,
+    max_tokens: int | None = None,
+    max_samples: int | None = None,
+) -> StepRange | None:
+    """The samples of the next step, beginning at exactly the next unread token; None when a stop is
+    reached.
+
+    A stop inside the step makes it smaller; a token stop that is no multiple of `seq_len` shortens its last
+    sample. The end of the data is not known here: the feed answers with fewer samples then.
+    """
+    left = tokens_left(consumed_samples, consumed_tokens, seq_len, max_tokens, max_samples)
+    num_tokens = global_batch_size * seq_len if left is None else min(left, global_batch_size * seq_len)
+    if num_tokens == 0:
+        return None
+    return StepRange(
+        first_sample=consumed_samples,
+        num_samples=ceil_div(num_tokens, seq_len),
+        num_tokens=num_tokens,
+        seq_len=seq_len,
+    )
+
+
+def remaining(
+    consumed_samples: int,
+    consumed_tokens: int,
+    global_batch_size: int,
+    seq_len: int,
+    max_tokens: int | None = None,
+    max_samples: int | None = None,
+    data_tokens: int | None = None,
+) -> Remaining | None:
+    """What `next_range`, repeated to its end, would still give; None without any stop.
+
+    `data_tokens` is the number of positions that the data still holds, where that is known.
+    """
+    left = tokens_left(consumed_samples, consumed_tokens, seq_len, max_tokens, max_samples)
+    known = [tokens for tokens in (left, data_tokens) if tokens is not None]
+    if not known:
+        return None
+    samples = ceil_div(min(known), seq_len)
+    return Remaining(tokens=min(known), samples=samples, steps=ceil_div(samples, global_batch_size))

@@ -1,0 +1,109 @@
+"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed
+hash, nothing stored.
+
+It uses no library's random generator, since their streams change between versions. Every run froze
+`ORDER_VERSION`: whoever changes a value that this module computes must raise it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+ORDER_VERSION = 1
+
+_ROUNDS = 8
+_MASK32 = np.uint64(0xFFFFFFFF)
+# XXH3's constants for inputs of 9 to 16 bytes (xxHash 0.8, XXH3_len_9to16_64b and XXH3_avalanche)
+_FLIP_LOW = 0x1F67B3B7A4A44072 ^ 0x78E5C0CC4EE679CB
+_FLIP_HIGH = 0x2172FFCC7DD05A82 ^ 0x8E2443F7744608B8
+_AVALANCHE = np.uint64(0x165667919E3779F9)
+
+
+def order_key(purpose: str, seed: int, source_name: str, epoch: int) -> int:
+    """The 64-bit key of one order: seed and epoch are hashed together, so seed 42, epoch 1 is not seed 43,
+    epoch 0.
+    """
+    return xxhash.xxh3_64_intdigest(f"{ORDER_VERSION},{purpose},{seed},{epoch},{source_name}".encode())
+
+
+def permutation(index: int, n: int, key: int) -> int:
+    """Where the permutation of range(n) with this key puts `index`: a bijection for every n >= 1, in O(1)
+    time and memory.
+
+    A balanced Feistel network over the next power of four, walked along its cycle until it lands in
+    range(n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A shuffle, not a cipher
+    that keeps secrets. n is at most 2^126.
+    """
+    assert 0 <= index < n, f"index {index} of {n}"
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_hash(turn, right, key) & mask)
+        index = left << half | right
+        if index < n:
+            return index
+
+
+def block_at(seed: int, source_name: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
+    """Which block of the source is read at `position` of an epoch; `shuffle` is `block` or `none` (blocks
+    in file order).
+    """
+    assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
+    if shuffle == "none":
+        return position
+    return permutation(position, num_blocks, order_key("blocks", seed, source_name, epoch))
+
+
+def record_hash(seed: int, source_name: str, epoch: int, fragment: int, number: int) -> int:
+    """The keyed hash by which a record is sorted in its window: xxh3_64, seeded with the order's key, of
+    (fragment, number) as two little-endian uint64.
+    """
+    return _hash(fragment, number, order_key("records", seed, source_name, epoch))
+
+
+def record_order(
+    fragments: npt.ArrayLike, numbers: npt.ArrayLike, seed: int, source_name: str, epoch: int, shuffle: str
+) -> npt.NDArray[np.int64]:
+    """The order of a window's records, given each one's fragment and its number therein, both
+    (num_records,): indices that sort them.
+
+    By `record_hash`, ties by (fragment, number), with `shuffle: none` by (fragment, number) alone.
+    Independent of the order given.
+    """
+    assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
+    fragment, number = np.asarray(fragments, dtype=np.uint64), np.asarray(numbers, dtype=np.uint64)
+    if shuffle == "none":
+        return np.lexsort((number, fragment)).astype(np.int64)
+    hashes = record_hashes(fragment, number, order_key("records", seed, source_name, epoch))
+    return np.lexsort((number, fragment, hashes)).astype(np.int64)
+
+
+def record_hashes(
+    fragment: npt.NDArray[np.uint64], number: npt.NDArray[np.uint64], key: int
+) -> npt.NDArray[np.uint64]:
+    """`record_hash` of many records at once, under the order's `key`; shapes (num_records,)."""
+    low = fragment ^ np.uint64((_FLIP_LOW + key) % 2**64)
+    high = number ^ np.uint64((_FLIP_HIGH - key) % 2**64)
+    mixed = np.uint64(16) + low.byteswap() + high + _multiply_fold(low, high)
+    mixed ^= mixed >> np.uint64(37)
+    mixed *= _AVALANCHE
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _multiply_fold(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The two halves of the 128-bit product a · b, combined by exclusive or."""
+    shift = np.uint64(32)
+    a_low, a_high, b_low, b_high = a & _MASK32, a >> shift, b & _MASK32, b >> shift
+    cross = (a_low * b_low >> shift) + (a_high * b_low & _MASK32) + a_low * b_high
+    upper = (a_high * b_low >> shift) + (cross >> shift) + a_high * b_high
+    return upper ^ (a * b)
+
+
+def _hash(first: int, second: int, key: int) -> int:
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", first, second), key)

@@ -1,0 +1,229 @@
+"""May this resume point continue under that configuration, and how: the answer that `orchestrator plan`
+prints and a start acts on.
+
+It reads no storage and no data: points, configurations and identities are given to it as values, and it
+returns one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.plan.batches import Remaining, next_range, rebase_step, remaining
+from orchestrator.plan.identity import CONTENT_DECIDES, RunIdentity, compare
+from orchestrator.plan.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
+from orchestrator.records import Cursor, StateKey, encode
+
+if TYPE_CHECKING:
+    from orchestrator.config import JobConfig
+
+SAME, MAY_CHANGE, FREE = "same", "may_change", "free"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointInfo:
+    """What the decision needs of a committed resume point. `world_size` is that of the generation that
+    saved it.
+    """
+
+    name: str
+    key: StateKey
+    cursor: Cursor
+    global_batch_size: int
+    seq_len: int
+    world_size: int
+    optimizer_steps: int
+    budgets: Budgets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A field whose value is not the point's; `rule` says what a resume may do with it: same, may_change or
+    free.
+    """
+
+    field: str
+    old: Any
+    new: Any
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePlan:
+    """What a start would do. `action` is start, resume or refuse; counts that nobody can know are None.
+
+    `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the
+    point's configuration and the new one; for a start, `lr_after` is that of the first step. `budgets` go
+    into the claim and are not part of the JSON.
+    """
+
+    action: str
+    point: str | None
+    step_before: int | None
+    step_after: int
+    consumed_samples: int
+    consumed_tokens: int
+    remaining_steps: int | None
+    remaining_samples: int | None
+    remaining_tokens: int | None
+    lr_before: float | None
+    lr_after: float
+    differences: tuple[Difference, ...]
+    refusals: tuple[str, ...]
+    budgets: Budgets
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `orchestrator plan --json`."""
+        document: dict[str, Any] = encode(self)
+        del document["budgets"]
+        return document
+
+
+def plan_resume(
+    config: JobConfig,
+    rules: Mapping[str, str],
+    point: PointInfo | None,
+    old_flat: Mapping[str, Any] | None = None,
+    identities: tuple[RunIdentity, RunIdentity] | None = None,
+    data_tokens: int | None = None,
+) -> ResumePlan:
+    """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
+
+    `rules` maps a field's dotted path to its resume rule (`config.field_rules()`), `old_flat` is the flat
+    configuration that the run, or the point, was made with, `identities` are (the run's, the job's) where
+    the job's is known, `data_tokens` is the number of positions that the data still holds, where it is
+    known. A refusal names both values and what to do; a stop that is already reached is no refusal but a
+    resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    """
+    old, new = old_flat or {}, config.flat()
+    different = differences(old, new, rules) if old_flat is not None else ()
+    refused = list(refusals(different, point.name if point else "this run", identities is not None))
+    if identities is not None:
+        asked = any(d.field == "data.encoder" for d in different)
+        refused += compare(*identities, accept_changed=config.resume.accept_changed, encoder_changed=asked)
+    cursor = point.cursor if point else Cursor()
+    budgets = budgets_for(config, point.budgets if point else None, cursor)
+    left = _remaining(config, cursor, budgets, data_tokens)
+    return ResumePlan(
+        action="refuse" if refused else "resume" if point else "start",
+        point=point.name if point else None,
+        step_before=point.key.step if point else None,
+        step_after=step_label(point, config.train.global_batch_size, config.pack.seq_len),
+        consumed_samples=cursor.consumed_samples,
+        consumed_tokens=cursor.consumed_tokens,
+        remaining_steps=left.steps if left else None,
+        remaining_samples=left.samples if left else None,
+        remaining_tokens=left.tokens if left else None,
+        lr_before=learning_rate(_old_rate(config, old), point.budgets, cursor.consumed_tokens)
+        if point
+        else None,
+        lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
+        differences=different,
+        refusals=tuple(refused),
+        budgets=budgets,
+    )
+
+
+def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
+    """The label of the last step done: the point's own, re-based only if the batch size or seq_len differs
+    (DATA.md rule 18).
+    """
+    if point is None:
+        return 0
+    if (point.global_batch_size, point.seq_len) == (global_batch_size, seq_len):
+        return point.key.step
+    return rebase_step(point.cursor.consumed_tokens, global_batch_size, seq_len)
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], rules: Mapping[str, str]
+) -> tuple[Difference, ...]:
+    """The fields that differ between two flat configurations, by name; a field that only one of them has is
+    None in the other.
+
+    A field without a rule of its own takes that of its nearest parent (`model.config.hidden_size`:
+    `model.config`), else `same`.
+    """
+    return tuple(
+        Difference(field=name, old=old.get(name), new=new.get(name), rule=rule_of(name, rules))
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    )
+
+
+def rule_of(field: str, rules: Mapping[str, str]) -> str:
+    """The resume rule of a dotted path or of the nearest parent that has one; what nobody declared must
+    stay the same.
+    """
+    while field not in rules and "." in field:
+        field = field.rpartition(".")[0]
+    return rules.get(field, SAME)
+
+
+def refusals(different: Iterable[Difference], made: str, content_known: bool) -> tuple[str, ...]:
+    """One text for each difference that no resume may make.
+
+    Where a field names something whose content decides (a path), it is not refused when the contents are
+    compared as well.
+    """
+    subject = made if made == "this run" else f"resume point {made}"
+    return tuple(
+        f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
+        f"keep {d.field}={_text(d.old)}, or start a new run with another run.name"
+        for d in different
+        if d.rule not in (MAY_CHANGE, FREE)
+        and d.field != "data.encoder"  # its own rule: identity.compare
+        and not (content_known and is_content(d))
+    )
+
+
+def is_content(difference: Difference) -> bool:
+    """Whether only names of contents differ: another path to a tokenizer, or to the same sources."""
+    if difference.field in CONTENT_DECIDES:
+        return True
+    old, new = difference.old, difference.new
+    if (
+        difference.field != "data.sources"
+        or not isinstance(old, list | tuple)
+        or not isinstance(new, list | tuple)
+    ):
+        return False
+    return [{**source, "path": None} for source in old] == [{**source, "path": None} for source in new]
+
+
+def _remaining(
+    config: JobConfig, cursor: Cursor, budgets: Budgets, data_tokens: int | None
+) -> Remaining | None:
+    return remaining(
+        cursor.consumed_samples,
+        cursor.consumed_tokens,
+        config.train.global_batch_size,
+        config.pack.seq_len,
+        budgets.stop_tokens,
+        budgets.stop_samples,
+        data_tokens,
+    )
+
+
+def _old_rate(config: JobConfig, old: Mapping[str, Any]) -> RateSettings:
+    return Rate(
+        lr=old.get("train.lr", config.train.lr),
+        min_lr_ratio=old.get("train.min_lr_ratio", config.train.min_lr_ratio),
+        schedule=old.get("train.schedule", config.train.schedule),
+    )
+
+
+def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
+    """Where in the schedule the plan looks: at the point, or after the first step."""
+    if point is not None:
+        return point.cursor.consumed_tokens
+    batch, seq_len = config.train.global_batch_size, config.pack.seq_len
+    first = next_range(0, 0, batch, seq_len, budgets.stop_tokens, budgets.stop_samples)
+    return first.num_tokens if first else 0
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

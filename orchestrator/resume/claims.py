@@ -1,0 +1,229 @@
+"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (MEMBERSHIP.md rules 6
+to 12).
+
+It knows which process may claim which number; not what a point contains, nor which one should be the parent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import orjson
+
+from orchestrator.disk import AppendHandle
+from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
+from orchestrator.plan.lineage import Claim, ClaimParent
+from orchestrator.records import decode, encode
+from orchestrator.resume.sealed import SealError, seal, unseal
+from orchestrator.storage import Storage
+
+ATTEMPTS, JOURNAL = "attempts", "journal"
+START, RESUME, REWIND, RESTARTED = "start", "resume", "rewind", "coordinator_restarted"
+UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
+WATCH_S = 0.25
+_CLAIM_NAME = re.compile(r"(\d{4,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
+    people.
+    """
+
+    attempt: int
+    outcome: str
+    reason: str
+    ended: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadableFile:
+    """An attempt's file that is there, but not as it was written. Whoever decides from claims must report it."""
+
+    path: str
+    reason: str
+
+
+class ClaimFiles:
+    """Claims of one run. Every method may raise `StorageError`; then nothing was decided."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    # ------------------------------------------------------------------------------------------------------------ reading
+    def claim_numbers(self) -> list[int]:
+        """The numbers that are taken, ascending."""
+        matches = (_CLAIM_NAME.fullmatch(name) for name in self.storage.list(ATTEMPTS))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def newest_claim(self) -> Claim | None:
+        """The claim with the highest number, None if there is none."""
+        numbers = self.claim_numbers()
+        return self.read_claim(numbers[-1]) if numbers else None
+
+    def claims(self) -> tuple[Claim, ...]:
+        """All claims by number."""
+        return tuple(self.read_claim(number) for number in self.claim_numbers())
+
+    def read_claim(self, number: int) -> Claim:
+        """The claim `number`. One whose content is not as written still counts as taken: launch and host are
+        empty, why is `unreadable`.
+        """
+        try:
+            return decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
+        except (SealError, FileNotFoundError):
+            return Claim(number=number, launch="", why=UNREADABLE, host="", created="")
+
+    def read_parent(self, number: int) -> ClaimParent | UnreadableFile | None:
+        """What claim `number` inherits; None while there is no such file. In both other cases the claim has
+        no descendants.
+        """
+        path = _parent_path(number)
+        try:
+            return decode(ClaimParent, unseal(self.storage.read(path)), path)
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            return UnreadableFile(path=path, reason=str(error))
+
+    def parents(self) -> tuple[tuple[ClaimParent, ...], tuple[UnreadableFile, ...]]:
+        """The readable parent files by number, and the unreadable ones, which must be told to the user: their
+        attempts are cut off.
+        """
+        found = [self.read_parent(number) for number in self.claim_numbers()]
+        return (
+            tuple(parent for parent in found if isinstance(parent, ClaimParent)),
+            tuple(parent for parent in found if isinstance(parent, UnreadableFile)),
+        )
+
+    def next_claim_exists(self, number: int) -> bool:
+        """Whether the claim after `number` is taken: asked by name, before anything is acknowledged or
+        deleted (rule 7).
+        """
+        return self.storage.exists(_claim_path(number + 1))
+
+    def read_end(self, number: int) -> AttemptEnd | None:
+        """How attempt `number` ended; None if it did not say."""
+        try:
+            return decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
+        except (FileNotFoundError, SealError):
+            return None
+
+    # ------------------------------------------------------------------------------------------------------------ writing
+    def claim(self, number: int, launch: str, why: str, host: str) -> Claim:
+        """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
+        `write_parent`; never the other way.
+
+        `why` is start, resume, rewind or coordinator_restarted. Raises `BusyError` if a start command lost
+        the race for the number. A restarted coordinator may only follow a claim of its own launch: else
+        `FencedError`, and it ends its launch (rule 8).
+        """
+        newest = self.newest_claim()
+        taken = newest.number if newest else 0
+        if why == RESTARTED and (newest is None or newest.launch != launch):
+            raise FencedError(
+                f"attempt {taken} belongs to launch {newest.launch if newest else 'nobody'}, this is launch {launch}; "
+                "another launch has taken the run over, so this one ends"
+            )
+        if taken >= number:
+            raise _lost(number, newest, launch, why)
+        assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
+        claim = Claim(number=number, launch=launch, why=why, host=host, created=now_text())
+        if not self.storage.create(_claim_path(number), seal(encode(claim))):
+            raise _lost(number, self.read_claim(number), launch, why)
+        return claim
+
+    def write_parent(self, parent: ClaimParent) -> None:
+        """Write what the claim inherits, once. Raises `StorageError` if it is written already."""
+        if not self.storage.create(_parent_path(parent.attempt), seal(encode(parent))):
+            raise StorageError(
+                f"{_parent_path(parent.attempt)} exists already; an attempt's parent is written once, so start again"
+            )
+
+    def write_end(self, number: int, outcome: str, reason: str) -> None:
+        """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
+        nothing.
+        """
+        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text())
+        self.storage.create(_end_path(number), seal(encode(end)))
+
+    def heartbeat(self, number: int) -> AppendHandle:
+        """The heartbeat file of attempt `number`: append a byte every 2 s or so, while the attempt lives.
+        `sync` is not needed.
+        """
+        return self.storage.append(f"{ATTEMPTS}/{number:04d}.heartbeat")
+
+    # ------------------------------------------------------------------------------------------------------------ busy
+    def watch_busy(
+        self,
+        seconds: float,
+        clock: Callable[[], float],
+        wait: Callable[[float], None],
+        watch_s: float = WATCH_S,
+    ) -> Claim | None:
+        """The claim whose attempt is alive, or None if there is none: the newest has an end record, or does
+        nothing for `seconds`.
+
+        Watches the newest attempt's journal and heartbeat on this process's own `clock` (seconds), looking
+        every `watch_s` after `wait(watch_s)`. A claim that appears meanwhile is alive.
+        """
+        newest = self.newest_claim()
+        if newest is None or self.read_end(newest.number) is not None:
+            return None
+        before, begin = self._signs_of_life(newest.number), clock()
+        while clock() - begin < seconds:
+            wait(watch_s)
+            if self.next_claim_exists(newest.number):
+                return self.read_claim(newest.number + 1)
+            if self.read_end(newest.number) is not None:
+                return None
+            if self._signs_of_life(newest.number) != before:
+                return newest
+        return None
+
+    def _signs_of_life(self, number: int) -> bytes:
+        folder = f"{JOURNAL}/a{number:04d}"
+        paths = [f"{folder}/{name}" for name in self.storage.list(folder)]
+        attempt = f"{number:04d}."
+        paths += [f"{ATTEMPTS}/{name}" for name in self.storage.list(ATTEMPTS) if name.startswith(attempt)]
+        return orjson.dumps([[path, self._size(path)] for path in paths])
+
+    def _size(self, path: str) -> int:
+        try:
+            return self.storage.size(path)
+        except FileNotFoundError:
+            return -1
+
+
+def now_text() -> str:
+    """The time in UTC, for people to read: no decision compares it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _lost(number: int, holder: Claim | None, launch: str, why: str) -> BusyError | FencedError:
+    who = (
+        f"launch {holder.launch or 'unknown'} on host {holder.host or 'unknown'}"
+        if holder
+        else "another launch"
+    )
+    text = f"attempt {number} of this run was claimed by {who}, this is launch {launch}; "
+    if why == RESTARTED:
+        return FencedError(text + "this one ends")
+    return BusyError(text + "wait until it has ended, or stop it, then run the command again")
+
+
+def _claim_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.json"
+
+
+def _parent_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.parent.json"
+
+
+def _end_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.end.json"

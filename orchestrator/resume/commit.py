@@ -1,0 +1,329 @@
+"""When a save becomes a resume point, when its voters are answered, and when older points go: a pure machine
+from events to actions.
+
+It does no input or output and knows no clock but the times in its events; `committer` carries the store's
+actions out, the coordinator the answers. MEMBERSHIP.md rules 7 and 13 to 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from orchestrator.records import StateKey, Vote
+from orchestrator.resume.events import (
+    Acknowledge,
+    Action,
+    CheckNewerClaim,
+    ClaimChecked,
+    CommitWritten,
+    Deleted,
+    DeletePoints,
+    DiscardSave,
+    Event,
+    Failed,
+    Fence,
+    FlushJournal,
+    Forming,
+    GenerationFormed,
+    GiveUp,
+    JournalDurable,
+    ReadyToForm,
+    Tick,
+    Verified,
+    VerifyPoint,
+    VoteCast,
+    VoterGone,
+    WriteCommit,
+)
+from orchestrator.resume.points import disagreement, newest_first, parse_point_name
+from orchestrator.resume.retention import to_delete, to_verify
+
+CHECK_EVERY_S = (
+    5.0  # how often a coordinator looks for a newer claim when nothing else makes it look (rule 11)
+)
+AFTER = "the training group went on from another state"
+
+
+class Stage(Enum):
+    """How far a save has come. From WRITING on its COMMIT may exist, so that it can only be awaited."""
+
+    COLLECTING = "waits for votes"
+    FLUSHING = "waits for the journal"
+    READY = "waits for a generation to be formed"
+    CLEARING = "asks for a newer claim before COMMIT"
+    WRITING = "writes COMMIT"
+    CHECKING = "asks for a newer claim before the answer"
+
+
+UNDER_WAY = (Stage.WRITING, Stage.CHECKING)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """One save that is not decided yet."""
+
+    key: StateKey
+    stage: Stage
+    votes: tuple[Vote, ...]
+    started_s: float
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who waits for an answer."""
+        return tuple(vote.rank for vote in self.votes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitMachine:
+    """The state of one attempt's saves; `on` returns the next state and what to do.
+
+    `points` are the points on the lineage (at first those that the claim inherited), oldest first; `pinned`
+    is the claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its
+    votes. Guarantees: a save is acknowledged only after its COMMIT is durable, its journal was durable
+    before, and no newer claim existed when asked afterwards; points are deleted only after such a question.
+    """
+
+    attempt: int
+    keep_latest: int
+    vote_limit_s: float
+    points: tuple[str, ...] = ()
+    pinned: str | None = None
+    verified: frozenset[str] = frozenset()
+    deleting: frozenset[str] = frozenset()
+    generation: int = 0
+    parents: Mapping[int, StateKey | None] = field(default_factory=dict)
+    gone: frozenset[tuple[int, int]] = frozenset()
+    saves: Mapping[StateKey, Save] = field(default_factory=dict)
+    outcomes: Mapping[StateKey, str | None] = field(
+        default_factory=dict
+    )  # None: acknowledged, else why it was given up
+    forming: bool = False
+    asked_s: float = 0.0
+    fenced: bool = False
+
+    def on(self, event: Event) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
+        if self.fenced:
+            return self, ()
+        handler: Callable[[CommitMachine, Event], tuple[CommitMachine, tuple[Action, ...]]] = _HANDLERS[
+            type(event)
+        ]
+        after, actions = handler(self, event)
+        if after.forming and not after.under_way and (self.under_way or not self.forming):
+            actions = (*actions, ReadyToForm())
+        return after, actions
+
+    @property
+    def under_way(self) -> tuple[StateKey, ...]:
+        """Saves whose COMMIT is being written or may have been: a new generation waits for them (rule 15)."""
+        return tuple(key for key, save in self.saves.items() if save.stage in UNDER_WAY)
+
+    def outdates(self, generation: int, parent: StateKey | None) -> bool:
+        """Whether a generation with this parent would leave out a point that this attempt has acknowledged."""
+        newest = parse_point_name(self.points[-1]) if self.points else None
+        if newest is None or newest.attempt != self.attempt:
+            return False
+        parents = {**self.parents, generation: parent}
+        return not dataclasses.replace(self, generation=generation, parents=parents)._on_path(newest)
+
+    # ---- saves
+    def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
+        vote, key = event.vote, event.vote.key
+        if key in self.outcomes:
+            return self, (self._answer(key, (vote.rank,)),)
+        if key.attempt != self.attempt or key.generation not in self.parents:
+            return self, (
+                GiveUp(
+                    key=key,
+                    ranks=(vote.rank,),
+                    reason="its generation was not formed by this attempt: join again",
+                ),
+            )
+        save = self.saves.get(key) or Save(key=key, stage=Stage.COLLECTING, votes=(), started_s=event.now_s)
+        if vote.rank in save.ranks:
+            return self, ()
+        save = dataclasses.replace(save, votes=(*save.votes, vote))
+        after = self._with(save)
+        if not self._on_path(key):
+            return after._give_up(key, AFTER)
+        if missing := self._missing_voter(save):
+            return after._give_up(key, f"rank {missing} ended before it had saved its part")
+        if len(save.votes) < vote.world_size:
+            return after, ()
+        if reason := disagreement(save.votes):
+            return after._give_up(key, reason)
+        records = tuple({record.key: record for voted in save.votes for record in voted.records}.values())
+        return after._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
+
+    def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
+        after = dataclasses.replace(self, gone=self.gone | {(event.generation, event.rank)})
+        waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
+        doomed = {
+            save.key: missing for save in waiting if (missing := after._missing_voter(save)) is not None
+        }
+        return after._give_up_all(
+            {key: f"rank {rank} ended before it had saved its part" for key, rank in doomed.items()}
+        )
+
+    def _journal_durable(self, event: JournalDurable) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if not self._is_at(event.key, Stage.FLUSHING):
+            return self, ()
+        if self.forming:
+            return self._move(event.key, Stage.READY), ()
+        return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
+
+    def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if event.newer:
+            return dataclasses.replace(self, fenced=True), (Fence(),)
+        key = event.key
+        if key is None:
+            return self._prune()
+        if self._is_at(key, Stage.CLEARING):
+            if self.forming:
+                return self._move(key, Stage.READY), ()
+            save = self.saves[key]
+            write = WriteCommit(
+                key=key, votes=save.votes, parent=self.parents[key.generation], started_s=save.started_s
+            )
+            return self._move(key, Stage.WRITING), (write,)
+        if not self._is_at(key, Stage.CHECKING):
+            return self, ()
+        ranks = self.saves[key].ranks
+        points = tuple(newest_first([*self.points, key.point_name])[::-1])
+        after = dataclasses.replace(self._decided({key: None}), points=points)
+        after, actions = after._prune()
+        return after, (Acknowledge(key=key, ranks=ranks), *actions)
+
+    def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if not self._is_at(event.key, Stage.WRITING):
+            return self, ()
+        return self._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
+
+    def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return self._give_up(event.key, event.reason) if event.key in self.saves else (self, ())
+
+    # ---- generations
+    def _forming(self, event: Forming) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return dataclasses.replace(self, forming=True), ()
+
+    def _formed(self, event: GenerationFormed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        assert self.forming, "`Forming` comes before `GenerationFormed`"
+        assert not self.under_way, (
+            f"generation {event.generation} formed while the COMMIT of {self.under_way} was under way"
+        )
+        parents = {**self.parents, event.generation: event.parent}
+        after = dataclasses.replace(self, forming=False, generation=event.generation, parents=parents)
+        after, actions = after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
+        for key in [key for key, save in after.saves.items() if save.stage is Stage.READY]:
+            after = after._move(key, Stage.CLEARING)
+            actions = (*actions, CheckNewerClaim(key=key))
+        return after, actions
+
+    def _on_path(self, key: StateKey) -> bool:
+        """Whether the newest generation is, or continues, the state `key`."""
+        generation, step = self.generation, None
+        while key.generation != generation:
+            parent = self.parents[generation]
+            if parent is None or parent.attempt != self.attempt:
+                return False
+            generation, step = parent.generation, parent.step
+        return step is None or key.step <= step
+
+    # ---- retention
+    def _prune(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        names = tuple(
+            n
+            for n in to_delete(self.points, self.keep_latest, self.pinned, self.verified)
+            if n not in self.deleting
+        )
+        check = to_verify(self.points, self.keep_latest, self.pinned, self.verified)
+        after = dataclasses.replace(self, deleting=self.deleting.union(names))
+        delete = (DeletePoints(names=names),) if names else ()
+        return after, (*delete, *(VerifyPoint(name=name) for name in check))
+
+    def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if not event.healthy:
+            return self, ()
+        # Reading back takes long: what was asked before it says nothing about claims any more.
+        return dataclasses.replace(self, verified=self.verified | {event.name}), (CheckNewerClaim(key=None),)
+
+    def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
+        deleting = self.deleting.difference(event.names, event.failed)
+        points = tuple(name for name in self.points if name not in event.names)
+        return dataclasses.replace(
+            self, points=points, deleting=deleting, verified=self.verified.intersection(points)
+        ), ()
+
+    # ---- time
+    def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
+        late = {
+            key: f"{len(save.votes)} of {save.votes[0].world_size} ranks had saved their part after {self.vote_limit_s:g} s"
+            for key, save in self.saves.items()
+            if save.stage is Stage.COLLECTING and event.now_s - save.started_s > self.vote_limit_s
+        }
+        after, actions = self._give_up_all(late)
+        if event.now_s - self.asked_s >= CHECK_EVERY_S:
+            after = dataclasses.replace(after, asked_s=event.now_s)
+            actions = (*actions, CheckNewerClaim(key=None))
+        return after, actions
+
+    # ---- small steps
+    def _missing_voter(self, save: Save) -> int | None:
+        gone = [
+            rank
+            for generation, rank in self.gone
+            if generation == save.key.generation and rank not in save.ranks
+        ]
+        return min(gone, default=None)
+
+    def _is_at(self, key: StateKey, stage: Stage) -> bool:
+        return key in self.saves and self.saves[key].stage is stage
+
+    def _with(self, save: Save) -> CommitMachine:
+        return dataclasses.replace(self, saves={**self.saves, save.key: save})
+
+    def _move(self, key: StateKey, stage: Stage) -> CommitMachine:
+        return self._with(dataclasses.replace(self.saves[key], stage=stage))
+
+    def _decided(self, outcomes: Mapping[StateKey, str | None]) -> CommitMachine:
+        left = {key: save for key, save in self.saves.items() if key not in outcomes}
+        return dataclasses.replace(self, saves=left, outcomes={**self.outcomes, **outcomes})
+
+    def _answer(self, key: StateKey, ranks: tuple[int, ...]) -> Action:
+        reason = self.outcomes[key]
+        return (
+            Acknowledge(key=key, ranks=ranks)
+            if reason is None
+            else GiveUp(key=key, ranks=ranks, reason=reason)
+        )
+
+    def _give_up(self, key: StateKey, reason: str) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return self._give_up_all({key: reason})
+
+    def _give_up_all(self, reasons: Mapping[StateKey, str]) -> tuple[CommitMachine, tuple[Action, ...]]:
+        after, actions = self._decided(reasons), list[Action]()
+        for key in reasons:
+            save = self.saves[key]
+            actions.append(after._answer(key, save.ranks))
+            # Where COMMIT may exist the files stay: a point that is whole does no harm, a COMMIT without files would.
+            if save.stage not in UNDER_WAY:
+                actions.append(DiscardSave(name=key.point_name))
+        return after, tuple(actions)
+
+
+_HANDLERS: dict[type, Callable[..., tuple[CommitMachine, tuple[Action, ...]]]] = {
+    VoteCast: CommitMachine._vote,
+    VoterGone: CommitMachine._voter_gone,
+    Forming: CommitMachine._forming,
+    GenerationFormed: CommitMachine._formed,
+    JournalDurable: CommitMachine._journal_durable,
+    CommitWritten: CommitMachine._commit_written,
+    ClaimChecked: CommitMachine._claim_checked,
+    Verified: CommitMachine._verified,
+    Deleted: CommitMachine._deleted,
+    Failed: CommitMachine._failed,
+    Tick: CommitMachine._tick,
+}

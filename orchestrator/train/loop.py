@@ -1,0 +1,307 @@
+"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again; the process never restarts.
+
+It is written against `Membership`, `Feed` and `PointFiles` and knows neither Ray nor who answers them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import TrainingError
+from orchestrator.plan import batches
+from orchestrator.plan.schedule import Budgets, learning_rate
+from orchestrator.records import (
+    REFORM,
+    SAVE,
+    STOP,
+    BatchSlice,
+    Cursor,
+    GenerationView,
+    StateKey,
+    StepRange,
+    StepRecord,
+    Wishes,
+)
+from orchestrator.train.agree import FaultHook, Prepared, agree, apply_prepared
+from orchestrator.train.finish import await_votes
+from orchestrator.train.group import GenerationEnded, Group, collective
+from orchestrator.train.membership import Feed, Membership
+from orchestrator.train.model import pick_device, set_determinism
+from orchestrator.train.numerics import cut, make_gradient, slice_digest
+from orchestrator.train.saving import save_share
+from orchestrator.train.state import TrainState
+from orchestrator.train.weights import PointFiles
+from orchestrator.train.word import Share, Word
+
+if TYPE_CHECKING:
+    from orchestrator.config import ModelConfig, ResumeConfig, TrainConfig
+
+_log = logging.getLogger(__name__)
+DONE, STOPPED, LEFT = "done", "stopped", "left"
+PLACES = ("joined", "state_half_received", "step_begin", "gradient_done", "word_received", "applied", "save_part_written")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainJob:
+    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`, `cuda` or `cuda:N`.
+
+    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits for a peer that says nothing;
+    not shorter than the longest a peer may need for its batch, a save, or a copy of the state.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    resume: ResumeConfig
+    seq_len: int
+    budgets: Budgets
+    config_digest: str
+    device: str = "cpu"
+    forming_limit_s: float = 10.0
+    collective_limit_s: float = 60.0
+
+    @property
+    def invariant(self) -> bool:
+        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU."""
+        auto = self.train.numerics == "auto"
+        return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left` (the run was over for it)."""
+
+    reason: str
+    key: StateKey | None
+    cursor: Cursor
+
+
+def no_fault(place: str, step: int, rank: int) -> None:
+    """The fault hook of every run that is no test."""
+
+
+def train(job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook = no_fault) -> Outcome:
+    """Trains until the budget or the data is exhausted, a stop is wished for, or the membership says that the run is over.
+
+    `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there (of the last one done, for
+    `joined` and `state_half_received`). Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
+    membership and storage pass through.
+    """
+    return _Trainer(job, membership, feed, files, faults).run()
+
+
+class _Trainer:
+    """One member's life. `_prepared` is the step whose word is awaited; `_records` are those nobody has acknowledged."""
+
+    def __init__(self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook) -> None:
+        self._job, self._membership, self._feed, self._files, self._faults = job, membership, feed, files, faults
+        self._device = pick_device(job.device)
+        set_determinism(job.invariant, self._device)
+        self._state = TrainState(job.model, job.train, self._device, job.invariant)
+        self._gradient = make_gradient(self._state.model, job.invariant, job.train.seed)
+        self._prepared: Prepared | None = None
+        self._records: list[StepRecord] = []
+        self._votes: list[tuple[StateKey, Future[bool]]] = []
+        self._end_of_data = False
+        self._blocked_s = 0.0  # by saves, since the last record
+        self._step_began = self._last_save = time.monotonic()
+
+    def run(self) -> Outcome:
+        leaves: tuple[int, int] | None = None
+        reason = "start"
+        while True:
+            self._notice_commits()
+            state, prepared = self._state, self._prepared
+            view = self._membership.join(
+                state.key,
+                state.cursor if state.key is not None else None,
+                leaves,
+                prepared.key if prepared is not None else None,
+                tuple(self._records),
+                reason,
+            )
+            if view is None:
+                return Outcome(reason=LEFT, key=state.key, cursor=state.cursor)
+            leaves = (view.attempt, view.generation)
+            try:
+                return self._generation(view)
+            except GenerationEnded as ended:
+                reason = str(ended)
+            _log.info("generation %d of attempt %d ended: %s", view.generation, view.attempt, reason)
+
+    def _generation(self, view: GenerationView) -> Outcome:
+        with collective("reaching the store of rank 0"):
+            store = self._membership.connect_store(view)
+        with Group.formed(view, store, self._device, self._job.forming_limit_s) as group:
+            prepared, self._prepared = self._prepared, None
+            self._end_of_data = False
+            agree(group, self._state, self._job, prepared, self._files, self._faults)
+            self._faults("joined", view.step, view.rank)
+            self._feed.open(view, self._state.cursor)
+            self._step_began = time.monotonic()
+            try:
+                self._gradient.enter(view.rank, view.world_size)
+                return self._train(group)
+            finally:
+                self._gradient.leave()
+
+    def _train(self, group: Group) -> Outcome:
+        view = group.view
+        while True:
+            wishes = self._membership.wishes(view)
+            if wishes.ended:
+                raise GenerationEnded("the membership ended it")
+            step = None if self._end_of_data else self._next_range(self._state.cursor)
+            batch = None if step is None else self._slice(view, step)
+            if batch is None or batch.step.num_samples == 0:
+                return self._finish(group, DONE)
+            control = self._step(group, batch, wishes)
+            if control & SAVE:
+                self._save(view)
+            if control & STOP:
+                over = self._end_of_data or self._next_range(self._state.cursor) is None
+                return self._finish(group, DONE if over else STOPPED)
+            if control & REFORM:
+                raise GenerationEnded("a re-form at a step boundary was wished for")
+
+    # ------------------------------------------------------------------------------------------------------------ a step
+    def _next_range(self, cursor: Cursor) -> StepRange | None:
+        job = self._job
+        return batches.next_range(
+            cursor.consumed_samples,
+            cursor.consumed_tokens,
+            job.train.global_batch_size,
+            job.seq_len,
+            job.budgets.stop_tokens,
+            job.budgets.stop_samples,
+        )
+
+    def _slice(self, view: GenerationView, step: StepRange) -> BatchSlice:
+        """This rank's samples of the step; those of the next one are fetched while it trains."""
+        micro = self._job.train.micro_batch_size
+        self._faults("step_begin", self._label, view.rank)
+        began = time.monotonic()
+        batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
+        self._waited_s = time.monotonic() - began
+        coming = None if batch.end_of_data or batch.step.num_samples == 0 else self._next_range(batch.cursor)
+        if coming is not None:
+            self._feed.prefetch(coming, view.rank, view.world_size, micro)
+        return batch
+
+    def _step(self, group: Group, batch: BatchSlice, wishes: Wishes) -> int:
+        """Trains the step on all ranks and applies it here; returns the word's control. Raises `TrainingError` if it must not be applied."""
+        view, job, label = group.view, self._job, self._label
+        loss, norm = self._reduce(view, batch)
+        self._faults("gradient_done", label, view.rank)
+        lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
+        key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
+        share = Share(
+            loss=loss,
+            targets=int((batch.labels != -100).sum()),
+            samples=batch.stop - batch.start,
+            digest=slice_digest(batch),
+            data_wait_s=self._waited_s,
+            save_blocked_s=self._blocked_s,
+            control=self._control(wishes, label),
+            acknowledged=wishes.acknowledged_step,
+            grad_norm=norm,
+            step_s=time.monotonic() - self._step_began,
+        )
+        self._step_began = time.monotonic()
+        # from here on the step may be in the history although this rank never hears of it
+        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
+        word = Word.unpack(group.sum(share.pack(view.rank), f"the word of step {label}"))
+        self._faults("word_received", label, view.rank)
+        prepared, self._prepared = self._prepared, None
+        problem = word.problem(view.world_size, batch)
+        if problem is not None:
+            raise TrainingError(f"step {label} (attempt {view.attempt}, generation {view.generation}) is not applied: {problem}")
+        apply_prepared(self._state, prepared)
+        self._faults("applied", label, view.rank)
+        self._end_of_data = batch.end_of_data
+        self._blocked_s = 0.0
+        self._keep(view, _record(prepared, word))
+        return word.control
+
+    def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
+        job = self._job
+        micros = cut(batch, job.train.micro_batch_size, view.rank, view.world_size, self._device)
+        num_micro = batches.num_micro_batches(batch.step.num_samples, job.train.micro_batch_size)
+        loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
+        return loss, self._gradient.clip(job.train.max_grad_norm)
+
+    def _keep(self, view: GenerationView, new: StepRecord, acknowledged: int) -> None:
+        """Keeps a record until it is acknowledged; rank 0 reports it."""
+        durable = StateKey(attempt=view.attempt, generation=view.generation, step=acknowledged)
+        if acknowledged >= view.step:
+            self._records = [record for record in self._records if record.key > durable]
+        self._records.append(new)
+        if view.rank == 0:
+            self._membership.report(view, (new,))
+
+    @property
+    def _label(self) -> int:
+        assert self._state.key is not None, "a member that trains holds a state"
+        return self._state.key.step + 1
+
+    def _control(self, wishes: Wishes, label: int) -> int:
+        """What rank 0 adds to the word; what another rank computes here counts for nothing."""
+        every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
+        due = every_steps is not None and label % every_steps == 0
+        due = due or (every_minutes is not None and time.monotonic() - self._last_save >= every_minutes * 60)
+        # the wish is repeated until the first vote has been heard of
+        due = due or (wishes.save and all(answer.done() for _, answer in self._votes))
+        return (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
+
+    # ------------------------------------------------------------------------------------------------------------ saves
+    def _save(self, view: GenerationView) -> None:
+        vote = save_share(self._state, view, self._files, self._records)
+        self._faults("save_part_written", vote.key.step, view.rank)
+        self._blocked_s += vote.save_blocked_s
+        self._last_save = time.monotonic()
+        self._votes.append((vote.key, self._membership.vote(vote)))
+
+    def _notice_commits(self) -> None:
+        """Whether the present state is in a committed point; answered votes are forgotten. An error that answers a vote is raised."""
+        for key, answer in self._votes:
+            if answer.done() and answer.result() and key == self._state.key:
+                self._state.committed = True
+        self._votes = [(key, answer) for key, answer in self._votes if not answer.done()]
+
+    def _finish(self, group: Group, reason: str) -> Outcome:
+        """Saves the last state unless a point holds it already, waits until every vote is answered, and leaves.
+
+        Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name.
+        """
+        state = self._state
+        assert state.key is not None, "a member that trains holds a state"
+        self._notice_commits()
+        if not state.committed and state.key not in [key for key, _ in self._votes]:
+            self._save(group.view)
+        await_votes(group, state.key if not state.committed else None, self._votes, self._membership)
+        state.committed = True
+        self._membership.finished(state.key, reason)
+        return Outcome(reason=reason, key=state.key, cursor=state.cursor)
+
+
+def _record(prepared: Prepared, word: Word) -> StepRecord:
+    """The step's record, the same on every rank."""
+    key, cursor = prepared.key, prepared.cursor
+    return StepRecord(
+        attempt=key.attempt,
+        generation=key.generation,
+        step=key.step,
+        consumed_samples=cursor.consumed_samples,
+        consumed_tokens=cursor.consumed_tokens,
+        target_tokens=cursor.target_tokens,
+        loss=word.loss / max(1, word.targets),
+        grad_norm=word.grad_norm,
+        lr=prepared.lr,
+        digest=f"{word.digest:016x}",
+        step_s=word.step_s,
+        data_wait_s=word.data_wait_s,
+        save_blocked_s=word.save_blocked_s,
+    )

@@ -1,0 +1,136 @@
+"""The word of a step: one int64 vector, summed over the ranks by the step's last collective, from which all learn the same.
+
+Integer sums depend on no order and no division. It knows what the slots mean; who applies the step on it is decided in `loop`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestrator.records import BatchSlice
+
+FRACTION_BITS = 24  # of the loss in fixed point
+_LOSS_LIMIT = 1 << 61  # a larger sum is taken for a broken one
+_RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US = range(8)  # every rank adds to these
+_CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(8, 12)  # rank 0 alone
+NUM_SLOTS = 12
+_MASK = (1 << 64) - 1
+
+
+def fixed_point(loss: float) -> int | None:
+    """A micro-batch's summed loss in fixed point, None if it is not finite or absurdly large.
+
+    NaN would become −2^63, so it never enters the word: its rank adds 0 and counts itself as not finite.
+    """
+    if not math.isfinite(loss) or abs(loss) >= _LOSS_LIMIT >> FRACTION_BITS:
+        return None
+    return round(loss * (1 << FRACTION_BITS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest` of its samples (unsigned).
+
+    `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s` count for rank 0 only.
+    """
+
+    loss: int | None
+    targets: int
+    samples: int
+    digest: int
+    data_wait_s: float
+    save_blocked_s: float
+    control: int = 0
+    acknowledged: int = -1
+    grad_norm: float = 0.0
+    step_s: float = 0.0
+
+    def pack(self, rank: int) -> Tensor:
+        """The vector (NUM_SLOTS,) int64 that `rank` brings to the sum."""
+        values = [0] * NUM_SLOTS
+        values[_RANKS] = 1
+        values[_NOT_FINITE] = int(self.loss is None)
+        values[_LOSS] = self.loss or 0
+        values[_TARGETS] = self.targets
+        values[_SAMPLES] = self.samples
+        values[_DIGEST] = _signed(self.digest)
+        values[_WAIT_US] = round(self.data_wait_s * 1e6)
+        values[_BLOCKED_US] = round(self.save_blocked_s * 1e6)
+        if rank == 0:
+            values[_CONTROL] = self.control
+            values[_ACKNOWLEDGED] = self.acknowledged
+            values[_GRAD_NORM] = _bits(self.grad_norm)
+            values[_STEP_S] = _bits(self.step_s)
+        return torch.tensor(values, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means over the ranks (seconds)."""
+
+    ranks: int
+    not_finite: int
+    loss: float
+    targets: int
+    samples: int
+    digest: int
+    data_wait_s: float
+    save_blocked_s: float
+    control: int
+    acknowledged: int
+    grad_norm: float
+    step_s: float
+
+    @classmethod
+    def unpack(cls, vector: Tensor) -> Word:
+        """From the summed vector (NUM_SLOTS,) int64."""
+        values = [int(value) for value in vector.tolist()]
+        ranks = max(1, values[_RANKS])
+        return cls(
+            ranks=values[_RANKS],
+            not_finite=values[_NOT_FINITE],
+            loss=values[_LOSS] / (1 << FRACTION_BITS),
+            targets=values[_TARGETS],
+            samples=values[_SAMPLES],
+            digest=values[_DIGEST] & _MASK,
+            data_wait_s=values[_WAIT_US] / 1e6 / ranks,
+            save_blocked_s=values[_BLOCKED_US] / 1e6 / ranks,
+            control=values[_CONTROL],
+            acknowledged=values[_ACKNOWLEDGED],
+            grad_norm=_number(values[_GRAD_NORM]),
+            step_s=_number(values[_STEP_S]),
+        )
+
+    def problem(self, world_size: int, batch: BatchSlice) -> str | None:
+        """Why this step must not be applied, with both values; None if it may. `batch` says what the feed announced for the step."""
+        if self.ranks != world_size:
+            return f"{self.ranks} ranks took part in a group of {world_size}"
+        if self.not_finite:
+            return f"the loss is not finite (or absurdly large) on {self.not_finite} of {world_size} ranks; lower train.lr or look at the data"
+        if not math.isfinite(self.grad_norm):
+            return f"the loss is finite, but the norm of the gradient is {self.grad_norm}; lower train.lr, or set train.max_grad_norm"
+        if self.samples != batch.step.num_samples:
+            return f"the ranks trained {self.samples} samples, the feed announced {batch.step.num_samples}"
+        if self.targets != batch.step_targets:
+            return f"the ranks trained {self.targets} target tokens, the feed announced {batch.step_targets}"
+        if self.digest != batch.step_digest:
+            return f"the samples trained have digest {self.digest:016x}, the feed announced {batch.step_digest:016x}"
+        return None
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+def _bits(number: float) -> int:
+    """A float's 64 bits as an integer: it survives a sum in which all others add 0, whatever it is."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,118 @@
+"""Fixtures shared by every test: a small real corpus with a tokenizer, and the mapping of a very small job.
+
+They import neither ray nor torch, so that the pure tests stay fast.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+TOKENIZER_VOCAB = 1000
+CORPUS_FILES = 3
+CORPUS_BYTES = 1_500_000
+
+TinyConfig = Callable[..., dict[str, Any]]
+
+
+def _stdlib_documents() -> Iterator[tuple[str, str]]:
+    """(path, text) of the standard library's top-level modules in the order of their names, about 1.5 MB altogether."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    taken = 0
+    for path in sorted(folder.glob("*.py"), key=lambda p: p.name):
+        text = path.read_text(encoding="utf-8")
+        if not text or len(text) > 100_000:
+            continue
+        yield path.name, text
+        taken += len(text.encode())
+        if taken >= CORPUS_BYTES:
+            return
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `part-0.jsonl` to `part-2.jsonl` (fields `text` and `path`) and `tokenizer/`. Tests only read it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    documents = list(_stdlib_documents())
+    for part in range(CORPUS_FILES):
+        lines = [json.dumps({"text": text, "path": path}) for path, text in documents[part::CORPUS_FILES]]
+        (folder / f"part-{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=TOKENIZER_VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in documents[::8]), trainer)
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 10**9}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyConfig:
+    """A factory: `tiny_config({"train.max_steps": 4, "data.seed": 7})` returns a new job mapping with these dotted fields set.
+
+    Every call has a storage folder of its own, unless `run.storage` is given. The model is a Llama of about 50,000 parameters.
+    """
+    base: dict[str, Any] = {
+        "run": {"name": "tiny"},
+        "data": {
+            "sources": [{"name": "stdlib", "path": str(corpus / "*.jsonl"), "format": "jsonl", "text_field": "text"}],
+            "tokenizer": str(corpus / "tokenizer"),
+            "window_bytes": 1 << 18,
+            "fragment_bytes": 1 << 16,
+            "num_tokenizers": 1,
+        },
+        "pack": {"seq_len": 32},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "vocab_size": TOKENIZER_VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 256,
+                "tie_word_embeddings": True,
+            }
+        },
+        "train": {
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "max_steps": 10,
+            "lr": 0.001,
+            "schedule": "constant",
+            "seed": 0,
+            "numerics": "invariant",
+        },
+        "cluster": {"num_workers": 1},
+        "resume": {"every_steps": 5},
+    }
+
+    def make(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        config = copy.deepcopy(base)
+        config["run"]["storage"] = str(tmp_path_factory.mktemp("runs"))
+        for dotted, value in (changes or {}).items():
+            section, _, field = dotted.partition(".")
+            config.setdefault(section, {})[field] = copy.deepcopy(value)
+        return config
+
+    return make

@@ -1,0 +1,1 @@
+"""Tests of the rendezvous and of the supervisor's policy."""

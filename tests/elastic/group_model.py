@@ -1,0 +1,483 @@
+"""A model of members, network, journal and points around the real `Rendezvous`, and a search over all their interleavings.
+
+What members do is modelled by the identity of their weights: the tuple of the generations that trained each step. With fast
+numerics another generation gives other bits, so two histories are equal only if they are the same history. It follows
+lab/model_generations.py, but every decision about who trains, and from which state, is made by the class under test.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+from orchestrator.elastic.formation import Form, Formation, StopRun
+from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.records import JoinRequest, StateKey
+
+Identity = tuple[int, int]  # (attempt, generation)
+History = tuple[Identity, ...]  # which generation trained each step
+TORN: Identity = (-1, -1)
+LONG = (1e3, 1e6, 1e9)  # each is longer after the one before than any time-out
+
+# what a member does: trains in its generation, was thrown out of it, waits for an answer, is cut off, is dead
+IN, OUT, WAITS, AWAY, DEAD = "in", "out", "waits", "away", "dead"
+
+
+class Member(NamedTuple):
+    """One of the processes; `slot` is its node. `leaves` is the generation it was answered last."""
+
+    life: str
+    name: str
+    history: History | None
+    key: StateKey | None
+    prepared: bool
+    leaves: Identity | None
+
+
+class Point(NamedTuple):
+    """A committed, or staged and voted, point."""
+
+    key: StateKey
+    history: History
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything outside the rendezvous, and the rendezvous. `runs`: the current group is whole, so a step can succeed."""
+
+    members: tuple[Member, ...]
+    runs: bool
+    parents: tuple[tuple[Identity, StateKey | None, int], ...]  # journal: generation, parent, first step
+    records: frozenset[tuple[Identity, int]]  # journal: step records
+    points: frozenset[Point]
+    pending: Point | None  # voted by all, COMMIT not written
+    faults: int  # how many are left
+    machine: Rendezvous
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The bounds of the search, and the wrong versions that do not lie in the rendezvous itself."""
+
+    num_members: int = 3
+    generations: int = 3
+    steps: int = 2
+    attempts: int = 2
+    faults: int = 3
+    min_workers: int = 1
+    chained_parents: bool = True  # False: a generation supersedes every record at or after its first step
+    receiver_is_blank: bool = True  # False: state is received over the old one
+    gives_up: bool = True  # False: a voted save is committed whatever was formed meanwhile
+    machine: type[Rendezvous] = Rendezvous
+
+
+class Broken(Exception):  # noqa: N818 - it is what the search looks for
+    """A rule does not hold; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a search found: the rule that broke and the events that lead there (empty: none), and how many states it saw."""
+
+    broken: str
+    trace: tuple[str, ...]
+    states: int
+
+
+def search(rules: Rules, limit: int = 1_000_000) -> Result:
+    """Visits every state within the bounds, breadth first, so that a trace found is a shortest one."""
+    start = first_world(rules)
+    came: dict[Hashable, tuple[Hashable, str] | None] = {}
+    first = identity_of(start)
+    came[first] = None
+    todo: deque[tuple[Hashable, World]] = deque([(first, start)])
+    while todo:
+        known, world = todo.popleft()
+        try:
+            for event, after in events(world, rules):
+                key = identity_of(after)
+                if key not in came:
+                    came[key] = (known, event)
+                    todo.append((key, after))
+        except Broken as broken:
+            return Result(str(broken.args[0]), (*trace(came, known), str(broken.args[1])), len(came))
+        assert len(came) < limit, f"more than {limit} states within {rules}"
+    return Result("", (), len(came))
+
+
+def trace(came: dict[Hashable, tuple[Hashable, str] | None], at: Hashable) -> tuple[str, ...]:
+    """The events that lead to the state `at`."""
+    events_so_far: list[str] = []
+    step = came[at]
+    while step is not None:
+        events_so_far.append(step[1])
+        step = came[step[0]]
+    return tuple(reversed(events_so_far))
+
+
+def identity_of(world: World) -> Hashable:
+    """Equal for states that differ only in the names of the members."""
+    everyone, told = world.machine.snapshot()
+    slots = [
+        (m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))  # its name is only a name
+        for m in world.members
+    ]
+    return (
+        tuple(sorted(slots, key=hash)),
+        tuple(sorted(told.values(), key=hash)),
+        everyone,
+        (world.runs, world.parents, world.records, world.points, world.pending, world.faults),
+    )
+
+
+def first_world(rules: Rules) -> World:
+    """All members train in generation 1, from nothing."""
+    machine = new_machine(rules, 1)
+    members = tuple(Member(WAITS, f"m{i}.0", None, None, False, None) for i in range(rules.num_members))
+    for slot, member in enumerate(members):
+        assert machine.join(request(slot, member), 0.0) is None, "a newcomer waits"
+    (form,) = machine.tick(0.0)
+    assert isinstance(form, Form), f"all have come: {form}"
+    world = World(members, False, (), frozenset(), frozenset(), None, rules.faults, machine)
+    (only,) = (after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all"))
+    return only
+
+
+def new_machine(rules: Rules, attempt: int) -> Rendezvous:
+    """The rendezvous of an attempt; what the older attempt journalled about its generation is not told (the harder case)."""
+    n = rules.num_members
+    return rules.machine(attempt=attempt, launch="l", min_workers=rules.min_workers, max_workers=n, expected=n)
+
+
+def request(slot: int, member: Member) -> JoinRequest:
+    """The join of a member as it is now."""
+    prepared = None
+    if member.prepared and member.key is not None:
+        prepared = replace(member.key, step=member.key.step + 1)
+    return JoinRequest(
+        member=member.name,
+        launch="l",
+        actor_id=member.name,
+        node_id=f"n{slot}",
+        host="h",
+        port=1,
+        key=member.key,
+        leaves=member.leaves,
+        prepared=prepared,
+        cursor=None,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- what may happen
+def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+    """Every event that is possible now, and the world after it."""
+    yield from of_the_group(world, rules)
+    if world.pending is not None:
+        yield "COMMIT", commit(world, world.pending)
+    for slot, member in enumerate(world.members):
+        yield from of_a_member(world, slot, member)
+    yield from forming(world, rules)
+    if world.faults and world.machine.attempt < rules.attempts:
+        yield "coordinator restarts", restarted(world, rules)
+
+
+def of_the_group(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+    """A step of the running generation, or its end by what the coordinator wants of it."""
+    inside = [i for i, m in enumerate(world.members) if m.life == IN]
+    if not world.runs:
+        # somebody is lost: the others find out by a failing collective, with or without having entered the word
+        for i in inside:
+            yield f"{world.members[i].name} sees the end", put(world, i, world.members[i]._replace(life=OUT))
+        return
+    first = world.members[inside[0]]
+    assert first.history is not None, "who trains holds a state"
+    assert first.leaves is not None, "who trains was answered"
+    wishes = world.machine.wishes(*first.leaves, 0)
+    if wishes.reform:
+        yield "all leave at the step boundary", thrown_out(world, inside)
+    if wishes.ended:
+        yield "the generation is aborted", thrown_out(world, inside)
+    if len(first.history) >= rules.steps:
+        return
+    for applied in subsets(inside):
+        whole = len(applied) == len(inside)
+        if not whole and not world.faults:
+            continue
+        after = word(world, inside, applied)
+        names = "all" if whole else str([world.members[i].name for i in applied])
+        yield f"the word of step {len(first.history)} reaches {names}", after
+        if whole and world.pending is None:
+            trained = after.members[inside[0]]
+            assert trained.key is not None, "who trained holds a state"
+            assert trained.history is not None, "who trained holds a state"
+            yield (
+                f"step {len(first.history)} by all, who vote for a point",
+                replace(after, pending=Point(trained.key, trained.history)),
+            )
+
+
+def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
+    """The word of the next step reaches `applied`; the others entered it and keep their gradient."""
+    members = list(world.members)
+    for i in inside:
+        m = members[i]
+        assert m.history is not None, "who trains holds a state"
+        assert m.key is not None, "who trains holds a state"
+        assert m.leaves is not None, "who trains was answered"
+        if i in applied:
+            key = replace(m.key, step=m.key.step + 1)
+            members[i] = m._replace(history=(*m.history, m.leaves), key=key)
+        else:
+            members[i] = m._replace(prepared=True)
+    if len(applied) == len(inside):
+        trained = members[inside[0]]
+        assert trained.leaves is not None, "who trains was answered"
+        assert trained.history is not None, "who trains holds a state"
+        record = (trained.leaves, len(trained.history) - 1)
+        return replace(world, members=tuple(members), records=world.records | {record})
+    after = replace(world, members=tuple(members), faults=world.faults - 1)
+    return thrown_out(after, inside)
+
+
+def thrown_out(world: World, slots: list[int]) -> World:
+    """These members' generation is over for them; they will join again."""
+    members = tuple(m._replace(life=OUT) if i in slots else m for i, m in enumerate(world.members))
+    return replace(world, members=members, runs=False)
+
+
+def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
+    """What happens to one member: it joins, dies, is cut off, comes back, or a new process takes its place."""
+    breaks = member.life == IN
+    if member.life == OUT:
+        machine = world.machine.copy()
+        machine.join(request(slot, member), 0.0)
+        yield f"{member.name} joins", put(world, slot, member._replace(life=WAITS), machine)
+    if member.life == AWAY:
+        # a call that was under way is lost with the connection, so it joins anew
+        yield f"{member.name} is back", put(world, slot, member._replace(life=OUT))
+    if member.life == DEAD:
+        machine = world.machine.copy()
+        _, told = machine.snapshot()
+        name = next(n for n in (f"m{slot}.{k}" for k in range(9)) if n not in told)
+        fresh = Member(WAITS, name, None, None, False, None)
+        machine.join(request(slot, fresh), 0.0)
+        yield f"{name} is started and joins", put(world, slot, fresh, machine)
+    elif world.faults:
+        machine = world.machine.copy()
+        machine.dead(member.name, 0.0)
+        dead = Member(DEAD, "", None, None, False, None)
+        yield f"{member.name} dies", put(world, slot, dead, machine, fault=True, breaks=breaks)
+        if member.life != AWAY:
+            gone = member._replace(life=AWAY)
+            yield f"{member.name} is cut off", put(world, slot, gone, fault=True, breaks=breaks)
+
+
+def put(
+    world: World,
+    slot: int,
+    member: Member,
+    machine: Rendezvous | None = None,
+    *,
+    fault: bool = False,
+    breaks: bool = False,
+) -> World:
+    """The world with another member in `slot`."""
+    members = (*world.members[:slot], member, *world.members[slot + 1 :])
+    return replace(
+        world,
+        members=members,
+        runs=world.runs and not breaks,
+        faults=world.faults - fault,
+        machine=machine or world.machine,
+    )
+
+
+def commit(world: World, point: Point) -> World:
+    """COMMIT is written: the records of its chain, which came with the votes, are durable before it (rule 14)."""
+    machine = world.machine.copy()
+    points = world.points | {point}
+    newest = max(points, key=lambda p: p.key)
+    machine.set_newest_point(newest.key, None, newest.key.point_name)
+    records = world.records | {(g, t) for t, g in enumerate(point.history)}
+    return replace(world, points=points, pending=None, records=records, machine=machine)
+
+
+def restarted(world: World, rules: Rules) -> World:
+    """A new attempt; it adopts nothing but what storage holds, and asks the members to join again (rule 10)."""
+    machine = new_machine(rules, world.machine.attempt + 1)
+    newest = max(world.points, key=lambda p: p.key, default=None)
+    if newest is not None:
+        machine.set_newest_point(newest.key, None, newest.key.point_name)
+    members = tuple(m._replace(life=OUT) if m.life == WAITS else m for m in world.members)
+    return replace(world, members=members, pending=None, faults=world.faults - 1, machine=machine)
+
+
+# ------------------------------------------------------------------------------------------------------------- forming
+def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+    """The coordinator's tick, at once or after a long time in which nobody came."""
+    for now in (0.0, *LONG):
+        machine = world.machine.copy()
+        actions = machine.tick(now)
+        if any(isinstance(a, StopRun) for a in actions):
+            return
+        form = next((a for a in actions if isinstance(a, Form)), None)
+        if form is None:
+            if not actions:  # a generation runs; its wishes may have changed
+                yield "tick", replace(world, machine=machine)
+                if now:
+                    return
+            continue
+        if len(world.parents) >= rules.generations:
+            return
+        tried = replace(world, machine=machine)
+        when = " after a long time" if now else ""
+        for name, after in outcomes(tried, form.formation, rules):
+            yield name + when, after
+        return
+    if world.members and all(m.life in (WAITS, DEAD) for m in world.members):
+        living = sum(m.life == WAITS for m in world.members)
+        if living >= rules.min_workers:
+            raise Broken("all that live have joined, and no generation forms", "waiting for ever")
+
+
+def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple[str, World]]:
+    """The formation is journalled and answered; then any part of the group agrees on its state, and any member may die meanwhile."""
+    slot_of = {m.name: i for i, m in enumerate(world.members) if m.name}
+    group = [slot_of[name] for name in formation.members if name in slot_of]
+    identity = (formation.attempt, formation.generation)
+    # joiners bring their unacknowledged records
+    brought = {
+        (g, t)
+        for i in group
+        for t, g in enumerate(world.members[i].history or ())
+        if g != TORN
+    }
+    parents = (*world.parents, (identity, formation.parent, formation.step))
+    pending = world.pending
+    if rules.gives_up and pending and not world.machine.on_path(pending.key, formation.parent):
+        pending = None
+    title = f"generation {identity} of {list(formation.members)} from {formation.source or formation.point or 'nothing'}"
+    world = replace(world, parents=parents, records=world.records | brought, pending=pending)
+    base = base_of(world, formation, title)
+    check(world, formation, base, rules, title)
+
+    if world.faults:
+        if world.machine.attempt < rules.attempts:
+            yield f"{title}: journalled, the coordinator dies before it answers", restarted(world, rules)
+        for i in group:
+            machine = world.machine.copy()
+            machine.dead(world.members[i].name, 0.0)
+            machine.formed(formation.generation, 0.0)
+            dead = Member(DEAD, "", None, None, False, None)
+            yield f"{title}: {world.members[i].name} dies while it is formed", put(world, i, dead, machine, fault=True)
+    machine = world.machine.copy()
+    machine.formed(formation.generation, 0.0)
+    world = replace(world, machine=machine)
+    can = [i for i in group if world.members[i].life == WAITS]
+    if len(can) == len(group):
+        yield f"{title}: agreed by all", agreed(world, formation, base, group, group, rules)
+    if world.faults or len(can) < len(group):
+        for some in subsets(can):
+            if len(some) < len(group):
+                names = [world.members[i].name for i in some]
+                yield f"{title}: agreed by {names} only", agreed(world, formation, base, can, list(some), rules)
+
+
+def base_of(world: World, formation: Formation, title: str) -> History:
+    """The weights that the formation starts from."""
+    if formation.source is not None:
+        source = next((m for m in world.members if m.name == formation.source), None)
+        if source is None or source.key != formation.parent or source.history is None:
+            raise Broken("the source does not hold the parent's state", title)
+        if formation.members[0] != formation.source:
+            raise Broken("the source is not rank 0", title)
+        return source.history
+    if formation.parent is None:
+        return ()
+    return next(p.history for p in world.points if p.key == formation.parent)
+
+
+def check(world: World, formation: Formation, base: History, rules: Rules, title: str) -> None:
+    """What must hold whenever a generation is formed."""
+    if TORN in base:
+        raise Broken("torn weights in use", title)
+    if len(base) != formation.step:
+        raise Broken("the step label is not the number of steps in the weights", title)
+    history = chained(world) if rules.chained_parents else superseding(world)
+    if any(history.get(t) != g for t, g in enumerate(base)):
+        raise Broken("weights and journal disagree", title)
+    for point in world.points:
+        if base[: len(point.history)] != point.history:
+            raise Broken("the history goes on without a committed point", title)
+
+
+def chained(world: World) -> dict[int, Identity]:
+    """Which generation trained each step before the newest generation's first, by following the parents back (rule 2)."""
+    table = {identity: (parent, first) for identity, parent, first in world.parents}
+    history: dict[int, Identity] = {}
+    parent = world.parents[-1][1]
+    while parent is not None:
+        at = (parent.attempt, parent.generation)
+        before, first = table[at]
+        for t in range(first, parent.step):
+            if (at, t) in world.records:
+                history[t] = at
+        parent = before if before is None or before.step == first else None
+    return history
+
+
+def superseding(world: World) -> dict[int, Identity]:
+    """The wrong reading: a generation that starts at step s supersedes every record at or after s of earlier ones."""
+    history: dict[int, Identity] = {}
+    for number, (identity, _, _) in enumerate(world.parents):
+        for g, t in world.records:
+            if g == identity and all(first > t for _, _, first in world.parents[number + 1 :]):
+                history[t] = identity
+    return history
+
+
+def agreed(
+    world: World, formation: Formation, base: History, group: list[int], some: list[int], rules: Rules
+) -> World:
+    """The members of `some` have agreed on the state; if these are all, the group runs, else it has failed."""
+    identity = (formation.attempt, formation.generation)
+    key = StateKey(attempt=identity[0], generation=identity[1], step=formation.step)
+    whole = len(some) == len(formation.members)
+    members = list(world.members)
+    for i in group:
+        m = members[i]
+        if i in some:
+            members[i] = Member(IN if whole else OUT, m.name, base, key, False, identity)
+            continue
+        mine = m.key is not None and m.key == formation.parent
+        last = (
+            m.prepared
+            and m.key is not None
+            and formation.source is not None
+            and replace(m.key, step=m.key.step + 1) == formation.parent
+        )
+        if mine or last:  # it needed no copy: its state is whole, only its name is the old one
+            members[i] = Member(OUT, m.name, base, formation.parent, False, identity)
+        elif rules.receiver_is_blank or m.history is None:
+            members[i] = Member(OUT, m.name, None, None, False, identity)
+        else:
+            torn = tuple(TORN for _ in m.history)
+            members[i] = Member(OUT, m.name, torn, m.key, False, identity)
+    return replace(
+        world,
+        members=tuple(members),
+        runs=whole,
+        faults=world.faults - (not whole and len(group) == len(formation.members)),
+    )
+
+
+def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
+    """All subsets, the largest first."""
+    for size in range(len(items), -1, -1):
+        yield from combinations(items, size)
+
+
+Check = Callable[[Result], None]
