@@ -61,7 +61,7 @@ def plan(config: Config, overrides: Overrides = None, json: Json = False) -> Non
 @app.command()
 def points(run: RunUri, json: Json = False) -> None:
     """List the run's resume points: where each stands, whether it is whole, and whether it belongs to the history."""
-    from orchestrator.run import open_run
+    from orchestrator.history import open_run
 
     rows = open_run(run).points()
     if json:
@@ -75,7 +75,7 @@ def points(run: RunUri, json: Json = False) -> None:
 @app.command()
 def verify(run: RunUri, point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None, json: Json = False) -> None:
     """Read every byte of the resume points and compare the digests; names each damaged file."""
-    from orchestrator.run import open_run
+    from orchestrator.history import open_run
 
     rows = open_run(run).verify(point)
     if json:
@@ -91,7 +91,7 @@ def verify(run: RunUri, point: Annotated[str | None, typer.Argument(help="a poin
 @app.command()
 def audit(run: RunUri, json: Json = False) -> None:
     """Recompute the token stream from the files and compare it, step by step, with what the journal says was trained."""
-    from orchestrator.run import open_run
+    from orchestrator.history import open_run
 
     report = open_run(run).audit()
     if json:

@@ -6,6 +6,8 @@ It works on plain JSON values, so that one bad field does not hide what is wrong
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,30 +18,31 @@ from pydantic.fields import FieldInfo
 
 from orchestrator.config_text import Path, Problem, Reading, dotted, value_at
 
-_ABSENT = object()
+_NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
 
 
 def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseModel]) -> Iterator[Problem]:
-    """One problem per field that pydantic refused, with what stands there, what is expected, and "did you mean"."""
-    seen: set[Path] = set()
+    """One problem per field that pydantic refused: what stands there, what is expected, "did you mean"."""
+    findings: dict[Path, tuple[str, FieldInfo | None]] = {}
     for finding in error.errors(include_url=False, include_input=False, include_context=False):
         path, info = _field_of(finding["loc"], root)
-        if path in seen:
-            continue
-        seen.add(path)
-        kind = finding["type"]
+        findings.setdefault(path, (finding["type"], info))
+    for path, (kind, info) in findings.items():
+        if any(len(other) > len(path) and other[: len(path)] == path for other in findings):
+            continue  # a list is called too short because entries of it are wrong: those are said
+        found = value_at(value, path)
         if kind == "extra_forbidden":
             yield Problem(path=path, text=_unknown(path, root))
-        elif kind == "missing":
+        elif kind == "missing" and not written(value, path):
             yield Problem(path=path, text=_missing(info))
-        elif _class_of(info) is not None:
-            yield Problem(path=path, text=f"is {value_at(value, path)!r}; expected a section with fields")
+        elif not _extra(info, "expected") or (path and isinstance(path[-1], int)):
+            yield Problem(path=path, text=f"is {_show(found)}; expected a section with fields")
         else:
-            yield Problem(path=path, text=_refused(value_at(value, path), info))
+            yield Problem(path=path, text=_refused(found, info))
 
 
 def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]:
-    """The declared field in which pydantic's location lies; deeper parts are names of union members and the like."""
+    """The declared field in which pydantic's location lies; deeper parts name union members and the like."""
     model: type[BaseModel] | None = root
     path: Path = ()
     info: FieldInfo | None = None
@@ -63,6 +66,17 @@ def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
     return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
 
 
+def _show(value: Any) -> str:
+    """The value as a user would write it; texts in quotes."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def written(value: Any, path: Path) -> bool:
+    """Whether something, if only a null, stands at `path`."""
+    around = value_at(value, path[:-1])
+    return isinstance(around, dict) and path[-1] in around
+
+
 def _extra(info: FieldInfo | None, key: str) -> str:
     declared = info.json_schema_extra if info else None
     return str(declared.get(key, "")) if isinstance(declared, dict) else ""
@@ -75,7 +89,7 @@ def _missing(info: FieldInfo | None) -> str:
 
 
 def _refused(value: Any, info: FieldInfo | None) -> str:
-    text = f"is {value!r}; expected {_extra(info, 'expected')}"
+    text = f"is {_show(value)}; expected {_extra(info, 'expected')}"
     if not isinstance(value, str):
         if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
             return f"{text}; write {int(value)} if that is meant"
@@ -84,6 +98,8 @@ def _refused(value: Any, info: FieldInfo | None) -> str:
     close = difflib.get_close_matches(value.lower(), choices, n=1)
     if close:
         return f"{text}; did you mean {close[0]}?"
+    if info is not None and {int, float} & set(_members(info.annotation)) and _NUMBER.match(value):
+        return f"{text}; write it without quotes"
     if info is not None and bool in _members(info.annotation):
         truth = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false", "n": "false"}
         return f"{text}; write {truth.get(value.lower(), 'true or false, without quotes')}"
@@ -128,10 +144,10 @@ def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
     return paths
 
 
-# ------------------------------------------------------------------------------------------ rules between fields
+# ------------------------------------------------------------------------------------ rules between fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Between:
-    """A rule between fields: `check` gets their values and returns what is wrong with the first, or nothing."""
+    """A rule between fields: `check` gets their values and returns what is wrong with the first, or None."""
 
     fields: tuple[str, ...]
     check: Callable[..., str | None]
@@ -146,18 +162,13 @@ def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[
         if any(bad[: len(path)] == path[: len(bad)] for path in paths for bad in wrong):
             continue  # said already; or the whole section is wrong
         values = [
-            defaults[name] if not _written(reading.value, path) else value_at(reading.value, path)
+            defaults[name] if not written(reading.value, path) else value_at(reading.value, path)
             for name, path in zip(rule.fields, paths, strict=True)
         ]
         text = rule.check(*values)
         if text is not None:
             found.append(Problem(path=paths[0], text=text))
     return found
-
-
-def _written(value: Any, path: Path) -> bool:
-    section = value_at(value, path[:-1])
-    return isinstance(section, dict) and path[-1] in section
 
 
 def _one_source(sources: list[Any]) -> str | None:
@@ -177,7 +188,7 @@ def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
 def _window(window_bytes: int, fragment_bytes: int) -> str | None:
     if window_bytes >= fragment_bytes:
         return None
-    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds at least a fragment"
+    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds a fragment"
 
 
 def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
@@ -195,22 +206,21 @@ def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
 def _model_type(config: dict[str, Any] | None) -> str | None:
     if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
         return None
-    return (
-        f"has model_type={config.get('model_type')!r}; set it to a name that transformers knows, e.g. llama"
-    )
+    found = _show(config.get("model_type"))
+    return f"has model_type={found}; set it to a name that transformers knows, e.g. llama"
 
 
 def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | None:
     if factory is not None or not factory_args:
         return None
-    return f"is {factory_args!r}, but model.factory is null; set the factory, or leave the arguments out"
+    return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
 
 
 def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
     most = (config or {}).get("max_position_embeddings")
     if type(most) is not int or seq_len <= most:
         return None
-    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it, or give the model more"
+    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it or raise that"
 
 
 def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | None:
@@ -222,7 +232,7 @@ def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | 
     if schedule == "wsd" and decay_steps is None:
         return "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
     if schedule != "wsd" and decay_steps is not None:
-        return f"is {schedule}, which does not read train.decay_steps={decay_steps}; set that to null, or use wsd"
+        return f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
     return None
 
 

@@ -1,6 +1,7 @@
-"""From YAML text and `key=value` words to plain JSON values, with the line of each, and every problem found on the way.
+"""From YAML text and `key=value` words to plain JSON values, with the line of each and every problem found.
 
-It knows what may stand in a text (no field of it): the rules are YAML 1.2's core ones, so that `3e-4` is a number and `no` a word.
+It knows what may stand in a text, but no field: the rules are YAML 1.2's core ones, so that `3e-4` is a
+number and `no` a word.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Problem:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """A mapping while it is read: the value so far, where each part stands (`line 12`, `lr=x`), and what is wrong."""
+    """A mapping while it is read: the value so far, where each part stands (`line 12`), and what is wrong."""
 
     value: dict[str, Any] = field(default_factory=dict)
     places: dict[Path, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Reading:
         self.problems.append(Problem(path=path, text=text))
 
     def place(self, path: Path) -> str:
-        """Where `path`, or the nearest thing around it that was written down, stands; empty if nobody wrote it."""
+        """Where `path`, or the nearest written thing around it, stands; empty if nobody wrote it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -52,7 +53,7 @@ class Reading:
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """YAML 1.1 reads `3e-4` as text, `no` as false, `010` as 8 and `1:30` as 90; the core rules of YAML 1.2 do not."""
+    """YAML 1.1 reads `3e-4` as text, `no` as false, `010` as 8 and `1:30` as 90; YAML 1.2 does not."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -74,7 +75,7 @@ _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
 
 
 def read_yaml(text: str) -> Reading:
-    """The mapping in `text`. Anything that is no plain JSON, and every key given twice, is among the problems, with its line."""
+    """The mapping in `text`. Whatever is no plain JSON, and every key given twice, is among the problems."""
     reading = Reading()
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
@@ -91,7 +92,7 @@ def read_yaml(text: str) -> Reading:
 
 
 def read_mapping(mapping: Mapping[str, Any]) -> Reading:
-    """The same for a mapping made in Python. Numbers that JSON cannot hold, and other objects, are among the problems."""
+    """The same for a mapping made in Python. Whatever JSON cannot hold is among the problems."""
     reading = Reading()
     reading.value = _json(mapping, (), reading)
     return reading
@@ -100,7 +101,8 @@ def read_mapping(mapping: Mapping[str, Any]) -> Reading:
 def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
     """Set each `section.field=value` of `overrides` in `reading`; values follow the same rules as YAML.
 
-    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is no section) is a problem.
+    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is
+    no section) is a problem.
     """
     seen: dict[Path, str] = {}
     for word in overrides:
@@ -131,7 +133,7 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
     for depth, part in enumerate(path[:-1]):
         at = _inside(at, part)
         if at is None:
-            stands = reading_at(reading.value, path[: depth + 1])
+            stands = value_at(reading.value, path[: depth + 1])
             reading.complain(
                 path, f"cannot be set by {word!r}: {dotted(path[: depth + 1])} is {stands!r}, not a section"
             )
@@ -144,16 +146,16 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
         return
     for known in [p for p in reading.places if p[: len(path)] == path]:
         del reading.places[known]
-    at[last if isinstance(at, list) else str(last)] = (
-        _plain(node, path, reading, "", frozenset()) if node else None
-    )
+    value = _plain(node, path, reading, "", frozenset()) if node else None
+    key: Any = str(last) if isinstance(at, dict) else last
+    at[key] = value
     for inner in [p for p in reading.places if p[: len(path)] == path]:
         del reading.places[inner]
     reading.places[path] = f"override {word!r}"
 
 
 def _inside(at: Any, part: str | int) -> Any:
-    """The section `part` of `at`, made if there is none yet or if it is null; None if `part` is or lies in no section."""
+    """The section `part` of `at`, made if there is none yet; None if `part` is, or lies in, no section."""
     if isinstance(at, list) and isinstance(part, int) and part < len(at):
         inner = at[part]
     elif isinstance(at, dict):
@@ -165,7 +167,7 @@ def _inside(at: Any, part: str | int) -> Any:
     return inner if isinstance(inner, (dict, list)) else None
 
 
-def reading_at(value: Any, path: Path) -> Any:
+def value_at(value: Any, path: Path) -> Any:
     """What stands at `path` in a plain value; None if nothing does."""
     for part in path:
         if isinstance(value, dict):
@@ -214,13 +216,13 @@ def _plain_scalar(node: ScalarNode, path: Path, reading: Reading) -> Any:
     kind, text = node.tag.rpartition(":")[2], node.value
     try:
         if node.tag == "tag:yaml.org,2002:str":
-            return text
+            return _whole_text(text, path, reading)
         if node.tag == "tag:yaml.org,2002:null":
             return None
         if node.tag == "tag:yaml.org,2002:bool":
             return {"true": True, "false": False}[text.lower()]
         if node.tag == "tag:yaml.org,2002:int":
-            return int(text)
+            return _whole(int(text), path, reading)
         if node.tag == "tag:yaml.org,2002:float" and _LEADING_ZERO.match(text):
             return text
         if node.tag == "tag:yaml.org,2002:float" and math.isfinite(float(text)):
@@ -242,7 +244,11 @@ def _json(value: Any, path: Path, reading: Reading) -> Any:
         return [_json(v, (*path, i), reading) for i, v in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+    if type(value) is int:
+        return _whole(value, path, reading)
+    if isinstance(value, str):
+        return _whole_text(str(value), path, reading)
+    if value is None or type(value) is bool or (type(value) is float and math.isfinite(value)):
         return value
     reading.complain(
         path, f"is {value!r}; only texts, finite numbers, true, false, null, lists and mappings are allowed"
@@ -250,8 +256,23 @@ def _json(value: Any, path: Path, reading: Reading) -> Any:
     return None
 
 
+def _whole(value: int, path: Path, reading: Reading) -> int:
+    if not -(1 << 63) <= value < 1 << 63:
+        reading.complain(path, f"is {value}; whole numbers lie between -2^63 and 2^63-1")
+    return value
+
+
+def _whole_text(value: str, path: Path, reading: Reading) -> str | None:
+    if value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value):
+        return value
+    reading.complain(path, f"is {value!r}, half a character; UTF-8 has no such text")
+    return None
+
+
 def _kind(node: Node) -> str:
-    return {SequenceNode: "a list", MappingNode: "a mapping"}.get(type(node), f"the word {node.value!r}")
+    if isinstance(node, ScalarNode):
+        return f"the word {node.value!r}"
+    return "a list" if isinstance(node, SequenceNode) else "a mapping"
 
 
 def _one_line(error: BaseException) -> str:

@@ -105,7 +105,9 @@ class Coordinator:
         self._fault("claim_made", -1, -1)
         number = self._attempt.number
         self._journal = JournalWriter(self._store.storage, number, start.run)
-        self._journal.event("attempt", launch=self._attempt.launch, why=self._attempt.why, pid=os.getpid())
+        self._journal.event(
+            "attempt", launch=self._attempt.launch, why=self._attempt.why, pid=os.getpid(), config=start.flat_config
+        )
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(number)
         self._rendezvous = Rendezvous(
@@ -144,6 +146,7 @@ class Coordinator:
         self._infos: dict[str, tuple[str, MemberInfo]] = {}  # member: (actor id, where it lives)
         self._left_out: list[MemberInfo] = []
         self._failures: list[tuple[int, str]] = []
+        self._failed_generations: set[int] = set()
         self._steps: list[float] = []
         self._last_step: StepRecord | None = None
         self._acknowledged = -1
@@ -245,7 +248,8 @@ class Coordinator:
         self._ensure_running()
         self._check(launch)
         self._journal.event("member failed", member=member, error=kind, text=text)
-        self._failures.append((self._last_step.step if self._last_step else 0, f"{kind}: {text}"))
+        if not fatal:
+            self._count_failure(f"{kind}: {text}")
         if fatal:
             await self._end("failed", f"{kind}: {text}")
         await self._tell()
@@ -385,7 +389,7 @@ class Coordinator:
             row = state.actor_table(actor)
             if not row or row["State"] == "DEAD":
                 self._journal.event("member dead", member=member)
-                self._failures.append((self._last_step.step if self._last_step else 0, f"member {member} died"))
+                self._count_failure(f"member {member} died")
                 self._rendezvous.dead(member, now)
                 self._infos.pop(member)
                 future = self._joins.pop(member, None)
@@ -393,6 +397,13 @@ class Coordinator:
                     future.cancel()
                 await self._gone(member)
                 await self._end_if_finished()
+
+    def _count_failure(self, reason: str) -> None:
+        """One failure per generation, however many members it cost: a lost node is one. Before the first generation each one counts."""
+        generation = self._rendezvous.generation
+        if generation == 0 or generation not in self._failed_generations:
+            self._failed_generations.add(generation)
+            self._failures.append((self._last_step.step if self._last_step else 0, reason))
 
     async def _end_if_finished(self) -> None:
         """The run ends when every member of the generation is finished, or dead after another one finished."""

@@ -194,5 +194,6 @@ def storage_error(what: str, full: str, error: OSError) -> StorageError:
     """What to tell of a system call that failed."""
     reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return StorageError(
-        f"cannot {what} {full}: {error.strerror or error} ({reason}); check that the path is mounted, writable and has room, then run again"
+        f"cannot {what} {full}: {error.strerror or error} ({reason}); "
+        "check that the path is mounted, writable and has room, then run again"
     )

@@ -180,6 +180,7 @@ class TokenChunk:
     last_piece: Int32Array  # (num_entries,)
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
+    encoder_differences: tuple[str, ...] = ()  # documents that the two libraries encoded differently (journalled)
     ends_window: bool
     ends_block: bool
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -68,7 +69,8 @@ class Storage:
         """
         if "://" in root or not root:
             raise ConfigError(
-                f"run.storage={root!r}: this version supports only local paths (or a path of a shared file system); use one, e.g. ./runs"
+                f"run.storage={root!r} is a URI, this version supports only local paths (also of a shared "
+                "file system); use one, e.g. ./runs"
             )
         self.root = os.path.abspath(os.path.expanduser(root))
         self._disk = disk or OsDisk()
@@ -77,7 +79,7 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({self.root!r})"
 
-    # ------------------------------------------------------------------------------------------------------------ writing
+    # ---------------------------------------------------------------------- writing
     def write(self, path: str, data: bytes | memoryview) -> FileEntry:
         """Write a new file and fsync its content; its name is sure only after `sync` of its folder. Folders
         are made as needed.
@@ -96,7 +98,7 @@ class Storage:
         """
         full = self._full(folder) if folder else self.root
         while True:
-            self._try("sync folder", full, lambda path=full: self._disk.fsync_folder(path))  # type: ignore[misc]
+            self._try("sync folder", full, partial(self._disk.fsync_folder, full))
             if full == self.root:
                 return
             full = os.path.dirname(full)
@@ -130,7 +132,7 @@ class Storage:
         folder = path.rpartition("/")[0]
         return self._try("create", full, lambda: AppendHandle(self._disk, full, lambda: self.sync(folder)))
 
-    # ------------------------------------------------------------------------------------------------------------ reading
+    # ---------------------------------------------------------------------- reading
     def read(self, path: str) -> bytes:
         """A file's bytes. Raises `FileNotFoundError` if it is surely absent, `StorageError` if that cannot be
         told.
@@ -170,7 +172,7 @@ class Storage:
         return self._find("look at", full, lambda: self._disk.size(full))
 
     def list(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty if there is none. Raises `StorageError` if it cannot be read."""
+        """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
         full = self._full(folder) if folder else self.root
         try:
             return sorted(self._find("list", full, lambda: self._disk.list(full)))
@@ -181,18 +183,18 @@ class Storage:
         """The absolute path of a file, for a reader that must map it into memory."""
         return self._full(path)
 
-    # ------------------------------------------------------------------------------------------------------------ deleting
+    # ---------------------------------------------------------------------- deleting
     def delete(self, path: str) -> None:
         """Take a file away; durable after `sync` of its folder. Absent is fine."""
         full = self._full(path)
         self._try("delete", full, lambda: self._unlink(full))
 
     def delete_folder(self, folder: str) -> None:
-        """Take a folder and all below it away, files first; links are removed, not followed. Absent is fine."""
+        """Take a folder and all below it away; links are removed, not followed. Absent is fine."""
         full = self._full(folder)
         self._try("delete folder", full, lambda: self._delete_tree(full))
 
-    # ------------------------------------------------------------------------------------------------------------ inside
+    # ---------------------------------------------------------------------- inside
     def _full(self, path: str) -> str:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
@@ -240,7 +242,7 @@ class Storage:
             finally:
                 self._disk.close(handle)
         except OSError:
-            # The name is ours alone; the next try needs a fresh file, for a failed fsync cannot be repeated on the old one.
+            # The name is ours alone; the next try needs a fresh file, for a failed fsync cannot be repeated.
             # If it cannot be taken away either, the next try finds it taken and says so.
             with contextlib.suppress(OSError):
                 self._disk.unlink(full)
@@ -279,13 +281,13 @@ class Storage:
         missing = []
         while True:
             try:
-                self._find("make folder", full, lambda path=full: self._make_folder(path))  # type: ignore[misc]
+                self._find("make folder", full, partial(self._make_folder, full))
                 break
             except FileNotFoundError:
                 missing.append(full)
                 full = os.path.dirname(full)
         for folder in reversed(missing):
-            self._try("make folder", folder, lambda path=folder: self._make_folder(path))  # type: ignore[misc]
+            self._try("make folder", folder, partial(self._make_folder, folder))
 
     def _make_folder(self, full: str) -> None:
         try:

@@ -18,7 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
+from orchestrator.config import JobConfig
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
+from orchestrator.plan.schedule import Budgets
 from orchestrator.records import (
     Cursor,
     GenerationView,
@@ -44,7 +46,9 @@ class WorkerTask:
     launch: str
     coordinator: Any  # actor handles
     feeder: Any
-    job: Any  # train.loop.TrainJob
+    config: JobConfig
+    budgets: Budgets
+    config_digest: str
     storage: str
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
 
@@ -190,15 +194,24 @@ def train_function(config: dict[str, Any]) -> None:
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from orchestrator.data.feeder import RayFeed
+    from orchestrator.data.ray_feed import RayFeed
     from orchestrator.faults import hook
     from orchestrator.storage import Storage
-    from orchestrator.train.loop import train
+    from orchestrator.train.loop import TrainJob, train
 
+    job = TrainJob(
+        model=task.config.model,
+        train=task.config.train,
+        resume=task.config.resume,
+        seq_len=task.config.pack.seq_len,
+        budgets=task.budgets,
+        config_digest=task.config_digest,
+        device="cuda" if task.config.cluster.use_gpu else "cpu",
+    )
     membership = CoordinatorMembership(task)
     try:
         train(
-            task.job,
+            job,
             membership,
             RayFeed(task.feeder, task.launch),
             Storage(task.storage),

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
+
+from orchestrator.data.corpus import train_tokenizer
 
 TOKENIZER_VOCAB = 1000
 CORPUS_FILES = 3
@@ -27,7 +24,7 @@ TinyConfig = Callable[..., dict[str, Any]]
 
 
 def _stdlib_documents() -> Iterator[tuple[str, str]]:
-    """(path, text) of the standard library's top-level modules in the order of their names, about 1.5 MB altogether."""
+    """(path, text) of the standard library's top-level modules by name, about 1.5 MB altogether."""
     folder = Path(sysconfig.get_path("stdlib"))
     taken = 0
     for path in sorted(folder.glob("*.py"), key=lambda p: p.name):
@@ -42,39 +39,27 @@ def _stdlib_documents() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `part-0.jsonl` to `part-2.jsonl` (fields `text` and `path`) and `tokenizer/`. Tests only read it."""
+    """A folder with `part-0.jsonl` to `part-2.jsonl` (`text`, `path`) and `tokenizer/`, only to be read."""
     folder = tmp_path_factory.mktemp("corpus")
     documents = list(_stdlib_documents())
     for part in range(CORPUS_FILES):
         lines = [json.dumps({"text": text, "path": path}) for path, text in documents[part::CORPUS_FILES]]
         (folder / f"part-{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=TOKENIZER_VOCAB,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((text for _, text in documents[::8]), trainer)
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "model_max_length": 10**9}
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    train_tokenizer((text for _, text in documents[::8]), TOKENIZER_VOCAB, folder / "tokenizer")
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyConfig:
-    """A factory: `tiny_config({"train.max_steps": 4, "data.seed": 7})` returns a new job mapping with these dotted fields set.
+    """A factory: `tiny_config({"train.max_steps": 4, "data.seed": 7})` returns a new job mapping.
 
-    Every call has a storage folder of its own, unless `run.storage` is given. The model is a Llama of about 50,000 parameters.
+    Every call has a storage folder of its own, unless `run.storage` is given. The model is a Llama of about
+    50,000 parameters.
     """
     base: dict[str, Any] = {
         "run": {"name": "tiny"},
         "data": {
-            "sources": [{"name": "stdlib", "path": str(corpus / "*.jsonl"), "format": "jsonl", "text_field": "text"}],
+            "sources": [{"name": "stdlib", "path": str(corpus / "*.jsonl"), "format": "jsonl"}],
             "tokenizer": str(corpus / "tokenizer"),
             "window_bytes": 1 << 18,
             "fragment_bytes": 1 << 16,

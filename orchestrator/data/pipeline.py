@@ -25,9 +25,9 @@ from orchestrator.records import Int32Array, TokenChunk, WindowTask
 
 # One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
-# A tokenizer has this many slots assigned by Ray, one of them running: more would let a restarted actor's repeated slots queue behind
-# slots that have no credit yet, and wait for ever.
-SLOTS_PER_TOKENIZER = 2
+# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that waits for room, which would
+# wait for ever. The feeder's look-ahead hides the gap between two slots.
+SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
 
@@ -46,11 +46,6 @@ _ROW = pa.schema(
         *((name, pa.large_binary()) for name in _ARRAYS),
     ]
 )
-
-
-def look_ahead(num_tokenizers: int) -> int:
-    """How many slots beyond the one being taken may be read: as many as Ray can have assigned, whatever order it repeats them in."""
-    return SLOTS_PER_TOKENIZER * num_tokenizers - 1
 
 
 class SlotSource(Datasource):

@@ -5,7 +5,6 @@ Counts and times only; it knows nothing of joins, of states, or of how a generat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterable
 
 from orchestrator.elastic.formation import RendezvousSettings
@@ -74,7 +73,8 @@ class Blame:
 
     def copy(self) -> Blame:
         """An independent copy."""
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin._delays = dict(self._delays)
         return twin
 

@@ -6,7 +6,6 @@ clock), and carries out what `tick` returns.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 
 from orchestrator.elastic.blame import Blame
@@ -519,7 +518,8 @@ class Rendezvous:
     # --------------------------------------------------------------------------------------------------------- searches
     def copy(self) -> Rendezvous:
         """An independent copy, for a search over all interleavings."""
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         for name in ("_waiting", "_excused", "_formed", "_gone"):
             setattr(twin, name, dict(getattr(self, name)))
         twin._older_ended, twin._saves_done = set(self._older_ended), set(self._saves_done)
@@ -538,7 +538,7 @@ class Rendezvous:
             tuple((n, f.parent, f.step, f.save_only) for n, f in self._formed.items()),
             (current.identity if current else None, self._ended_at, self._judged, self._reached, self._agreed),
             self._point and self._point.key,
-            (self._stop, self._save, self._stopped, self._saved_below, self._short_since),
+            (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),
             frozenset(self._older_ended),
             self._blame.snapshot(),
         )
@@ -550,8 +550,7 @@ class Rendezvous:
         request = arrival.request if arrival else current.requests.get(name) if current and inside else None
         waits = (arrival.since, request.key, request.leaves, request.prepared) if arrival and request else None
         delay = self._blame.not_before(request.node_id) if request else None
-        rank = current.members.index(name) if current and inside else -1
-        return rank, bool(current and name in current.newcomers), self._gone.get(name), waits, delay
+        return inside, self._excused.get(name), bool(current and name in current.newcomers), self._gone.get(name), waits, delay
 
 
 def _key_of(request: JoinRequest) -> StateKey:

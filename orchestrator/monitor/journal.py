@@ -14,6 +14,7 @@ A segment is closed before the next begins, and never changed afterwards.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -34,7 +35,7 @@ from orchestrator.storage import Storage
 FOLDER = "journal"
 STEP, GENERATION = "step", "generation"
 SEGMENT_BYTES = 16 << 20
-REMEMBERED = 100_000  # step records that are compared with later copies; copies arrive before they are acknowledged, so soon
+REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.
 _SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
 
@@ -88,7 +89,7 @@ class JournalWriter:
         self._broken: StorageError | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Note an event with JSON fields (`step`, `rank` where known). `kind` must not be step or generation."""
+        """Note an event with JSON fields (`step`, `rank` where known); `kind` is its name."""
         assert kind not in (STEP, GENERATION), f"an event of kind {kind!r} would be read as a record"
         with self._lock:
             self._append(kind, fields)
@@ -164,7 +165,7 @@ class JournalWriter:
                 self._file.close()
                 self._file = None
 
-    # ------------------------------------------------------------------------------------------------------------ inside
+    # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
         clash = {"seq", "time", "run", "kind"} & set(fields)
         assert not clash, f"journal fields {sorted(clash)} are the journal's own"
@@ -178,20 +179,22 @@ class JournalWriter:
         self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
 
     def _write(self, lines: list[bytes]) -> None:
+        """Append the lines and sync, beginning a new segment whenever one is full."""
         try:
-            for line in lines:
-                if self._file is not None and self._file.num_bytes >= self._segment_bytes:
-                    self._file.sync()
-                    self._file.close()
-                    self._file = None
+            while lines:
                 if self._file is None:
                     self._segments += 1
-                    self._file = self._storage.append(
-                        f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
-                    )
-                self._file.write(line)
-            if self._file is not None:
+                    path = f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
+                    self._file = self._storage.append(path)
+                room = self._segment_bytes - self._file.num_bytes
+                sizes = itertools.accumulate(map(len, lines), initial=0)
+                taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
+                self._file.write(b"".join(lines[:taken]))
                 self._file.sync()
+                lines = lines[taken:]
+                if self._file.num_bytes >= self._segment_bytes:
+                    self._file.close()
+                    self._file = None
         except StorageError as error:
             self._broken = error
             raise
@@ -217,7 +220,8 @@ def check_copy(known: StepRecord, copy: StepRecord) -> None:
         first, second = getattr(known, name), getattr(copy, name)
         if _json_float(first) != _json_float(second):
             raise TrainingError(
-                f"two records of step {known.step} (attempt {known.attempt}, generation {known.generation}) differ in {name}: "
+                f"two records of step {known.step} (attempt {known.attempt}, generation {known.generation}) "
+                f"differ in {name}: "
                 f"{first} and {second}; the ranks did not train the same step, so do not go on from it"
             )
 

@@ -98,7 +98,8 @@ def read_journal(storage: Storage) -> Journal:
         numbers = [int(name[:-6]) for name in segments]
         if numbers != list(range(1, len(numbers) + 1)):
             raise StorageError(
-                f"the journal {folder} has segments {numbers}, expected 1 to {len(numbers)}; restore the missing ones"
+                f"the journal {folder} has segments {numbers}, expected 1 to "
+                f"{len(numbers)}; restore the missing ones"
             )
         expected = 1
         for segment in segments:
@@ -134,6 +135,7 @@ def _read_segment(
         expected += 1
     if rest and not is_last:
         raise StorageError(
-            f"{path} line {len(lines) + 1} is cut off, but the segment is not the last of its attempt; restore the file"
+            f"{path} line {len(lines) + 1} is cut off, but the segment is not the last "
+            "of its attempt; restore the file"
         )
     return expected, not rest

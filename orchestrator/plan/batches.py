@@ -60,6 +60,12 @@ def steps_per_rank(num_micro: int, world_size: int) -> int:
     return ceil_div(num_micro, world_size)
 
 
+def idle_share(num_micro: int, world_size: int) -> float:
+    """The share of a step's micro-batches that are empty because every rank runs equally many; 0 for none."""
+    slots = steps_per_rank(num_micro, world_size) * world_size
+    return (slots - num_micro) / slots if slots else 0.0
+
+
 def rank_samples(
     first_sample: int, num_samples: int, micro_batch_size: int, rank: int, world_size: int
 ) -> tuple[int, int]:

@@ -13,9 +13,6 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
-# Fields that only name a content: the digest of what they name decides, so the path itself may change.
-CONTENT_DECIDES = frozenset({"data.tokenizer"})
-
 # Fields that shape the stream, besides contents and the encoder, which have fields of their own below.
 STREAM_SETTINGS = (
     "data.shuffle",
@@ -51,14 +48,12 @@ class RunIdentity:
     manifests: dict[str, str]
 
 
-def stream_settings(flat: Mapping[str, Any], sources: list[Mapping[str, Any]]) -> dict[str, str]:
-    """`RunIdentity.settings` from a flat configuration and its sources (each a mapping with `name`,
-    `format`, `text_field`).
-    """
+def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
+    """`RunIdentity.settings` from a flat configuration (`JobConfig.flat`)."""
     settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
-    for source in sources:
+    for source in flat["data.sources"]:
         for field in SOURCE_SETTINGS:
-            settings[f"data.sources.{source['name']}.{field}"] = _canonical(source.get(field))
+            settings[f"data.sources.{source['name']}.{field}"] = _canonical(source[field])
     return settings
 
 
@@ -76,17 +71,20 @@ def compare(
     if old.format_version != new.format_version:
         refusals.append(
             f"the run was written in format {old.format_version}, this program writes format "
-            f"{new.format_version}; use the version of orchestrator that the run was started with, or start a new run"
+            f"{new.format_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run"
         )
     if old.order_version != new.order_version:
         refusals.append(
             f"the run's document order has version {old.order_version}, this program computes version "
-            f"{new.order_version}; use the version of orchestrator that the run was started with, or start a new run"
+            f"{new.order_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run"
         )
     if old.tokenizer_digest != new.tokenizer_digest:
         refusals.append(
             f"the run was started with tokenizer {old.tokenizer} (content {old.tokenizer_digest}), "
-            f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); keep the tokenizer, or start a new run"
+            f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
+            "keep the tokenizer, or start a new run"
         )
     old_encoder = f"{old.encoder_name} {old.encoder_version}"
     new_encoder = f"{new.encoder_name} {new.encoder_version}"

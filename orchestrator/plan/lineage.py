@@ -230,7 +230,7 @@ def _unique(records: Iterable[StepRecord], errors: list[str]) -> dict[StateKey, 
     found: dict[StateKey, StepRecord] = {}
     for record in records:
         first = found.setdefault(record.key, record)
-        if _substance(first) != _substance(record):
+        if first is not record and _substance(first) != _substance(record):
             errors.append(f"two unequal records of step {record.key.point_name}: {first} and {record}")
     return found
 
@@ -250,7 +250,7 @@ def _closed(segment: Segment, by_key: Mapping[StateKey, StepRecord]) -> Segment:
 
 def _gaps(segment: Segment, found: list[StepRecord | None]) -> list[str]:
     return [
-        f"step {_key(segment.start, step).point_name} belongs to the history, but has no record in the journal"
+        f"step {_key(segment.start, step).point_name} belongs to the history, but the journal has no record"
         for step, record in zip(segment.steps, found, strict=True)
         if record is None
     ]

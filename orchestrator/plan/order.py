@@ -91,9 +91,9 @@ def record_hashes(
     low = fragment ^ np.uint64((_FLIP_LOW + key) % 2**64)
     high = number ^ np.uint64((_FLIP_HIGH - key) % 2**64)
     mixed = np.uint64(16) + low.byteswap() + high + _multiply_fold(low, high)
-    mixed ^= mixed >> np.uint64(37)
-    mixed *= _AVALANCHE
-    return mixed ^ (mixed >> np.uint64(32))
+    mixed = (mixed ^ (mixed >> np.uint64(37))) * _AVALANCHE
+    hashes: npt.NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(32))
+    return hashes
 
 
 def _multiply_fold(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -102,7 +102,8 @@ def _multiply_fold(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.
     a_low, a_high, b_low, b_high = a & _MASK32, a >> shift, b & _MASK32, b >> shift
     cross = (a_low * b_low >> shift) + (a_high * b_low & _MASK32) + a_low * b_high
     upper = (a_high * b_low >> shift) + (cross >> shift) + a_high * b_high
-    return upper ^ (a * b)
+    folded: npt.NDArray[np.uint64] = upper ^ (a * b)
+    return folded
 
 
 def _hash(first: int, second: int, key: int) -> int:

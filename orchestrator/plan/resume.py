@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
+from orchestrator.config import JobConfig, field_rules
 from orchestrator.plan.batches import Remaining, next_range, rebase_step, remaining
-from orchestrator.plan.identity import CONTENT_DECIDES, RunIdentity, compare
+from orchestrator.plan.identity import RunIdentity, compare
 from orchestrator.plan.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records import Cursor, StateKey, encode
-
-if TYPE_CHECKING:
-    from orchestrator.config import JobConfig
-
-SAME, MAY_CHANGE, FREE = "same", "may_change", "free"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,18 +88,17 @@ def plan_resume(
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
-    `rules` maps a field's dotted path to its resume rule (`config.field_rules()`), `old_flat` is the flat
-    configuration that the run, or the point, was made with, `identities` are (the run's, the job's) where
-    the job's is known, `data_tokens` is the number of positions that the data still holds, where it is
-    known. A refusal names both values and what to do; a stop that is already reached is no refusal but a
-    resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the
+    flat configuration that the point (or, without one, the run) was made with, `identities` are (the run's,
+    the job's) where the job's is known, `data_tokens` is the number of positions that the data still holds,
+    where it is known. A refusal names both values and what to do; a stop that is already reached is no
+    refusal but a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
     """
-    old, new = old_flat or {}, config.flat()
-    different = differences(old, new, rules) if old_flat is not None else ()
-    refused = list(refusals(different, point.name if point else "this run", identities is not None))
+    old = _with_defaults(old_flat) if old_flat is not None else config.flat()
+    different = differences(old, config.flat(), rules)
+    refused = list(refusals(different, point.name if point else "", identities is not None))
     if identities is not None:
-        asked = any(d.field == "data.encoder" for d in different)
-        refused += compare(*identities, accept_changed=config.resume.accept_changed, encoder_changed=asked)
+        refused += _identity_refusals(identities, config, different, old_flat is not None)
     cursor = point.cursor if point else Cursor()
     budgets = budgets_for(config, point.budgets if point else None, cursor)
     left = _remaining(config, cursor, budgets, data_tokens)
@@ -117,9 +112,7 @@ def plan_resume(
         remaining_steps=left.steps if left else None,
         remaining_samples=left.samples if left else None,
         remaining_tokens=left.tokens if left else None,
-        lr_before=learning_rate(_old_rate(config, old), point.budgets, cursor.consumed_tokens)
-        if point
-        else None,
+        lr_before=learning_rate(_old_rate(old), point.budgets, cursor.consumed_tokens) if point else None,
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
@@ -141,57 +134,60 @@ def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) ->
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], rules: Mapping[str, str]
 ) -> tuple[Difference, ...]:
-    """The fields that differ between two flat configurations, by name; a field that only one of them has is
-    None in the other.
+    """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
 
-    A field without a rule of its own takes that of its nearest parent (`model.config.hidden_size`:
-    `model.config`), else `same`.
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same.
     """
     return tuple(
-        Difference(field=name, old=old.get(name), new=new.get(name), rule=rule_of(name, rules))
+        Difference(field=name, old=old.get(name), new=new.get(name), rule=rules.get(name, "same"))
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
 
 
-def rule_of(field: str, rules: Mapping[str, str]) -> str:
-    """The resume rule of a dotted path or of the nearest parent that has one; what nobody declared must
-    stay the same.
+def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:
+    """One text for each difference that no resume may make; `point` is its name, or empty without a point.
+
+    A field that names something whose content decides (a path) is not refused when contents are compared too
+    (`content_known`). `data.encoder` has its own rule, in `identity.compare`.
     """
-    while field not in rules and "." in field:
-        field = field.rpartition(".")[0]
-    return rules.get(field, SAME)
-
-
-def refusals(different: Iterable[Difference], made: str, content_known: bool) -> tuple[str, ...]:
-    """One text for each difference that no resume may make.
-
-    Where a field names something whose content decides (a path), it is not refused when the contents are
-    compared as well.
-    """
-    subject = made if made == "this run" else f"resume point {made}"
+    subject = f"resume point {point}" if point else "the run"
     return tuple(
         f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
-        f"keep {d.field}={_text(d.old)}, or start a new run with another run.name"
+        f"keep {d.field}={_text(d.old)}, or start a new run under another run.name"
         for d in different
-        if d.rule not in (MAY_CHANGE, FREE)
-        and d.field != "data.encoder"  # its own rule: identity.compare
-        and not (content_known and is_content(d))
+        if d.rule == "same" and d.field != "data.encoder" and not (content_known and is_content(d))
     )
 
 
 def is_content(difference: Difference) -> bool:
     """Whether only names of contents differ: another path to a tokenizer, or to the same sources."""
-    if difference.field in CONTENT_DECIDES:
-        return True
     old, new = difference.old, difference.new
-    if (
-        difference.field != "data.sources"
-        or not isinstance(old, list | tuple)
-        or not isinstance(new, list | tuple)
-    ):
-        return False
+    if difference.field != "data.sources" or not isinstance(old, list) or not isinstance(new, list):
+        return difference.field == "data.tokenizer"
     return [{**source, "path": None} for source in old] == [{**source, "path": None} for source in new]
+
+
+def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A field that did not exist yet when the point was made had what is its default now."""
+    return {**{rule.path: rule.default for rule in field_rules() if not rule.required}, **old_flat}
+
+
+def _identity_refusals(
+    identities: tuple[RunIdentity, RunIdentity],
+    config: JobConfig,
+    different: Iterable[Difference],
+    settings_told: bool,
+) -> tuple[str, ...]:
+    old, new = identities
+    if settings_told:  # the differences have named the settings already
+        new = replace(new, settings=old.settings)
+    return compare(
+        old,
+        new,
+        accept_changed=config.resume.accept_changed,
+        encoder_changed=any(d.field == "data.encoder" for d in different),
+    )
 
 
 def _remaining(
@@ -208,12 +204,8 @@ def _remaining(
     )
 
 
-def _old_rate(config: JobConfig, old: Mapping[str, Any]) -> RateSettings:
-    return Rate(
-        lr=old.get("train.lr", config.train.lr),
-        min_lr_ratio=old.get("train.min_lr_ratio", config.train.min_lr_ratio),
-        schedule=old.get("train.schedule", config.train.schedule),
-    )
+def _old_rate(old: Mapping[str, Any]) -> RateSettings:
+    return Rate(lr=old["train.lr"], min_lr_ratio=old["train.min_lr_ratio"], schedule=old["train.schedule"])
 
 
 def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:

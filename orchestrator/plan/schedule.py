@@ -128,7 +128,7 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
 def _check_decay(schedule: str, budgets: Budgets) -> None:
     if schedule != "constant" and budgets.total_tokens is None:
         raise ConfigError(
-            f"train.schedule={schedule} decays, but train.max_steps, max_samples and max_tokens are all null; "
+            f"train.schedule={schedule} decays, but max_steps, max_samples and max_tokens are all null; "
             "set one of them, or train.schedule=constant"
         )
     if schedule == "wsd" and budgets.decay is None:

@@ -41,7 +41,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreadableFile:
-    """An attempt's file that is there, but not as it was written. Whoever decides from claims must report it."""
+    """An attempt's file that is there, but not as it was written: to be told to the user."""
 
     path: str
     reason: str
@@ -53,7 +53,7 @@ class ClaimFiles:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
 
-    # ------------------------------------------------------------------------------------------------------------ reading
+    # ---------------------------------------------------------------------- reading
     def claim_numbers(self) -> list[int]:
         """The numbers that are taken, ascending."""
         matches = (_CLAIM_NAME.fullmatch(name) for name in self.storage.list(ATTEMPTS))
@@ -114,7 +114,7 @@ class ClaimFiles:
         except (FileNotFoundError, SealError):
             return None
 
-    # ------------------------------------------------------------------------------------------------------------ writing
+    # ---------------------------------------------------------------------- writing
     def claim(self, number: int, launch: str, why: str, host: str) -> Claim:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
@@ -127,7 +127,8 @@ class ClaimFiles:
         taken = newest.number if newest else 0
         if why == RESTARTED and (newest is None or newest.launch != launch):
             raise FencedError(
-                f"attempt {taken} belongs to launch {newest.launch if newest else 'nobody'}, this is launch {launch}; "
+                f"attempt {taken} belongs to launch {newest.launch if newest else 'nobody'}, "
+                f"this is launch {launch}; "
                 "another launch has taken the run over, so this one ends"
             )
         if taken >= number:
@@ -142,7 +143,8 @@ class ClaimFiles:
         """Write what the claim inherits, once. Raises `StorageError` if it is written already."""
         if not self.storage.create(_parent_path(parent.attempt), seal(encode(parent))):
             raise StorageError(
-                f"{_parent_path(parent.attempt)} exists already; an attempt's parent is written once, so start again"
+                f"{_parent_path(parent.attempt)} exists already, but an attempt's parent "
+                "is written once; run the command again"
             )
 
     def write_end(self, number: int, outcome: str, reason: str) -> None:
@@ -158,7 +160,7 @@ class ClaimFiles:
         """
         return self.storage.append(f"{ATTEMPTS}/{number:04d}.heartbeat")
 
-    # ------------------------------------------------------------------------------------------------------------ busy
+    # ---------------------------------------------------------------------- busy
     def watch_busy(
         self,
         seconds: float,

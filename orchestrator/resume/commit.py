@@ -8,11 +8,10 @@ actions out, the coordinator the answers. MEMBERSHIP.md rules 7 and 13 to 16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
-from orchestrator.records import StateKey, Vote
+from orchestrator.records import StateKey
 from orchestrator.resume.events import (
     Acknowledge,
     Action,
@@ -40,40 +39,12 @@ from orchestrator.resume.events import (
 )
 from orchestrator.resume.points import disagreement, newest_first, parse_point_name
 from orchestrator.resume.retention import to_delete, to_verify
+from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
 CHECK_EVERY_S = (
     5.0  # how often a coordinator looks for a newer claim when nothing else makes it look (rule 11)
 )
 AFTER = "the training group went on from another state"
-
-
-class Stage(Enum):
-    """How far a save has come. From WRITING on its COMMIT may exist, so that it can only be awaited."""
-
-    COLLECTING = "waits for votes"
-    FLUSHING = "waits for the journal"
-    READY = "waits for a generation to be formed"
-    CLEARING = "asks for a newer claim before COMMIT"
-    WRITING = "writes COMMIT"
-    CHECKING = "asks for a newer claim before the answer"
-
-
-UNDER_WAY = (Stage.WRITING, Stage.CHECKING)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Save:
-    """One save that is not decided yet."""
-
-    key: StateKey
-    stage: Stage
-    votes: tuple[Vote, ...]
-    started_s: float
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Who waits for an answer."""
-        return tuple(vote.rank for vote in self.votes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +68,7 @@ class CommitMachine:
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
     gone: frozenset[tuple[int, int]] = frozenset()
     saves: Mapping[StateKey, Save] = field(default_factory=dict)
-    outcomes: Mapping[StateKey, str | None] = field(
-        default_factory=dict
-    )  # None: acknowledged, else why it was given up
+    outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
     forming: bool = False
     asked_s: float = 0.0
     fenced: bool = False
@@ -108,10 +77,7 @@ class CommitMachine:
         """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
         if self.fenced:
             return self, ()
-        handler: Callable[[CommitMachine, Event], tuple[CommitMachine, tuple[Action, ...]]] = _HANDLERS[
-            type(event)
-        ]
-        after, actions = handler(self, event)
+        after, actions = getattr(self, _HANDLERS[type(event)])(event)
         if after.forming and not after.under_way and (self.under_way or not self.forming):
             actions = (*actions, ReadyToForm())
         return after, actions
@@ -122,7 +88,7 @@ class CommitMachine:
         return tuple(key for key, save in self.saves.items() if save.stage in UNDER_WAY)
 
     def outdates(self, generation: int, parent: StateKey | None) -> bool:
-        """Whether a generation with this parent would leave out a point that this attempt has acknowledged."""
+        """Whether a generation with this parent would leave out a point that was acknowledged."""
         newest = parse_point_name(self.points[-1]) if self.points else None
         if newest is None or newest.attempt != self.attempt:
             return False
@@ -214,6 +180,9 @@ class CommitMachine:
         assert not self.under_way, (
             f"generation {event.generation} formed while the COMMIT of {self.under_way} was under way"
         )
+        assert not self.outdates(event.generation, event.parent), (
+            f"{event} leaves out point {self.points[-1]}"
+        )
         parents = {**self.parents, event.generation: event.parent}
         after = dataclasses.replace(self, forming=False, generation=event.generation, parents=parents)
         after, actions = after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
@@ -260,7 +229,8 @@ class CommitMachine:
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
         late = {
-            key: f"{len(save.votes)} of {save.votes[0].world_size} ranks had saved their part after {self.vote_limit_s:g} s"
+            key: f"{len(save.votes)} of {save.votes[0].world_size} ranks had saved their part "
+            f"after {self.vote_limit_s:g} s"
             for key, save in self.saves.items()
             if save.stage is Stage.COLLECTING and event.now_s - save.started_s > self.vote_limit_s
         }
@@ -308,22 +278,22 @@ class CommitMachine:
         for key in reasons:
             save = self.saves[key]
             actions.append(after._answer(key, save.ranks))
-            # Where COMMIT may exist the files stay: a point that is whole does no harm, a COMMIT without files would.
+            # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
             if save.stage not in UNDER_WAY:
                 actions.append(DiscardSave(name=key.point_name))
         return after, tuple(actions)
 
 
-_HANDLERS: dict[type, Callable[..., tuple[CommitMachine, tuple[Action, ...]]]] = {
-    VoteCast: CommitMachine._vote,
-    VoterGone: CommitMachine._voter_gone,
-    Forming: CommitMachine._forming,
-    GenerationFormed: CommitMachine._formed,
-    JournalDurable: CommitMachine._journal_durable,
-    CommitWritten: CommitMachine._commit_written,
-    ClaimChecked: CommitMachine._claim_checked,
-    Verified: CommitMachine._verified,
-    Deleted: CommitMachine._deleted,
-    Failed: CommitMachine._failed,
-    Tick: CommitMachine._tick,
+_HANDLERS: dict[type, str] = {
+    VoteCast: "_vote",
+    VoterGone: "_voter_gone",
+    Forming: "_forming",
+    GenerationFormed: "_formed",
+    JournalDurable: "_journal_durable",
+    CommitWritten: "_commit_written",
+    ClaimChecked: "_claim_checked",
+    Verified: "_verified",
+    Deleted: "_deleted",
+    Failed: "_failed",
+    Tick: "_tick",
 }

@@ -48,8 +48,6 @@ VOTES_COMPLETE, COMMIT_SENT = (
     "votes_complete",
     "commit_sent",
 )  # places of faults: COMMIT not sent; sent, not answered
-VOTE_LIMIT_S = 600.0
-RNG_RULE = (
     "every micro-batch seeds the generators with (train.seed, index of its first sample); nothing else draws"
 )
 
@@ -70,9 +68,12 @@ class StepJournal(Protocol):
         """Whether every step record of the attempt's chain up to `key` is durable."""
 
 
-class StoreHands:
-    """Carries out store actions, one at a time, and answers each with an event. A failure of storage is an
-    answer, no exception.
+class PointCommitter:
+    """Performs the store actions of one attempt.
+
+    `config` (flat) and `rng` are the documents that each point gets; `clock` is the one of the machine's events;
+    `fault` is called where a scripted fault may strike. One action after the other, but for `VerifyPoint`, which
+    may run beside them. A failure of storage is an answer too, never an exception.
     """
 
     def __init__(
@@ -80,13 +81,20 @@ class StoreHands:
         store: RunStore,
         journal: StepJournal,
         attempt: int,
-        flat_config: Mapping[str, Any],
+        config: Mapping[str, Any],
+        rng: Mapping[str, Any],
         clock: Callable[[], float],
-        fault: Hook,
+        fault: Hook = lambda place, step, rank: None,
     ) -> None:
         self._store, self._journal, self._attempt = store, journal, attempt
-        self._config, self._clock, self._fault = flat_config, clock, fault
-        self.newest: Point | None = None
+        self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
+        self._damages: list[Damage] = []
+        self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
+
+    def take_damages(self) -> tuple[Damage, ...]:
+        """What `VerifyPoint` found wrong since the last call, for the caller to tell."""
+        found, self._damages = tuple(self._damages), []
+        return found
 
     def perform(self, action: StoreAction) -> Event | None:
         """Carry out `action`; its answer, or None where there is nothing to say."""
@@ -129,25 +137,18 @@ class StoreHands:
 
     def _write(self, action: WriteCommit) -> Event:
         self._fault(VOTES_COMPLETE, action.key.step, -1)
-        rng = {"rule": RNG_RULE, "train.seed": self._config.get("train.seed")}
         save_s = self._clock() - action.started_s
-        point = self._store.commit_point(action.votes, self._config, rng, action.parent, save_s)
+        self.last_point = self._store.commit_point(action.votes, self._config, self._rng, action.parent, save_s)
         self._fault(COMMIT_SENT, action.key.step, -1)
-        self._journal.event(
-            "point committed", step=point.key.step, point=point.name, bytes=point.num_bytes, save_s=save_s
-        )
-        if self.newest is None or point.key > self.newest.key:
-            self.newest = point
         return CommitWritten(key=action.key)
 
     def _verify(self, action: VerifyPoint) -> Event:
         try:
-            found = [str(damage) for damage in self._store.verify_point(action.name)]
-        except OrchestratorError as error:
-            found = [str(error)]
-        if found:
-            self._journal.event("point not verified", point=action.name, reasons=found)
-        return Verified(name=action.name, healthy=not found)
+            damages = self._store.verify_point(action.name)
+        except OrchestratorError:
+            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+        self._damages += damages
+        return Verified(name=action.name, healthy=not damages)
 
     def _delete(self, action: DeletePoints) -> Event:
         gone: list[str] = []
@@ -161,108 +162,3 @@ class StoreHands:
         if gone:
             self._journal.event("points deleted", points=gone)
         return Deleted(names=tuple(gone), failed=action.names[len(gone) :])
-
-
-class PointCommitter:
-    """The saves and points of one attempt. Every call returns when all that it made possible is done.
-
-    Raises `FencedError`, from any call, once a newer claim was seen: nothing is acknowledged or deleted any
-    more.
-    """
-
-    def __init__(
-        self,
-        store: RunStore,
-        journal: StepJournal,
-        *,
-        attempt: int,
-        inherited: Sequence[str],
-        keep_latest: int,
-        flat_config: Mapping[str, Any],
-        pinned: str | None,
-        fault: Hook = lambda place, step, rank: None,
-        clock: Callable[[], float] = time.monotonic,
-        vote_limit_s: float = VOTE_LIMIT_S,
-    ) -> None:
-        """`inherited`: the points that the claim inherited; `pinned`: the claim's parent, if that is a point
-        of this run.
-        """
-        self._hands = StoreHands(store, journal, attempt, flat_config, clock, fault)
-        self._journal, self._clock, self._attempt = journal, clock, attempt
-        self._machine = CommitMachine(
-            attempt=attempt,
-            keep_latest=keep_latest,
-            vote_limit_s=vote_limit_s,
-            points=tuple(newest_first(inherited)[::-1]),
-            pinned=pinned,
-        )
-        self._answers: list[tuple[StateKey, int, bool]] = []
-
-    @property
-    def newest(self) -> Point | None:
-        """The newest point that this attempt committed and that still counts; None before the first."""
-        return self._hands.newest
-
-    def vote(self, vote: Vote) -> None:
-        """A rank's part of a save is written and synced."""
-        self._feed(VoteCast(vote=vote, now_s=self._clock()))
-
-    def voter_gone(self, generation: int, rank: int) -> None:
-        """The member that was `rank` of `generation` is dead or left out."""
-        self._feed(VoterGone(generation=generation, rank=rank))
-
-    def forming(self) -> None:
-        """No COMMIT is written from here to `generation_formed`: call it before the next generation's parent
-        is chosen.
-        """
-        self._feed(Forming())
-
-    def generation_formed(self, generation: int, parent: StateKey | None) -> bool:
-        """The next generation continues `parent`: what is not on its path is given up, the rest goes on.
-
-        False, and nothing changed, if a point committed meanwhile is not on that path: then the parent must
-        be chosen again.
-        """
-        self.forming()
-        if self._machine.outdates(generation, parent):
-            return False
-        self._feed(GenerationFormed(generation=generation, parent=parent))
-        return True
-
-    def advance(self) -> None:
-        """Time goes on: give up saves that waited too long, and look for a newer claim every 5 s."""
-        self._feed(Tick(now_s=self._clock()))
-
-    def take_answers(self) -> list[tuple[StateKey, int, bool]]:
-        """(key, rank, committed) of the votes decided since the last call; a repeated vote is answered again."""
-        answers, self._answers = self._answers, []
-        return answers
-
-    def _feed(self, first: Event) -> None:
-        events = deque([first])
-        while events:
-            event = events.popleft()
-            self._machine, actions = self._machine.on(event)
-            for action in actions:
-                match action:
-                    case Acknowledge():
-                        self._answers += [(action.key, rank, True) for rank in action.ranks]
-                    case GiveUp():
-                        self._answers += [(action.key, rank, False) for rank in action.ranks]
-                        self._journal.event(
-                            "save given up",
-                            step=action.key.step,
-                            point=action.key.point_name,
-                            reason=action.reason,
-                        )
-                    case ReadyToForm() | Fence():
-                        pass  # calls are synchronous: no COMMIT is under way between them; the fence is told below
-                    case _:
-                        answer = self._hands.perform(action)
-                        if answer is not None:
-                            events.append(answer)
-        if self._machine.fenced:
-            raise FencedError(
-                f"attempt {self._attempt + 1} of this run exists, this is attempt {self._attempt}; "
-                "another launch has taken the run over, so this one ends"
-            )

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from orchestrator.records import StateKey, StepRecord, Vote
 
 
-# ------------------------------------------------------------------------------------------------------------- events
+# ---------------------------------------------------------------------- events
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoteCast:
-    """A rank's part of a save is written and synced. A repeated vote is answered again and changes nothing."""
+    """A rank's part of a save is written and synced. A repeated vote is only answered again."""
 
     vote: Vote
     now_s: float
@@ -113,7 +113,7 @@ Event = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- actions
+# ---------------------------------------------------------------------- actions
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlushJournal:
     """Journal the voters' records, make the chain up to `key` durable, then answer `JournalDurable` or
@@ -190,7 +190,7 @@ class ReadyToForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """A newer claim exists: acknowledge nothing, delete nothing, end the members and exit. Nothing follows."""
+    """A newer claim exists: acknowledge nothing, delete nothing, end the members and exit."""
 
 
 StoreAction = FlushJournal | CheckNewerClaim | WriteCommit | VerifyPoint | DeletePoints | DiscardSave

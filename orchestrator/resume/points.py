@@ -120,7 +120,7 @@ def files_digest(files: Sequence[FileEntry]) -> str:
 
 
 def merge_tensors(votes: Iterable[Vote]) -> tuple[TensorEntry, ...]:
-    """All tensors of a save, sorted by (group, name); the chunks of one tensor may come from several ranks."""
+    """All tensors of a save by (group, name); the chunks of one may come from several ranks."""
     merged: dict[tuple[str, str], TensorEntry] = {}
     for vote in sorted(votes, key=lambda v: v.rank):
         for entry in vote.tensors:
@@ -163,11 +163,17 @@ def _wrong_tensors(votes: Sequence[Vote]) -> str | None:
         for entry in vote.tensors:
             known = forms.setdefault((entry.group, entry.name), (entry.dtype, entry.shape))
             if known != (entry.dtype, entry.shape):
-                return f"{entry.group} tensor {entry.name} is {known} for one rank and {(entry.dtype, entry.shape)} for rank {vote.rank}"
+                here = (entry.dtype, entry.shape)
+                return (
+                    f"{entry.group} tensor {entry.name} is {known} for one rank, {here} for rank {vote.rank}"
+                )
     for entry in merge_tensors(votes):
         found, needed = sum(math.prod(c.sizes) for c in entry.chunks), math.prod(entry.shape)
         if found != needed:
-            return f"the chunks of {entry.group} tensor {entry.name} hold {found} elements, shape {entry.shape} needs {needed}"
+            return (
+                f"the chunks of {entry.group} tensor {entry.name} hold {found} elements, "
+                f"shape {entry.shape} needs {needed}"
+            )
     return None
 
 

@@ -66,7 +66,8 @@ class RunStore(ClaimFiles, PointFiles):
         run = RunFile(format=FORMAT, name=name, created=now_text(), identity=identity)
         if not self.storage.create(RUN_FILE, seal(encode(run))):
             raise BusyError(
-                f"{self.storage.root}/{RUN_FILE} exists: another launch has just started this run; run the command again"
+                f"{self.storage.root}/{RUN_FILE} exists: another launch has just started "
+                "this run; run the command again"
             )
         return run
 

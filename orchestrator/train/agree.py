@@ -97,8 +97,8 @@ def _copy(group: Group, state: TrainState, blank: list[int], faults: FaultHook) 
         return
     items = state.items()
     for number, item in enumerate(items):
-        if number == len(items) // 2 and view.rank in blank:
-            faults("state_half_received", view.step, view.rank)
+        if number == len(items) // 2:
+            faults("state_half_sent" if view.rank == source else "state_half_received", view.step, view.rank)
         group.send(item.tensor, source, among)
     if view.rank in blank:
         state.filled()

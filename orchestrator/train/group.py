@@ -37,21 +37,21 @@ def collective(what: str) -> Iterator[None]:
 class Group:
     """The default process group of one generation. Control goes over gloo on the CPU; with a GPU, tensors there go over NCCL."""
 
-    def __init__(self, view: GenerationView, device: torch.device) -> None:
-        self.view, self._device = view, device
+    def __init__(self, view: GenerationView, timeout_s: float) -> None:
+        self.view, self._timeout = view, datetime.timedelta(seconds=timeout_s)
 
     @classmethod
     @contextmanager
-    def formed(cls, view: GenerationView, store: dist.Store, device: torch.device, limit_s: float) -> Iterator[Group]:
-        """All members meet within `limit_s`, which also holds for collectives until `set_timeout`. Raises `GenerationEnded` if they do not.
+    def formed(cls, view: GenerationView, store: dist.Store, device: torch.device, limit_s: float, timeout_s: float) -> Iterator[Group]:
+        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; after that a collective may take `timeout_s`.
 
         On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave too.
         """
         if device.type == "cuda":
             # a failed NCCL collective must raise here, not end the process
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-        group = cls(view, device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        group = cls(view, timeout_s)
         try:
             with collective("forming the group"):
                 dist.init_process_group(
@@ -65,10 +65,6 @@ class Group:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-    def set_timeout(self, seconds: float) -> None:
-        """From here on a collective may take this long."""
-        _set_pg_timeout(datetime.timedelta(seconds=seconds))
 
     def compare(self, config_digest: str, own: Sequence[int]) -> list[list[int]]:
         """The first collective: every member must see the same launch, generation, members, parent, step and configuration.
@@ -94,6 +90,7 @@ class Group:
                     raise GenerationEnded(
                         f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); members must have the same {name}"
                     )
+        _set_pg_timeout(self._timeout)
         return [row[len(facts) :] for row in rows]
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
@@ -113,7 +110,7 @@ class Group:
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some ranks; every rank must call it. None for the others."""
         with collective("forming the group that copies the state"):
-            made = dist.new_group(list(ranks))
+            made = dist.new_group(list(ranks), timeout=self._timeout)
         return made if self.view.rank in ranks else None  # type: ignore[no-any-return]
 
     def send(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

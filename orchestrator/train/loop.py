@@ -24,15 +24,13 @@ from orchestrator.records import (
     StateKey,
     StepRange,
     StepRecord,
-    Wishes,
 )
 from orchestrator.train.agree import FaultHook, Prepared, agree, apply_prepared
-from orchestrator.train.finish import await_votes
 from orchestrator.train.group import GenerationEnded, Group, collective
 from orchestrator.train.membership import Feed, Membership
-from orchestrator.train.model import pick_device, set_determinism
+from orchestrator.train.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.train.numerics import cut, make_gradient, slice_digest
-from orchestrator.train.saving import save_share
+from orchestrator.train.saving import await_votes, save_share
 from orchestrator.train.state import TrainState
 from orchestrator.train.weights import PointFiles
 from orchestrator.train.word import Share, Word
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 DONE, STOPPED, LEFT = "done", "stopped", "left"
-PLACES = ("joined", "state_half_received", "step_begin", "gradient_done", "word_received", "applied", "save_part_written")
+PLACES = ("joined", "state_half_sent", "state_half_received", "step_begin", "gradient_done", "word_received", "applied", "save_part_written")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +85,7 @@ def train(job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, 
     """Trains until the budget or the data is exhausted, a stop is wished for, or the membership says that the run is over.
 
     `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there (of the last one done, for
-    `joined` and `state_half_received`). Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
+    `joined` and `state_half_…`). Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
     membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
@@ -105,8 +103,10 @@ class _Trainer:
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []
+        self._saved: StateKey | None = None  # the newest save that this rank voted for
         self._end_of_data = False
         self._blocked_s = 0.0  # by saves, since the last record
+        self._waited_s = 0.0  # for the batch
         self._step_began = self._last_save = time.monotonic()
 
     def run(self) -> Outcome:
@@ -135,10 +135,10 @@ class _Trainer:
     def _generation(self, view: GenerationView) -> Outcome:
         with collective("reaching the store of rank 0"):
             store = self._membership.connect_store(view)
-        with Group.formed(view, store, self._device, self._job.forming_limit_s) as group:
+        with Group.formed(view, store, self._device, self._job.forming_limit_s, self._job.collective_limit_s) as group:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
-            agree(group, self._state, self._job, prepared, self._files, self._faults)
+            agree(group, self._state, self._job.config_digest, prepared, self._files, self._faults)
             self._faults("joined", view.step, view.rank)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
@@ -151,14 +151,13 @@ class _Trainer:
     def _train(self, group: Group) -> Outcome:
         view = group.view
         while True:
-            wishes = self._membership.wishes(view)
-            if wishes.ended:
+            if self._membership.wishes(view).ended:
                 raise GenerationEnded("the membership ended it")
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, DONE)
-            control = self._step(group, batch, wishes)
+            control = self._step(group, batch)
             if control & SAVE:
                 self._save(view)
             if control & STOP:
@@ -191,22 +190,23 @@ class _Trainer:
             self._feed.prefetch(coming, view.rank, view.world_size, micro)
         return batch
 
-    def _step(self, group: Group, batch: BatchSlice, wishes: Wishes) -> int:
+    def _step(self, group: Group, batch: BatchSlice) -> int:
         """Trains the step on all ranks and applies it here; returns the word's control. Raises `TrainingError` if it must not be applied."""
         view, job, label = group.view, self._job, self._label
         loss, norm = self._reduce(view, batch)
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
+        control, acknowledged = self._control(view, label)
         share = Share(
             loss=loss,
-            targets=int((batch.labels != -100).sum()),
+            targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=slice_digest(batch),
             data_wait_s=self._waited_s,
             save_blocked_s=self._blocked_s,
-            control=self._control(wishes, label),
-            acknowledged=wishes.acknowledged_step,
+            control=control,
+            acknowledged=acknowledged,
             grad_norm=norm,
             step_s=time.monotonic() - self._step_began,
         )
@@ -223,7 +223,7 @@ class _Trainer:
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         self._blocked_s = 0.0
-        self._keep(view, _record(prepared, word))
+        self._keep(view, _record(prepared, word), word.acknowledged)
         return word.control
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -247,29 +247,35 @@ class _Trainer:
         assert self._state.key is not None, "a member that trains holds a state"
         return self._state.key.step + 1
 
-    def _control(self, wishes: Wishes, label: int) -> int:
-        """What rank 0 adds to the word; what another rank computes here counts for nothing."""
+    def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
+        """The control and the acknowledged step that rank 0 puts into the word; what another rank computes here counts for nothing."""
+        wishes = self._membership.wishes(view)
         every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
         due = every_steps is not None and label % every_steps == 0
         due = due or (every_minutes is not None and time.monotonic() - self._last_save >= every_minutes * 60)
         # the wish is repeated until the first vote has been heard of
         due = due or (wishes.save and all(answer.done() for _, answer in self._votes))
-        return (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
+        control = (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
+        return control, wishes.acknowledged_step
 
     # ------------------------------------------------------------------------------------------------------------ saves
     def _save(self, view: GenerationView) -> None:
         vote = save_share(self._state, view, self._files, self._records)
         self._faults("save_part_written", vote.key.step, view.rank)
         self._blocked_s += vote.save_blocked_s
-        self._last_save = time.monotonic()
+        self._last_save, self._saved = time.monotonic(), vote.key
+        self._notice_commits()
         self._votes.append((vote.key, self._membership.vote(vote)))
 
     def _notice_commits(self) -> None:
         """Whether the present state is in a committed point; answered votes are forgotten. An error that answers a vote is raised."""
+        waiting = []
         for key, answer in self._votes:
-            if answer.done() and answer.result() and key == self._state.key:
+            if not answer.done():
+                waiting.append((key, answer))
+            elif answer.result() and key == self._state.key:
                 self._state.committed = True
-        self._votes = [(key, answer) for key, answer in self._votes if not answer.done()]
+        self._votes = waiting
 
     def _finish(self, group: Group, reason: str) -> Outcome:
         """Saves the last state unless a point holds it already, waits until every vote is answered, and leaves.
@@ -278,10 +284,10 @@ class _Trainer:
         """
         state = self._state
         assert state.key is not None, "a member that trains holds a state"
-        self._notice_commits()
-        if not state.committed and state.key not in [key for key, _ in self._votes]:
+        if not state.committed and state.key != self._saved:
             self._save(group.view)
-        await_votes(group, state.key if not state.committed else None, self._votes, self._membership)
+        if not await_votes(group, self._membership, self._votes, None if state.committed else state.key):
+            raise GenerationEnded(f"the save of {state.key.point_name} was given up")
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)

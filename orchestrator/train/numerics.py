@@ -146,7 +146,7 @@ class InvariantGradient:
 
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
         """See `Gradient`."""
-        self._flat = None
+        _forget(self._parameters)  # what the last step left
         loss: int | None = 0
         tree = TreeSum()
         for micro in micros:
@@ -184,8 +184,7 @@ class InvariantGradient:
         parts = [
             torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.flatten().float() for p in self._parameters
         ]
-        for parameter in self._parameters:
-            parameter.grad = None
+        _forget(self._parameters)
         return torch.cat(parts)
 
     def _exchange(self, values: dict[Node, Tensor], num_micro: int, root: int) -> Tensor:
@@ -235,7 +234,8 @@ class FastGradient:
             self._ddp = nn.parallel.DistributedDataParallel(
                 self._model, device_ids=devices, broadcast_buffers=False, init_sync=False
             )
-            self._ddp.register_comm_hook(self, _sum_bucket)
+            # in place of DDP's own hook, which would divide by the world size; it refuses annotations that are strings
+            self._ddp.register_comm_hook(self, lambda gradient, bucket: gradient.sum_bucket(bucket.buffer()))
 
     def leave(self) -> None:
         """See `Gradient`: the wrapper's hooks on the parameters go with it, so it is collected at once."""
@@ -246,8 +246,7 @@ class FastGradient:
     def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
         """See `Gradient`."""
         del num_micro
-        for parameter in self._parameters:
-            parameter.grad = None
+        _forget(self._parameters)
         loss: int | None = 0
         for micro in micros[:-1]:
             loss = _add(loss, self._backward(micro, targets, last=False))
@@ -287,7 +286,7 @@ class FastGradient:
         nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
         return MicroBatch(number=-1, first_sample=-1, input_ids=nothing, labels=torch.full_like(nothing, NO_LOSS))
 
-    def start(self, bucket: Tensor) -> Any:
+    def sum_bucket(self, bucket: Tensor) -> Any:
         """Begins the sum of a bucket over the ranks; its future gives the bucket."""
         work: Any = None
         try:
@@ -297,15 +296,14 @@ class FastGradient:
         return work.get_future().then(lambda done: done.value()[0])
 
 
-def _sum_bucket(gradient: FastGradient, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's hook, in place of its own, which would divide by the world size."""
-    future: torch.futures.Future[Tensor] = gradient.start(bucket.buffer())
-    return future
-
-
 def _failed(work: Any) -> bool:
     """Did this sum not even begin, or end with an error?"""
     return work is None or not work.is_completed() or work.exception() is not None
+
+
+def _forget(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _add(total: int | None, loss: int | None) -> int | None:

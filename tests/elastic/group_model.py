@@ -8,14 +8,14 @@ lab/model_generations.py, but every decision about who trains, and from which st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
 from orchestrator.elastic.formation import Form, Formation, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import JoinRequest, StateKey
+from orchestrator.records import GenerationView, JoinRequest, StateKey
 
 Identity = tuple[int, int]  # (attempt, generation)
 History = tuple[Identity, ...]  # which generation trained each step
@@ -46,10 +46,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything outside the rendezvous, and the rendezvous. `runs`: the current group is whole, so a step can succeed."""
+    """Everything outside the rendezvous, and the rendezvous."""
 
     members: tuple[Member, ...]
-    runs: bool
     parents: tuple[tuple[Identity, StateKey | None, int], ...]  # journal: generation, parent, first step
     records: frozenset[tuple[Identity, int]]  # journal: step records
     points: frozenset[Point]
@@ -90,10 +89,10 @@ class Result:
 def search(rules: Rules, limit: int = 1_000_000) -> Result:
     """Visits every state within the bounds, breadth first, so that a trace found is a shortest one."""
     start = first_world(rules)
-    came: dict[Hashable, tuple[Hashable, str] | None] = {}
+    came: dict[int, tuple[int, str] | None] = {}
     first = identity_of(start)
     came[first] = None
-    todo: deque[tuple[Hashable, World]] = deque([(first, start)])
+    todo: deque[tuple[int, World]] = deque([(first, start)])
     while todo:
         known, world = todo.popleft()
         try:
@@ -108,7 +107,7 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
     return Result("", (), len(came))
 
 
-def trace(came: dict[Hashable, tuple[Hashable, str] | None], at: Hashable) -> tuple[str, ...]:
+def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
     """The events that lead to the state `at`."""
     events_so_far: list[str] = []
     step = came[at]
@@ -118,19 +117,19 @@ def trace(came: dict[Hashable, tuple[Hashable, str] | None], at: Hashable) -> tu
     return tuple(reversed(events_so_far))
 
 
-def identity_of(world: World) -> Hashable:
-    """Equal for states that differ only in the names of the members."""
+def identity_of(world: World) -> int:
+    """Equal for states that differ only in the names of the members; 64 bits, so that a million states fit into memory."""
     everyone, told = world.machine.snapshot()
     slots = [
         (m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))  # its name is only a name
         for m in world.members
     ]
-    return (
-        tuple(sorted(slots, key=hash)),
-        tuple(sorted(told.values(), key=hash)),
+    return hash((
+        tuple(sorted(map(hash, slots))),
+        tuple(sorted(map(hash, told.values()))),
         everyone,
-        (world.runs, world.parents, world.records, world.points, world.pending, world.faults),
-    )
+        (world.parents, world.records, world.points, world.pending, world.faults),
+    ))
 
 
 def first_world(rules: Rules) -> World:
@@ -141,7 +140,7 @@ def first_world(rules: Rules) -> World:
         assert machine.join(request(slot, member), 0.0) is None, "a newcomer waits"
     (form,) = machine.tick(0.0)
     assert isinstance(form, Form), f"all have come: {form}"
-    world = World(members, False, (), frozenset(), frozenset(), None, rules.faults, machine)
+    world = World(members, (), frozenset(), frozenset(), None, rules.faults, machine)
     (only,) = (after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all"))
     return only
 
@@ -174,6 +173,11 @@ def request(slot: int, member: Member) -> JoinRequest:
 # ------------------------------------------------------------------------------------------------------------- what may happen
 def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """Every event that is possible now, and the world after it."""
+    late = [i for i, m in enumerate(world.members) if m.life == OUT]
+    if late and not world.faults:
+        # nothing can happen to them any more, and no generation forms before they have come: the order does not matter
+        yield joined(world, late[0])
+        return
     yield from of_the_group(world, rules)
     if world.pending is not None:
         yield "COMMIT", commit(world, world.pending)
@@ -187,15 +191,16 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
 def of_the_group(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """A step of the running generation, or its end by what the coordinator wants of it."""
     inside = [i for i, m in enumerate(world.members) if m.life == IN]
-    if not world.runs:
-        # somebody is lost: the others find out by a failing collective, with or without having entered the word
-        for i in inside:
-            yield f"{world.members[i].name} sees the end", put(world, i, world.members[i]._replace(life=OUT))
+    if not inside:
         return
     first = world.members[inside[0]]
     assert first.history is not None, "who trains holds a state"
     assert first.leaves is not None, "who trains was answered"
-    wishes = world.machine.wishes(*first.leaves, 0)
+    machine = world.machine
+    if any(m.life == WAITS for m in world.members):
+        machine = machine.copy()
+        machine.tick(LONG[0])  # whoever waits has waited long enough to interrupt
+    wishes = machine.wishes(*first.leaves, 0)
     if wishes.reform:
         yield "all leave at the step boundary", thrown_out(world, inside)
     if wishes.ended:
@@ -245,19 +250,22 @@ def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
 def thrown_out(world: World, slots: list[int]) -> World:
     """These members' generation is over for them; they will join again."""
     members = tuple(m._replace(life=OUT) if i in slots else m for i, m in enumerate(world.members))
-    return replace(world, members=members, runs=False)
+    return replace(world, members=members)
 
 
 def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
     """What happens to one member: it joins, dies, is cut off, comes back, or a new process takes its place."""
-    breaks = member.life == IN
     if member.life == OUT:
-        machine = world.machine.copy()
-        machine.join(request(slot, member), 0.0)
-        yield f"{member.name} joins", put(world, slot, member._replace(life=WAITS), machine)
+        yield joined(world, slot)
     if member.life == AWAY:
-        # a call that was under way is lost with the connection, so it joins anew
-        yield f"{member.name} is back", put(world, slot, member._replace(life=OUT))
+        machine = world.machine.copy()
+        # it does not know whether its last join was answered: it gets that answer now, or joins, or asks in vain
+        answer = machine.join(request(slot, member), 0.0)
+        if isinstance(answer, GenerationView):
+            late = member._replace(life=OUT, leaves=(answer.attempt, answer.generation))
+            yield f"{member.name} is back and hears of a group that is gone", put(world, slot, late, machine)
+        elif answer is None:
+            yield f"{member.name} is back and joins", put(world, slot, member._replace(life=WAITS), machine)
     if member.life == DEAD:
         machine = world.machine.copy()
         _, told = machine.snapshot()
@@ -269,10 +277,18 @@ def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, 
         machine = world.machine.copy()
         machine.dead(member.name, 0.0)
         dead = Member(DEAD, "", None, None, False, None)
-        yield f"{member.name} dies", put(world, slot, dead, machine, fault=True, breaks=breaks)
+        yield f"{member.name} dies", put(world, slot, dead, machine, fault=True)
         if member.life != AWAY:
             gone = member._replace(life=AWAY)
-            yield f"{member.name} is cut off", put(world, slot, gone, fault=True, breaks=breaks)
+            yield f"{member.name} is cut off", put(world, slot, gone, fault=True)
+
+
+def joined(world: World, slot: int) -> tuple[str, World]:
+    """A member that was thrown out of its generation asks for the next one."""
+    member, machine = world.members[slot], world.machine.copy()
+    if machine.join(request(slot, member), 0.0) is not None:
+        raise Broken("a fresh join was not taken", f"{member.name} joins")
+    return f"{member.name} joins", put(world, slot, member._replace(life=WAITS), machine)
 
 
 def put(
@@ -282,14 +298,14 @@ def put(
     machine: Rendezvous | None = None,
     *,
     fault: bool = False,
-    breaks: bool = False,
 ) -> World:
-    """The world with another member in `slot`."""
-    members = (*world.members[:slot], member, *world.members[slot + 1 :])
+    """The world with another member in `slot`; a group that loses a member is at its end, all others see a failing collective."""
+    members = [*world.members[:slot], member, *world.members[slot + 1 :]]
+    if world.members[slot].life == IN:
+        members = [m._replace(life=OUT) if m.life == IN else m for m in members]
     return replace(
         world,
-        members=members,
-        runs=world.runs and not breaks,
+        members=tuple(members),
         faults=world.faults - fault,
         machine=machine or world.machine,
     )
@@ -318,17 +334,19 @@ def restarted(world: World, rules: Rules) -> World:
 # ------------------------------------------------------------------------------------------------------------- forming
 def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """The coordinator's tick, at once or after a long time in which nobody came."""
-    for now in (0.0, *LONG):
+    if not any(m.life == WAITS for m in world.members):
+        return
+    # a member that is slow to come is not told apart from one that is cut off
+    patience = () if any(m.life == OUT for m in world.members) else LONG
+    for now in (0.0, *patience):
         machine = world.machine.copy()
         actions = machine.tick(now)
         if any(isinstance(a, StopRun) for a in actions):
             return
         form = next((a for a in actions if isinstance(a, Form)), None)
         if form is None:
-            if not actions:  # a generation runs; its wishes may have changed
-                yield "tick", replace(world, machine=machine)
-                if now:
-                    return
+            if not actions:
+                return  # a generation runs
             continue
         if len(world.parents) >= rules.generations:
             return
@@ -337,10 +355,9 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         for name, after in outcomes(tried, form.formation, rules):
             yield name + when, after
         return
-    if world.members and all(m.life in (WAITS, DEAD) for m in world.members):
-        living = sum(m.life == WAITS for m in world.members)
-        if living >= rules.min_workers:
-            raise Broken("all that live have joined, and no generation forms", "waiting for ever")
+    enough = sum(m.life == WAITS for m in world.members) >= rules.min_workers
+    if enough and all(m.life in (WAITS, DEAD, AWAY) for m in world.members):
+        raise Broken("all that can come have joined, and no generation forms", "waiting for ever")
 
 
 def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple[str, World]]:
@@ -469,7 +486,6 @@ def agreed(
     return replace(
         world,
         members=tuple(members),
-        runs=whole,
         faults=world.faults - (not whole and len(group) == len(formation.members)),
     )
 
@@ -478,6 +494,3 @@ def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
     """All subsets, the largest first."""
     for size in range(len(items), -1, -1):
         yield from combinations(items, size)
-
-
-Check = Callable[[Result], None]

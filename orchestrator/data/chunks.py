@@ -1,0 +1,219 @@
+"""A block of documents as chunks of tokens: what a tokenizer process runs, and every stream in one process too.
+
+It is a pure function of (task, files, tokenizer, settings) and may run again at any time; it packs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.data.encoder import GIGATOKEN, Encoder, difference_text, split_pieces
+from orchestrator.data.fragments import SourcePlan
+from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
+from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
+from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, TokenChunk, WindowTask
+
+# Text is encoded in batches of about so many bytes; the fixed cost of a call vanishes in it.
+_BATCH_BYTES = 1 << 20
+_FIELDS = ("record", "piece", "kind", "last_piece", "special_texts")
+
+
+def tokenize_block(
+    task: WindowTask, plan: SourcePlan, encoder: Encoder, settings: StreamSettings
+) -> Iterator[TokenChunk]:
+    """The chunks of the block that `task` names, from its window, record and piece on, in order.
+
+    What lies before is read up to the window, ordered up to the record, and not parsed or tokenized. Every
+    window ends with a chunk that says so, even an empty one. Raises `BadDocumentError` (under `stop`) and
+    `DataError` with the place, `DataIdentityError` if the task's window, record or piece is not there.
+    """
+    seen = None
+    for window in read_windows(plan, settings, task.epoch, task.block):
+        if window.number < task.window:
+            continue
+        seen = window.number
+        ordered = OrderedWindow(window, plan, settings, task.epoch)
+        here = (task.record, task.piece) if window.number == task.window else (0, 0)
+        writer = _Writer(task, window.number, window.last, encoder, settings)
+        if here[0] and here[0] >= len(ordered):
+            raise _absent(task, f"window {window.number} has {len(ordered)} records")
+        for position in range(here[0], len(ordered)):
+            first_piece = here[1] if position == here[0] else 0
+            yield from _add_record(writer, ordered, position, first_piece, encoder, settings)
+        yield from writer.finish()
+    if seen is None:
+        raise _absent(task, "the block has fewer windows")
+
+
+def _absent(task: WindowTask, found: str) -> DataIdentityError:
+    return DataIdentityError(
+        f"the cursor names block {task.block} of source {task.source} in epoch {task.epoch}, window {task.window}, record {task.record}, piece "
+        f"{task.piece}, but {found}; the data are not those that the run was started with"
+    )
+
+
+def _add_record(
+    writer: _Writer,
+    window: OrderedWindow,
+    position: int,
+    first_piece: int,
+    encoder: Encoder,
+    settings: StreamSettings,
+) -> Iterator[TokenChunk]:
+    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad one, nothing for a blank line."""
+    try:
+        text = window.text(position)
+    except BadRecordError as error:
+        reason = f"{window.place(position)}: {error}"
+        if settings.on_bad_document == "stop":
+            raise BadDocumentError(f"{reason}; mend the document, or set data.on_bad_document=skip") from None
+        writer.add(position, 0, BAD, reason=reason)
+        return
+    if text is None:
+        return
+    if not text:
+        writer.add(position, 0, EMPTY)
+        return
+    pieces = split_pieces(text, window.size(position), settings.piece_bytes)
+    if first_piece >= len(pieces):
+        raise _absent(writer.task, f"that document has {len(pieces)} pieces")
+    check = encoder.choice.name == GIGATOKEN and window.is_drawn(position, CHECK_ONE_IN)
+    for number in range(first_piece, len(pieces)):
+        special = encoder.count_special(pieces[number])
+        if special and settings.special_tokens_in_text == "stop":
+            raise DataError(
+                f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; take them out, or set "
+                "data.special_tokens_in_text=text"
+            )
+        if check:
+            _check(writer, window, position, pieces[number], encoder)
+        writer.add(position, number, PIECE, pieces[number], number == len(pieces) - 1, special)
+        yield from writer.full_chunks()
+
+
+def _check(writer: _Writer, window: OrderedWindow, position: int, text: str, encoder: Encoder) -> None:
+    """Encodes the text by both libraries; what differs is reported, the stream keeps its own encoder's ids."""
+    ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
+    if not np.array_equal(ids, expected):
+        writer.differences.append(f"{window.place(position)}: {encoder.choice}: {difference_text(text, ids, expected)}")
+
+
+class _Writer:
+    """Gathers the entries of one window, encodes them in batches, and cuts them into chunks."""
+
+    def __init__(
+        self, task: WindowTask, window: int, last_window: bool, encoder: Encoder, settings: StreamSettings
+    ) -> None:
+        self.task = task
+        self.differences: list[str] = []
+        self._window, self._last_window, self._encoder, self._settings = window, last_window, encoder, settings
+        self._entries: list[tuple[int, int, int, bool, int]] = []  # in the order of _FIELDS
+        self._texts: list[str] = []
+        self._text_size = 0
+        self._reasons: list[str] = []
+        self._encoded: list[_Batch] = []
+        self._num_tokens = 0
+
+    def add(
+        self,
+        record: int,
+        piece: int,
+        kind: int,
+        text: str = "",
+        last_piece: bool = True,
+        special_texts: int = 0,
+        reason: str = "",
+    ) -> None:
+        """One more entry."""
+        self._entries.append((record, piece, kind, last_piece, special_texts))
+        if kind == PIECE:
+            self._texts.append(text)
+            self._text_size += len(text) if text.isascii() else len(text.encode())
+        elif kind == BAD:
+            self._reasons.append(reason)
+
+    def full_chunks(self) -> Iterator[TokenChunk]:
+        """The chunks that are full now."""
+        if self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens) or len(self._entries) >= _BATCH_BYTES:
+            yield from self._encode()
+
+    def finish(self) -> Iterator[TokenChunk]:
+        """The rest; at least one chunk, which ends the window."""
+        yield from self._encode()
+        yield self._chunk(ends_window=True)
+
+    def _encode(self) -> Iterator[TokenChunk]:
+        batch = _Batch(self._entries, self._texts, self._reasons, self._encoder, self._settings)
+        if self._encoded and self._num_tokens + len(batch.tokens) > self._settings.chunk_tokens:
+            yield self._chunk(ends_window=False)
+        self._encoded.append(batch)
+        self._num_tokens += len(batch.tokens)
+        self._entries, self._texts, self._reasons, self._text_size = [], [], [], 0
+
+    def _chunk(self, ends_window: bool) -> TokenChunk:
+        batches, self._encoded, self._num_tokens = self._encoded, [], 0
+        columns = {
+            name: np.concatenate([b.columns[name] for b in batches]).astype(np.int32) for name in batches[0].columns
+        }
+        differences, self.differences = self.differences, []
+        return TokenChunk(
+            source=self.task.source,
+            epoch=self.task.epoch,
+            block=self.task.block,
+            window=self._window,
+            tokens=np.concatenate([b.tokens for b in batches]),
+            bad_reasons=tuple(reason for b in batches for reason in b.reasons),
+            encoder_differences=tuple(differences),
+            ends_window=ends_window,
+            ends_block=ends_window and self._last_window,
+            **columns,
+        )
+
+
+class _Batch:
+    """Entries that were encoded in one call, as columns, and their tokens with BOS and EOS in place."""
+
+    def __init__(
+        self,
+        entries: list[tuple[int, int, int, bool, int]],
+        texts: list[str],
+        reasons: list[str],
+        encoder: Encoder,
+        settings: StreamSettings,
+    ) -> None:
+        table = np.array(entries, np.int64).reshape(len(entries), len(_FIELDS))
+        self.columns: dict[str, npt.NDArray[np.int64]] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
+        ids, lengths = encoder.encode(texts)
+        is_piece = self.columns["kind"] == PIECE
+        first = self.columns["piece"][is_piece] == 0
+        last = self.columns["last_piece"][is_piece] == 1
+        self.tokens, wrapped = _wrap(ids, lengths, first, last, settings)
+        self.columns["num_tokens"] = np.zeros(len(entries), np.int64)
+        self.columns["num_tokens"][is_piece] = wrapped
+        self.reasons = reasons
+
+
+def _wrap(
+    ids: Int32Array,
+    lengths: Int32Array,
+    first: npt.NDArray[np.bool_],
+    last: npt.NDArray[np.bool_],
+    settings: StreamSettings,
+) -> tuple[Int32Array, npt.NDArray[np.int64]]:
+    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS behind each last one."""
+    bos = first & (settings.bos_id is not None)
+    eos = last & (settings.eos_id is not None)
+    wrapped = lengths.astype(np.int64) + bos + eos
+    ends = np.cumsum(wrapped)
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+    is_text = np.ones(len(tokens), np.bool_)
+    for where, token in (((ends - wrapped)[bos], settings.bos_id), ((ends - 1)[eos], settings.eos_id)):
+        if token is not None:
+            tokens[where] = token
+            is_text[where] = False
+    tokens[is_text] = ids
+    return tokens, wrapped

@@ -1,0 +1,234 @@
+"""Text to token ids: gigatoken where it gives the same ids as `tokenizers`, else `tokenizers`; and pieces.
+
+It adds no BOS and no EOS and knows no document: those are the chunks' business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import orjson
+
+from orchestrator.data.settings import CUT_SHARE
+from orchestrator.data.tokenizer_files import TokenizerModel
+from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.records import Int32Array
+
+GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
+# gigatoken's cache of words grows without bound: the object is made anew after so much text (UTF-8 bytes).
+RENEW_BYTES = 256 << 20
+# Texts on which encoders have been seen to differ, or might.
+HOSTILE = (
+    "",
+    " ",
+    "\n",
+    "\r\n\r\n \t \u00a0\u2003x",
+    "a" * 3000,
+    "ab" * 1500 + "  " * 500,
+    "\x00\x01\x7f\u0085",
+    "\ufeffbom \ufffd \ufffe \U0010ffff \ue000",
+    "don't DON'T I'LL we\u2019ve 'tis it'sn't",
+    "1234567890 3.14159 1e-10 0x1F ٣٤٥ ①②",
+    "e\u0301 é ﬁ ﷽ İ ı ß ẞ ǅ",
+    "日本語とカタカナ 한국어 한글 ไทย हिन्दी עברית العربية",
+    "🏳️‍🌈👩‍👩‍👧‍👦🇩🇪 👍🏽",
+    "x\u200b\u200d\u2028\u2029\u00ady",
+    "def f(x):\n\treturn  {'a': [1,2,3]}  # ß→あ \r\n",
+    "https://example.org/a?b=c&d=%20#e user@example.org",
+    "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderChoice:
+    """The library that encodes, and its version: frozen with the run."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def installed_version(name: str) -> str | None:
+    """The version of the library on this machine, None if it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+class Encoder:
+    """Encodes with one library. Not for several threads; does not pickle: build it where it is used."""
+
+    def __init__(self, model: TokenizerModel, choice: EncoderChoice, special_tokens_in_text: str) -> None:
+        """`special_tokens_in_text`: `parse` makes ids of special tokens written out, `text` and `stop` text.
+
+        Raises `DataIdentityError` if this machine has another version of the library.
+        """
+        found = installed_version(choice.name)
+        if found != choice.version:
+            raise DataIdentityError(
+                f"the run encodes with {choice}, this machine has {choice.name} {found or '(not installed)'}; "
+                f"install {choice.name}=={choice.version} on every machine, or change data.encoder"
+            )
+        self.choice = choice
+        self._parse = special_tokens_in_text == "parse"
+        self._json = model.model_json
+        self._reference: Any = None
+        self._fast: Any = None
+        self._encoded_bytes = 0
+        self._special = SpecialTexts(model.special_tokens)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        """(ids of all texts one behind the other, number of ids of each); no special token is added."""
+        if not texts:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        return self._encode_fast(texts) if self.choice.name == GIGATOKEN else self.encode_reference(texts)
+
+    def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        """The same by `tokenizers`, whatever the choice is."""
+        if self._reference is None:
+            from tokenizers import Tokenizer
+
+            self._reference = Tokenizer.from_str(self._json)
+            self._reference.encode_special_tokens = not self._parse
+        ids = [e.ids for e in self._reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        total = int(lengths.sum(dtype=np.int64))
+        return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
+
+    def count_special(self, text: str) -> int:
+        """How many special tokens stand written out in the text."""
+        return self._special.count(text)
+
+    def _encode_fast(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        if self._fast is None or self._encoded_bytes > RENEW_BYTES:
+            self._fast, self._encoded_bytes = _load_gigatoken(self._json, self._parse), 0
+        self._encoded_bytes += sum(map(len, texts))
+        # one thread: a tokenizer process has one CPU
+        layout = self._fast.backend.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
+        return ids.view(np.int32), np.diff(offsets).astype(np.int32)
+
+
+def _load_gigatoken(model_json: str, parse: bool) -> Any:
+    import gigatoken
+
+    content = orjson.loads(model_json)
+    if not parse:  # it has no switch for this: a token that is not listed is text
+        content["added_tokens"] = [t for t in content.get("added_tokens") or () if not t.get("special")]
+    return gigatoken.Tokenizer.from_json(orjson.dumps(content).decode())
+
+
+class SpecialTexts:
+    """Counts the special tokens written out in a text, the longest one at each place, without overlaps."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
+        self._starts = sorted({token[:2] for token in longest_first})
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def count(self, text: str) -> int:
+        """How many there are. Fast where none of the tokens' first two characters occur."""
+        if not any(start in text for start in self._starts):
+            return 0
+        return sum(1 for _ in self._pattern.finditer(text))
+
+
+def choose_encoder(
+    model: TokenizerModel, wanted: str, special_tokens_in_text: str, documents: Sequence[str]
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's own.
+
+    Both are compared on the documents and on hostile texts; a difference means `tokenizers`, or a
+    `ConfigError` if gigatoken was asked for by name.
+    """
+    reference = EncoderChoice(name=TOKENIZERS, version=installed_version(TOKENIZERS) or "")
+    if wanted == TOKENIZERS:
+        return reference, ()
+    fast_version = installed_version(GIGATOKEN)
+    if fast_version is None:
+        problem: str | None = "it is not installed"
+        choice = reference
+    else:
+        choice = EncoderChoice(name=GIGATOKEN, version=fast_version)
+        problem = find_difference(Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents])
+    if problem is None:
+        return choice, ()
+    if wanted == GIGATOKEN:
+        raise ConfigError(f"data.encoder=gigatoken cannot be used: {problem}; set data.encoder=auto")
+    return reference, (f"encoding with {reference}, not with gigatoken ({fast_version}): {problem}",)
+
+
+def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
+    """The first text for which the encoder and `tokenizers` give other ids, with both; None if they agree.
+
+    Also a text if the encoder cannot take this tokenizer at all.
+    """
+    expected, expected_lengths = encoder.encode_reference(texts)
+    try:
+        ids, lengths = encoder.encode(texts)
+    except Exception as error:  # noqa: BLE001  whatever it is, the other encoder does without it
+        return f"it does not take this tokenizer: {type(error).__name__}: {error}"
+    if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
+        return None
+    ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
+    for i, text in enumerate(texts):
+        one = ids[ends[i] - lengths[i] : ends[i]]
+        other = expected[expected_ends[i] - expected_lengths[i] : expected_ends[i]]
+        if not np.array_equal(one, other):
+            return difference_text(text, one, other)
+    raise AssertionError("equal texts make equal arrays")
+
+
+def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
+    """A difference between two encodings in words: the place, the ids there by the encoder and by `tokenizers`."""
+    common = min(len(ids), len(expected))
+    first = next((i for i in range(common) if ids[i] != expected[i]), common)
+    here = slice(max(0, first - 2), first + 6)
+    shown = text if len(text) <= 80 else text[:80] + "…"
+    return (
+        f"for {shown!r} ({len(text)} characters) its ids from {here.start} on are {ids[here].tolist()}, "
+        f"those of tokenizers {expected[here].tolist()}"
+    )
+
+
+def _hostile(model: TokenizerModel) -> list[str]:
+    special = [f"a{token} {token}b{token}{token}" for token in model.special_tokens[:32]]
+    return [*HOSTILE, *special]
+
+
+# ---------------------------------------------------------------------------------------- pieces
+def split_pieces(text: str, size: int, piece_bytes: int) -> list[str]:
+    """The pieces whose tokens are the document's tokens (DATA.md rule 7); `size` bounds its UTF-8 length.
+
+    At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
+    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits.
+    """
+    if size <= piece_bytes:
+        return [text]
+    data = text.encode()
+    pieces, start = [], 0
+    while len(data) - start > piece_bytes:
+        cut = _cut(data, start, start + piece_bytes, piece_bytes // CUT_SHARE)
+        pieces.append(data[start:cut].decode())
+        start = cut
+    pieces.append(data[start:].decode())
+    return pieces
+
+
+def _cut(data: bytes, start: int, stop: int, back: int) -> int:
+    for border in (b"\n", b" "):
+        found = data.rfind(border, max(start, stop - back), stop)
+        if found >= 0:
+            return found + 1
+    while data[stop] & 0xC0 == 0x80:  # not inside a character
+        stop -= 1
+    return stop

@@ -1,0 +1,341 @@
+"""The Feeder actor: takes the token chunks of the Ray Data pipeline in order, packs them, and hands out the ranks' shares of steps.
+
+It knows no model and no membership; everything it gives is a pure function of (the run's data, a cursor, a step's range), so it may be
+killed and opened again at any time. Ray Data itself is loaded only in the actor's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+
+from orchestrator.data.opening import Opening
+from orchestrator.data.ray_feed import RayFeed, Reopen
+from orchestrator.data.replay import HeldStep
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import FeedError, FencedError, OrchestratorError
+from orchestrator.plan.batches import rank_samples
+from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
+
+__all__ = ["Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
+
+Result = TypeVar("Result")
+
+# A slot that was begun so often kills its tokenizer each time.
+MAX_EXECUTIONS = 4
+# No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that hangs.
+STALL_S = 600.0
+# Waiting calls at one time: the ranks' and the tokenizers'.
+MAX_CALLS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeederStats:
+    """What the feeder holds and has done since its process started. `waits`, `wait_s`: calls of `get` that had to wait for tokens."""
+
+    pid: int
+    generation: tuple[int, int]
+    run_id: int
+    opens: int
+    steps_held: int
+    bytes_held: int
+    first_sample_held: int
+    next_sample: int
+    buffered_tokens: int
+    slots_taken: int
+    slots_given: int
+    waits: int
+    wait_s: float
+    pipeline_threads: int
+
+
+class Feeder:
+    """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read by a thread.
+
+    Memory: about one step and one chunk of tokens, the pipeline's look-ahead in the object store, and `replay_bytes` of steps that may
+    be asked for again. An error of the data is final: every later `get` raises it. After its process died it is blank, and answers
+    `Reopen` until it is opened.
+    """
+
+    def __init__(
+        self, launch: str, spec: DataSpec, num_tokenizers: int, replay_bytes: int, stall_s: float = STALL_S
+    ) -> None:
+        self._launch, self._spec = launch, spec
+        self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._generation = (0, 0)
+        self._run: Opening | None = None
+        self._error: OrchestratorError | None = None
+        self._changed = asyncio.Condition()
+        self._progress_at = time.monotonic()
+        self._opens = self._waits = 0
+        self._wait_s = 0.0
+        self._threads: list[threading.Thread] = []
+
+    # ------------------------------------------------------------------------------------------------- for ranks
+    async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
+        """Goes on at `cursor`: from memory if those steps are held, else the pipeline is opened there. Returns before data is there.
+
+        Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's opening will come to.
+        Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for another launch.
+        """
+        self._check(launch)
+        async with self._changed:
+            same = generation == self._generation
+            if generation < self._generation:
+                return
+            self._generation = generation
+            run = self._run
+            held = run is not None and run.steps.serves(cursor)
+            coming = run is not None and same and cursor.consumed_samples > run.steps.next_cursor.consumed_samples
+            if not held and not coming:
+                self._start(cursor)
+            self._changed.notify_all()
+
+    async def get(
+        self,
+        launch: str,
+        generation: tuple[int, int],
+        step: StepRange,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+    ) -> BatchSlice | Reopen:
+        """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies behind what is held.
+
+        Raises the data's error, `FeedError` if the pipeline stands still for too long, `FencedError` for another launch.
+        """
+        self._check(launch)
+        began, waited = time.monotonic(), False
+        async with self._changed:
+            while (found := self._find(generation, step)) is None:
+                waited = True
+                await self._wait(step)
+        if isinstance(found, Reopen):
+            return found
+        self._waits += waited
+        self._wait_s += time.monotonic() - began
+        drawn = found.drawn
+        start, stop = rank_samples(
+            drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
+        )
+        return drawn.slice(start, stop)
+
+    async def committed(self, consumed_samples: int) -> None:
+        """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
+        if self._run is not None:
+            self._run.steps.committed(consumed_samples)
+
+    async def stats(self) -> FeederStats:
+        """Counts; also the sign of life that a rank waits for after a restart."""
+        run = self._run
+        return FeederStats(
+            pid=os.getpid(),
+            generation=self._generation,
+            run_id=run.run_id if run else 0,
+            opens=self._opens,
+            steps_held=len(run.steps) if run else 0,
+            bytes_held=run.steps.held_bytes if run else 0,
+            first_sample_held=run.steps.first_sample if run else 0,
+            next_sample=run.steps.next_cursor.consumed_samples if run else 0,
+            buffered_tokens=run.packer.buffered_tokens if run else 0,
+            slots_taken=run.slot if run else 0,
+            slots_given=run.slots_given if run else 0,
+            waits=self._waits,
+            wait_s=self._wait_s,
+            pipeline_threads=sum(thread.is_alive() for thread in self._threads),
+        )
+
+    async def close(self) -> None:
+        """Ends the pipeline and waits until its thread is gone; the feeder is blank afterwards."""
+        self._run = None
+        await self._notify()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    # ------------------------------------------------------------------------------------------------- for tokenizers
+    async def slot(self, run_id: int, slot: int) -> WindowTask | None:
+        """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead. None: that run is over."""
+        run = await self._room(run_id, lambda run: run.may_begin(slot))
+        if run is None:
+            return None
+        task, executions = run.begin(slot)
+        if executions > MAX_EXECUTIONS:
+            raise FeedError(
+                f"{executions - 1} tokenizers died over block {task.block} of source {task.source} (epoch {task.epoch}); "
+                "most often it is memory: make data.window_bytes smaller or give the tokenizers' machines more"
+            )
+        return task
+
+    async def room(self, run_id: int, slot: int, window: int) -> bool:
+        """Waits until `window` of a slot that was given may be handed over: a block of many windows is not read ahead as a whole.
+
+        A slot that is not being taken yet may bring its first window only. False: that run is over.
+        """
+        return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
+
+    async def failed(self, run_id: int, slot: int, error: OrchestratorError) -> None:
+        """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at once."""
+        del slot
+        if self._run is not None and self._run.run_id == run_id:
+            await self._fail(error)
+
+    async def _room(self, run_id: int, near: Callable[[Opening], bool]) -> Opening | None:
+        self._progress_at = time.monotonic()
+        async with self._changed:
+            while True:
+                run = self._run
+                if run is None or run.run_id != run_id or self._error is not None:
+                    return None
+                if near(run):
+                    self._progress_at = time.monotonic()
+                    return run
+                await self._changed.wait()
+
+    # ------------------------------------------------------------------------------------------------- inside
+    def _check(self, launch: str) -> None:
+        if launch != self._launch:
+            raise FencedError(f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end")
+
+    def _find(self, generation: tuple[int, int], step: StepRange) -> HeldStep | Reopen | None:
+        """The step, drawn now if its turn has come; None: it is not there yet."""
+        if self._error is not None:
+            raise self._error
+        run = self._run
+        if run is None:
+            return Reopen(generation=self._generation, reason="the feeder has not been opened since its process started")
+        held = run.steps.find(step.first_sample)
+        if held is not None and held.asked == step:
+            return held
+        if held is not None:  # another shape than before: the stream is drawn again from there
+            run = self._start(held.before)
+            self._changed.notify_all()
+        next_sample = run.steps.next_cursor.consumed_samples
+        if step.first_sample == next_sample:
+            return self._draw(run, step)
+        if step.first_sample < next_sample or generation < self._generation:
+            return Reopen(
+                generation=self._generation,
+                reason=f"sample {step.first_sample} is not held: the feeder has {run.steps.first_sample} and follows with {next_sample}",
+            )
+        return None
+
+    def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
+        # so much stays buffered afterwards too: the step after this one is there before it is asked for
+        before, run.wanted_tokens = run.wanted_tokens, step.num_tokens + 1
+        drawn = run.packer.draw(step)
+        if drawn is not None or run.wanted_tokens != before:
+            self._changed.notify_all()  # there may be room for the next chunk
+        return None if drawn is None else run.steps.append(step, drawn)
+
+    async def _wait(self, step: StepRange) -> None:
+        """Until something changed; called with the lock. Raises `FeedError` when no tokenizer has done anything for `stall_s`."""
+        left = self._progress_at + self._stall_s - time.monotonic()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), max(0.0, left))
+        if time.monotonic() - self._progress_at >= self._stall_s:
+            raise FeedError(
+                f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for {self._stall_s:.0f} s; "
+                f"the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU each beside the training workers: are they free? "
+                "does the storage answer?"
+            )
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _fail(self, error: OrchestratorError) -> None:
+        self._error = self._error or error
+        await self._notify()
+
+    # ------------------------------------------------------------------------------------------------- the pipeline
+    def _start(self, cursor: Cursor) -> Opening:
+        """Opens the pipeline at `cursor`. The run before it, if any, ends by itself: its tokenizers are refused and its thread goes."""
+        self._opens += 1
+        run = self._run = Opening(
+            self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes
+        )
+        self._progress_at = time.monotonic()
+        context = ray.get_runtime_context()
+        reader = threading.Thread(
+            target=self._read,
+            args=(run, context.current_actor, asyncio.get_running_loop()),
+            name=f"pipeline-{run.run_id}",
+            daemon=True,
+        )
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
+        reader.start()
+        return run
+
+    def _read(self, run: Opening, feeder: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the end of data or of the run."""
+
+        def call(what: Coroutine[Any, Any, Result]) -> Result:
+            return asyncio.run_coroutine_threadsafe(what, loop).result()
+
+        try:
+            from orchestrator.data.pipeline import SLOTS_PER_DATASET, read_chunks
+
+            while slots := call(self._list_slots(run, SLOTS_PER_DATASET)):
+                with closing(read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)) as chunks:
+                    for item in chunks:
+                        if item is None or not call(self._take(run, *item)):
+                            return
+        except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
+            call(self._failed_run(run, error))
+
+    async def _list_slots(self, run: Opening, limit: int) -> range:
+        slots = run.list_slots(limit)
+        await self._notify()  # the end of the data may be known now
+        return slots if self._run is run else range(0)
+
+    async def _take(self, run: Opening, slot: int, chunk: TokenChunk) -> bool:
+        """Hands a chunk to the packer once it is wanted; False: the run is over."""
+        async with self._changed:
+            while self._run is run and self._error is None and not run.wants:
+                await self._changed.wait()
+            if self._run is not run or self._error is not None:
+                return False
+            run.take(slot, chunk)
+            self._progress_at = time.monotonic()
+            self._changed.notify_all()
+            return True
+
+    async def _failed_run(self, run: Opening, error: Exception) -> None:
+        if self._run is not run:
+            return
+        text = "".join(traceback.format_exception(error))
+        ours = error if isinstance(error, OrchestratorError) else FeedError(f"the data pipeline ended: {error}\n{text}")
+        await self._fail(ours)
+
+
+def feeder_name(launch: str) -> str:
+    """The actor's name within the launch's namespace."""
+    return f"feeder-{launch}"
+
+
+def start_feeder(
+    launch: str,
+    spec: DataSpec,
+    *,
+    num_tokenizers: int,
+    replay_bytes: int,
+    stall_s: float = STALL_S,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`: more for Ray's `.options`.
+
+    It uses no logical CPU; its pipeline needs one per tokenizer.
+    """
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=MAX_CALLS)(Feeder)
+    return actor.options(name=feeder_name(launch), **(options or {})).remote(
+        launch, spec, num_tokenizers, replay_bytes, stall_s
+    )

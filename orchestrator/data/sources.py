@@ -1,0 +1,170 @@
+"""A block's records in windows, and a record as a document's text or as a reason why it is bad.
+
+It knows no tokens. The order inside a window is `plan.order`'s; a record keeps its number whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import orjson
+
+from orchestrator.data.fragments import SourcePlan
+from orchestrator.data.readers import READ_BYTES, Int64Array, Part, read_fragment
+from orchestrator.data.settings import StreamSettings
+from orchestrator.plan.order import block_at, record_order
+
+_BOM = b"\xef\xbb\xbf"
+# Under `skip`, lines before a bad record are counted only this far back: the run must not read files twice.
+_COUNTED_BYTES = 64 << 20
+
+
+class BadRecordError(Exception):
+    """A record that is no document; the text is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Records that are permuted together, as parts in file order. `last`: nothing follows it in the block."""
+
+    number: int
+    last: bool
+    parts: tuple[Part, ...]
+
+    def fragments(self) -> Int64Array:
+        """(num_records,) the fragment of each record."""
+        return np.repeat([p.fragment for p in self.parts], [len(p.records) for p in self.parts]).astype(np.int64)
+
+    def numbers(self) -> Int64Array:
+        """(num_records,) each record's number in its fragment."""
+        counts = [np.arange(p.number, p.number + len(p.records), dtype=np.int64) for p in self.parts]
+        return np.concatenate(counts) if counts else np.empty(0, np.int64)
+
+
+class OrderedWindow:
+    """A window's records in the order in which an epoch takes them; `position` counts in that order."""
+
+    def __init__(self, window: Window, plan: SourcePlan, settings: StreamSettings, epoch: int) -> None:
+        self._window, self._plan, self._settings = window, plan, settings
+        self._ends = list(accumulate(len(part.records) for part in window.parts))
+        order = record_order(
+            window.fragments(), window.numbers(), settings.seed, plan.source, epoch, settings.shuffle
+        )
+        self._part = np.searchsorted(self._ends, order, side="right").tolist()
+        self._record = order.tolist()
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def size(self, position: int) -> int:
+        """Decoded bytes of the record, line end included; a document's text has at most so many in UTF-8."""
+        part, index = self._find(position)
+        return int(part.sizes[index])
+
+    def text(self, position: int) -> str | None:
+        """The document's text; None for a blank line, which is no document. Raises `BadRecordError`."""
+        part, index = self._find(position)
+        record, manifest = part.records[index], self._plan.manifest
+        if record is None:
+            raise BadRecordError(f"{manifest.text_field!r} is null")
+        if manifest.format == "parquet":
+            return _utf8(record)
+        if part.places[index] == 0:
+            record = record.removeprefix(_BOM)
+        if manifest.format == "text":
+            return _utf8(record)
+        if not record.strip():
+            return None
+        if manifest.format == "lines":
+            return _utf8(record.removesuffix(b"\r"))
+        return _json_text(record, manifest.text_field)
+
+    def is_drawn(self, position: int, one_in: int) -> bool:
+        """Whether the record belongs to a fixed sample of about one record in `one_in`."""
+        part, index = self._find(position)
+        return (part.fragment * 389 + part.number + index) % one_in == 0
+
+    def place(self, position: int) -> str:
+        """Where the record lies, for people: file, byte offset and line, or file and row."""
+        part, index = self._find(position)
+        path = self._plan.manifest.path(part.file)
+        if self._plan.manifest.format == "parquet":
+            return f"{path}: row {int(part.places[index])}"
+        offset = int(part.places[index])
+        line = None if part.line is None else part.line + index
+        if line is None and (self._settings.on_bad_document == "stop" or offset <= _COUNTED_BYTES):
+            line = 1 + _count_newlines(path, offset)
+        return f"{path}: byte {offset}, line {'not counted' if line is None else line}"
+
+    def _find(self, position: int) -> tuple[Part, int]:
+        number = self._part[position]
+        before = self._ends[number - 1] if number else 0
+        return self._window.parts[number], self._record[position] - before
+
+
+def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> Iterator[Window]:
+    """The windows of the block that stands at `position` in the epoch's order; at least one, maybe empty.
+
+    A window takes records while they fit into `window_bytes`; a longer one is a window alone. It is known to
+    be the last when the block is read to its end, so two windows are never held at a time.
+    """
+    block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
+    held: list[Part] = []
+    number = total = 0
+    for fragment in plan.fragments(block):
+        for whole in read_fragment(plan, fragment, settings.accept_changed):
+            part = whole
+            while len(part.records):
+                fits = int(np.searchsorted(total + np.cumsum(part.sizes), settings.window_bytes, side="right"))
+                if not held:
+                    fits = max(fits, 1)
+                if fits:
+                    held.append(part.cut(0, fits))
+                    total += int(part.sizes[:fits].sum())
+                    part = part.cut(fits, len(part.records))
+                if len(part.records):  # the next record does not fit
+                    yield Window(number=number, last=False, parts=tuple(held))
+                    held, number, total = [], number + 1, 0
+    yield Window(number=number, last=True, parts=tuple(held))
+
+
+def _utf8(record: bytes) -> str:
+    try:
+        return record.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
+
+
+def _json_text(line: bytes, field: str) -> str:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadRecordError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
+    if field not in value:
+        raise BadRecordError(f"no field {field!r}")
+    text = value[field]
+    if text is None:
+        raise BadRecordError(f"{field!r} is null")
+    if not isinstance(text, str):
+        raise BadRecordError(f"{field!r} is a JSON {_json_kind(text)}, a string is expected")
+    return text
+
+
+def _json_kind(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _count_newlines(path: str, stop: int) -> int:
+    found = position = 0
+    with open(path, "rb") as file:
+        while position < stop and (piece := os.pread(file.fileno(), min(READ_BYTES, stop - position), position)):
+            found += piece.count(b"\n")
+            position += len(piece)
+    return found

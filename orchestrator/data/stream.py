@@ -1,0 +1,380 @@
+"""One source's token stream, cut into steps: chunks of tokens go in, samples and cursors come out (DATA.md rules 1 to 4).
+
+It knows no file and no tokenizer; what a chunk holds is taken as it comes, but its place in the order is checked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.data.segments import Place, Segment
+from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.errors import DataError, DataIdentityError, FeedError
+from orchestrator.plan.batches import ceil_div
+from orchestrator.plan.digest import add_tokens, batch_digest, token_hasher
+from orchestrator.records import BatchSlice, Cursor, Int32Array, SourceCursor, StepRange, TokenChunk
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
+# The source's number in a sample's digest; mixtures number their sources.
+SOURCE_NUMBER = 0
+
+
+class DrawnStep:
+    """One step's samples: its tokens, where documents begin, and the cursor behind it. Immutable.
+
+    It holds its own copy of the tokens, so it may be kept when the packer has gone on. Arrays of samples are
+    made when asked for.
+    """
+
+    def __init__(
+        self,
+        step: StepRange,
+        tokens: Int32Array,
+        document_starts: npt.NDArray[np.int64],
+        source: str,
+        before: Cursor,
+        source_cursor: SourceCursor,
+        end_of_data: bool,
+        bad_reasons: tuple[str, ...],
+    ) -> None:
+        self.step = step  # what it really holds
+        self.end_of_data = end_of_data  # no target follows it
+        self.bad_reasons = bad_reasons  # of the bad documents that the cursor passes in this step
+        self._tokens = tokens  # (num_tokens + 1,) inputs and the last label; empty for a step of no samples
+        self._document_starts = document_starts  # (num,) positions in the step at which a document begins
+        self._source, self._before, self._source_cursor = source, before, source_cursor
+
+    @property
+    def targets(self) -> int:
+        """Target tokens of the step; every position that is not padding is one."""
+        return self.step.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping it costs."""
+        return self._tokens.nbytes + self._document_starts.nbytes
+
+    @cached_property
+    def cursor(self) -> Cursor:
+        """The run's place behind this step."""
+        return Cursor(
+            consumed_samples=self._before.consumed_samples + self.step.num_samples,
+            consumed_tokens=self._before.consumed_tokens + self.step.num_tokens,
+            target_tokens=self._before.target_tokens + self.step.num_tokens,
+            sources={**self._before.sources, self._source: self._source_cursor},
+        )
+
+    @cached_property
+    def digest(self) -> int:
+        """The sum modulo 2^64 of its samples' digests."""
+        first = self.step.first_sample
+        return batch_digest(first, *self._arrays(0, self.step.num_samples))
+
+    def slice(self, start: int, stop: int) -> BatchSlice:
+        """Samples [start, stop), by their index in the run. Raises `FeedError` if they are not all in the step."""
+        first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
+        if not first <= start <= stop <= end:
+            raise FeedError(f"samples [{start}, {stop}) were asked of a step that holds [{first}, {end})")
+        source_numbers, input_ids, labels, document_ids = self._arrays(start - first, stop - first)
+        return BatchSlice(
+            step=self.step,
+            start=start,
+            stop=stop,
+            source_numbers=source_numbers,
+            input_ids=input_ids,
+            labels=labels,
+            document_ids=document_ids,
+            step_targets=self.targets,
+            step_digest=self.digest,
+            cursor=self.cursor,
+            end_of_data=self.end_of_data,
+        )
+
+    def _arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop)."""
+        seq_len, num = self.step.seq_len, stop - start
+        first = start * seq_len
+        full = min(self.step.num_tokens, stop * seq_len) - first  # positions that are not padding
+        inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
+        labels = np.full(num * seq_len, NO_LOSS, np.int32)
+        begins = np.zeros(num * seq_len, np.int32)
+        if full > 0:
+            inputs[:full] = self._tokens[first : first + full]
+            labels[:full] = self._tokens[first + 1 : first + full + 1]
+            starts = self._document_starts
+            begins[starts[(starts >= first) & (starts < first + full)] - first] = 1
+        table = begins.reshape(num, seq_len)
+        table[:, 0] = 0  # a sample begins with document 0, wherever in it
+        documents = np.cumsum(table, axis=1, dtype=np.int32)
+        if full < num * seq_len:
+            documents.reshape(-1)[max(full, 0) :] = PADDING
+        return (
+            np.full(num, SOURCE_NUMBER, np.int32),
+            inputs.reshape(num, seq_len),
+            labels.reshape(num, seq_len),
+            documents,
+        )
+
+
+class Packer:
+    """Chunks in, steps out, from a cursor on. Holds the chunks that are not drawn yet; not for several threads.
+
+    `feed` every chunk of the tasks from the cursor on, in order, then `finish`; `draw` consecutive steps.
+    """
+
+    def __init__(self, cursor: Cursor, source: str, num_blocks: int, settings: StreamSettings) -> None:
+        self._source, self._num_blocks, self._settings = source, num_blocks, settings
+        self._before = cursor
+        start = cursor.sources.get(source, SourceCursor())
+        self._place = Place.at(start)
+        self._start: SourceCursor | None = start  # until its first chunk has come
+        # (epoch, block, window) of the chunk that must come next
+        self._expected = (start.epoch, start.block, start.window)
+        self._inside_window = False
+        self._segments: deque[Segment] = deque()
+        self._taken = 0  # stream positions before this one are drawn; counted from the cursor
+        self._fed = 0  # … are fed
+        self._at_start = Place.begins_epoch(start)
+        self._epoch_tokens = 0 if self._at_start else 2  # tokens of the epoch so far, as far as 2
+        self._counts = np.array(self._place.counts, np.int64)  # documents, empty, bad, special: behind what is fed
+        self._document = 0  # documents begun
+        self._last_document = -1  # the one that the last token belongs to
+        self._hasher = token_hasher()
+        self._hashed_from: tuple[int, ...] | None = None
+        self._finished = False
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens that are there and not drawn. Until the end of the data is known, the last one is not counted:
+        `draw(step)` answers exactly when `step.num_tokens + 1` are counted, or after `finish`.
+        """
+        return self._fed - self._taken if self._finished else max(0, self._fed - self._taken - 1)
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """The next chunk.
+
+        Raises `FeedError` if it is not the next one, `DataIdentityError` if the first does not reproduce the
+        cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
+        """
+        self._require_next(chunk)
+        skip = 0
+        if self._start is not None and len(chunk.num_tokens):
+            skip = self._verify_start(self._start, chunk)
+            self._start = None
+        elif self._start is not None and chunk.ends_window and not self._at_start_of_window(self._start):
+            raise self._not_reproduced(self._start, "that window holds no such record")
+        segment = Segment(
+            chunk, skip, self._fed, tuple(self._counts.tolist()), self._document, self._last_document
+        )
+        self._document, self._last_document = segment.document_after, segment.last_document_after
+        self._counts = np.array(segment.counts_after, np.int64)
+        self._segments.append(segment)
+        self._fed += segment.num_tokens
+        self._epoch_tokens = min(2, self._epoch_tokens + segment.num_tokens)
+        self._go_on(chunk)
+
+    def finish(self) -> None:
+        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        epoch, block, window = self._expected
+        if self._inside_window or (block, window) != (0, 0):
+            start = self._start
+            # opened at a place behind the last epoch that is wanted: there is nothing to read
+            past = start is not None and self._settings.num_epochs is not None and epoch >= self._settings.num_epochs
+            if not past:
+                raise FeedError(
+                    f"the stream of source {self._source} ended in epoch {epoch} before block {block}, window {window}; "
+                    "a part of the data was not delivered"
+                )
+        self._finished = True
+
+    def draw(self, step: StepRange) -> DrawnStep | None:
+        """The samples of `step`, or what the data still have of them; None: more chunks are needed first.
+
+        Raises `FeedError` if the step does not begin where the one before ended.
+        """
+        if step.first_sample != self._before.consumed_samples:
+            raise FeedError(
+                f"a step from sample {step.first_sample} on was asked for, the stream stands at sample "
+                f"{self._before.consumed_samples}; open it at the cursor of that sample"
+            )
+        assert step.num_samples == ceil_div(step.num_tokens, step.seq_len), f"{step} contradicts itself"
+        if not self._finished and self.buffered_tokens < step.num_tokens + 1:
+            return None
+        left = max(0, self._fed - self._taken - 1)  # positions that have a label
+        num = min(step.num_tokens, left)
+        real = replace(step, num_samples=ceil_div(num, step.seq_len), num_tokens=num)
+        stop = self._taken + num
+        tokens, starts = self._gather(self._taken, stop + 1) if num else _NOTHING
+        place, reasons = self._move_to(stop, tokens[:num])
+        drawn = DrawnStep(
+            step=real,
+            tokens=tokens,
+            document_starts=starts[starts < num],
+            source=self._source,
+            before=self._before,
+            source_cursor=place.cursor(self._hasher),
+            end_of_data=self._finished and num == left,
+            bad_reasons=reasons,
+        )
+        self._before = drawn.cursor
+        return drawn
+
+    # ------------------------------------------------------------------------------------ feeding
+    def _require_next(self, chunk: TokenChunk) -> None:
+        found = (chunk.epoch, chunk.block, chunk.window)
+        if self._finished or found != self._expected or chunk.source != self._source:
+            raise FeedError(
+                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} came where that "
+                f"of {self._source}, {self._expected} was due{' (after the end)' if self._finished else ''}"
+            )
+
+    def _go_on(self, chunk: TokenChunk) -> None:
+        """What must come next, and the checks that are due at a window's and an epoch's end."""
+        epoch, block, window = self._expected
+        self._inside_window = not chunk.ends_window
+        if chunk.ends_block:
+            block, window = block + 1, 0
+        elif chunk.ends_window:
+            window += 1
+        ends_epoch = block == self._num_blocks
+        if ends_epoch:
+            if self._epoch_tokens < 2:
+                raise DataError(
+                    f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the least; "
+                    "look at data.sources: its path, its text_field"
+                )
+            epoch, block, self._epoch_tokens = epoch + 1, 0, 0
+        self._expected = (epoch, block, window)
+        if chunk.ends_window:
+            self._judge_bad_share(ends_epoch)
+
+    def _judge_bad_share(self, ends_epoch: bool) -> None:
+        """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
+        documents, empty, bad, _ = self._counts.tolist()
+        seen = documents + empty + bad
+        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
+            raise DataError(
+                f"{bad} of the first {seen} documents of source {self._source} are bad, more than data.max_bad_share="
+                f"{self._settings.max_bad_share}; mend them, or allow a larger share"
+            )
+
+    @staticmethod
+    def _at_start_of_window(start: SourceCursor) -> bool:
+        return (start.record, start.piece, start.token) == (0, 0, 0)
+
+    def _verify_start(self, start: SourceCursor, chunk: TokenChunk) -> int:
+        """How many tokens of the first piece lie before the cursor; they must be those that were trained."""
+        if self._at_start_of_window(start):
+            return 0
+        record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
+        if (record, piece) != (start.record, start.piece) or num <= start.token:
+            raise self._not_reproduced(
+                start, f"the files give {num} tokens for record {record}, piece {piece} there"
+            )
+        digest = token_hasher(chunk.tokens[: start.token]).hexdigest()
+        if start.token and digest != start.prefix_digest:
+            raise self._not_reproduced(
+                start,
+                f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}",
+            )
+        return start.token
+
+    def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
+        return DataIdentityError(
+            f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source {self._source}, epoch "
+            f"{start.epoch}, block {start.block}, window {start.window}), but {found}; the data, the tokenizer or the encoder are not "
+            "those that the run was trained with"
+        )
+
+    # ------------------------------------------------------------------------------------ drawing
+    def _gather(self, start: int, stop: int) -> tuple[Int32Array, npt.NDArray[np.int64]]:
+        """Tokens [start, stop) in an array of its own, and where documents begin in it."""
+        tokens, starts = [], []
+        for segment in self._segments:
+            if segment.start >= stop:
+                break
+            tokens.append(segment.tokens_between(start, stop))
+            starts.append(segment.document_starts_between(start, stop))
+        return np.concatenate(tokens), np.concatenate(starts) - start
+
+    def _move_to(self, stop: int, passed: Int32Array) -> tuple[Place, tuple[str, ...]]:
+        """Puts the next input token at `stop`: its place, and the reasons of bad documents on the way.
+
+        Drops what lies wholly before it. The digest of the unfinished piece's tokens grows with the tokens
+        that are `passed`, so a long piece is not hashed again and again.
+        """
+        self._taken = stop
+        if stop >= self._fed:  # nothing is there: the end, or opened behind it
+            return self._place, ()
+        reasons: list[str] = []
+        while stop >= self._segments[0].stop:
+            reasons += self._segments.popleft().take_reasons(None)
+        segment = self._segments[0]
+        place = segment.place_of(stop)
+        reasons += segment.take_reasons(place)
+        if place.piece_key == self._hashed_from:
+            add_tokens(self._hasher, passed[max(0, len(passed) - place.token) :])
+        else:
+            self._hasher = token_hasher(segment.piece_tokens(stop))
+            self._hashed_from = place.piece_key
+        self._place = place
+        return place, tuple(reasons)
+
+
+_NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
+
+
+# ---------------------------------------------------------------------------------------- sample by sample
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss;
+    document id -1: padding. `cursor` is the place behind it: a stream opened there continues with the next.
+    """
+
+    index: int
+    source: str
+    input_ids: Int32Array
+    labels: Int32Array
+    document_ids: Int32Array
+    cursor: Cursor
+
+
+def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sample]:
+    """The samples from `cursor` on, in this process, to the end of the data. The last may be shortened.
+
+    Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
+    cannot be read.
+    """
+    packer, source = spec.packer(cursor), spec.plans[SOURCE_NUMBER].source
+    chunks = spec.chunks(cursor)
+    index = cursor.consumed_samples
+    while True:
+        step = StepRange(first_sample=index, num_samples=1, num_tokens=seq_len, seq_len=seq_len)
+        while (drawn := packer.draw(step)) is None:
+            chunk = next(chunks, None)
+            if chunk is None:
+                packer.finish()
+            else:
+                packer.feed(chunk)
+        if not drawn.step.num_samples:
+            return
+        one = drawn.arrays()
+        yield Sample(
+            index=index,
+            source=source,
+            input_ids=one[0][0],
+            labels=one[1][0],
+            document_ids=one[2][0],
+            cursor=drawn.cursor,
+        )
+        index += 1

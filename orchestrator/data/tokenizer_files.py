@@ -1,0 +1,186 @@
+"""A tokenizer's files: found, reduced to what makes ids, and identified by that content.
+
+It loads no encoder but for the one question whether the tokenizer itself puts a BOS before a text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from orchestrator.errors import ConfigError
+
+# What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_HUB_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerModel:
+    """What an encoder is built from: the tokenizer.json without truncation, padding, dropout and
+    post-processor (DATA.md rule 6), and the texts of its special tokens.
+    """
+
+    model_json: str
+    special_tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFacts:
+    """What the stream needs of a tokenizer; `notes` says what was switched off.
+
+    `digest` (blake3) is that of the content that makes ids. `vocab_size` is the highest id plus one.
+    """
+
+    model: TokenizerModel
+    digest: str
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+    adds_bos: bool
+    notes: tuple[str, ...]
+
+
+def fetch(name: str) -> dict[str, bytes]:
+    """The files of the tokenizer `name` (a local folder, else a hub name), always with a tokenizer.json.
+
+    Raises `ConfigError` if there is none; for a hub name within seconds when the hub cannot be reached.
+    """
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return _with_json(name, folder)
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(
+            f"data.tokenizer={name}: there is no such folder (looked in {os.path.abspath(folder)}); "
+            "give a folder with a tokenizer.json, or a hub name"
+        )
+    return _from_hub(name)
+
+
+def _with_json(name: str, folder: Path) -> dict[str, bytes]:
+    try:
+        files = {n: (folder / n).read_bytes() for n in FILES if (folder / n).is_file()}
+    except OSError as error:
+        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; mend its rights") from error
+    if "tokenizer.json" not in files:
+        if not files:
+            raise ConfigError(f"data.tokenizer={name}: the folder has no tokenizer.json; name a tokenizer's folder")
+        files["tokenizer.json"] = _converted(name, folder)
+    return files
+
+
+def _converted(name: str, folder: Path) -> bytes:
+    """The tokenizer.json that transformers makes of an older format."""
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str().encode()  # type: ignore[no-any-return]
+    except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
+        raise ConfigError(
+            f"data.tokenizer={name}: it has no tokenizer.json and transformers cannot make one: {error}; "
+            "save it as a fast tokenizer"
+        ) from error
+
+
+def _from_hub(name: str) -> dict[str, bytes]:
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(name, allow_patterns=list(FILES), etag_timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # a dozen classes of the client; the reason is in the text
+        raise ConfigError(
+            f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and the hub does not give it: "
+            f"{str(error).strip().splitlines()[0]}; name an existing folder or hub repository"
+        ) from error
+    return _with_json(name, Path(folder))
+
+
+def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
+    """What the files say. Raises `ConfigError` if they are no tokenizer."""
+    from tokenizers import Tokenizer
+
+    try:
+        whole: dict[str, Any] = orjson.loads(files["tokenizer.json"])
+        declared = _declared(files)
+        reduced, notes = _reduce(whole)
+        tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
+        plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them") from error
+    eos, bos = declared.get("eos_token"), declared.get("bos_token")
+    eos_id = None if eos is None else plain.token_to_id(eos)
+    bos_id = None if bos is None else plain.token_to_id(bos)
+    ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    adds_bos = bos_id is not None and ids[:1] == [bos_id] and bare[:1] != [bos_id]
+    if ids != bare and ids != [bos_id, *bare]:
+        notes = (*notes, f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over")
+    content = orjson.dumps([reduced, eos_id, bos_id, adds_bos], option=orjson.OPT_SORT_KEYS)
+    return TokenizerFacts(
+        model=TokenizerModel(
+            model_json=orjson.dumps(reduced).decode(),
+            special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
+        ),
+        digest=blake3(content).hexdigest(),
+        vocab_size=max(plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        eos_id=eos_id,
+        bos_id=bos_id,
+        adds_bos=adds_bos,
+        notes=notes,
+    )
+
+
+def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The tokenizer.json without what cuts, fills, randomizes or adds, and a note for each that was set."""
+    reduced = {**whole, "truncation": None, "padding": None, "post_processor": None}
+    notes = [f"the tokenizer's {n} is switched off" for n in ("truncation", "padding") if whole.get(n) is not None]
+    model = whole["model"]
+    if model.get("dropout"):
+        notes.append(f"the tokenizer's dropout of {model['dropout']} is switched off")
+        reduced["model"] = {**model, "dropout": None}
+    return reduced, tuple(notes)
+
+
+def _declared(files: dict[str, bytes]) -> dict[str, str]:
+    """Names of special tokens (`eos_token`, `bos_token`) and their texts, as the configuration declares them."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = json.loads(files[name]) if name in files else {}
+        for key in ("eos_token", "bos_token"):
+            value = content.get(key)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def ids_around(name: str, facts: TokenizerFacts, bos: str | bool, eos: bool) -> tuple[int | None, int | None]:
+    """(BOS, EOS) as `data.bos` and `data.eos` ask for them, None for neither.
+
+    Raises `ConfigError` if the tokenizer lacks one that is asked for.
+    """
+    wants_bos = facts.adds_bos if bos == "auto" else bool(bos)
+    for field, wanted, found in (("bos", wants_bos, facts.bos_id), ("eos", eos, facts.eos_id)):
+        if wanted and found is None:
+            raise ConfigError(
+                f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} declares no "
+                f"{field}_token that it knows; add it to its tokenizer_config.json, or set data.{field}=false"
+            )
+    return (facts.bos_id if wants_bos else None), (facts.eos_id if eos else None)

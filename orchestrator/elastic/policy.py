@@ -1,0 +1,214 @@
+"""The supervisor's policy: from facts about nodes, groups and failures to decisions, and whether a job fits before anything is started.
+
+Pure functions; no Ray, no clock (times are seconds in the facts), no memory of earlier decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the user asked for: workers, what each takes, tokenizers (a CPU each), and when to give up."""
+
+    min_workers: int
+    max_workers: int
+    cpus_per_worker: float
+    gpus_per_worker: float
+    num_tokenizers: int
+    wait_s: float
+    max_failures: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """A live node, its logical resources in all and those that nobody holds now. Bytes are 0 where they are not known."""
+
+    node_id: str
+    host: str
+    is_head: bool
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    object_store_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFacts:
+    """A node group that has not ended; `running` once a member of it is in a generation."""
+
+    node_id: str
+    num_workers: int
+    running: bool
+    started_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Something ended without having been asked to, when `step` was the last step done."""
+
+    step: int
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None: enough are."""
+
+    now: float
+    nodes: tuple[NodeFacts, ...]
+    groups: tuple[GroupFacts, ...]
+    failures: tuple[Failure, ...]
+    last_step: int
+    below_minimum_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartGroup:
+    """Start a group of `num_workers` on this node."""
+
+    node_id: str
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopGroup:
+    """End this node's group: its node is gone."""
+
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectWorkers:
+    """So many workers have been started or are starting: a first generation waits for them."""
+
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRun:
+    """End the run with this reason."""
+
+    reason: str
+
+
+Decision = StartGroup | StopGroup | ExpectWorkers | StopRun
+
+
+def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
+    """What to do now; empty if all is as it should be.
+
+    A group is started wherever there is room and workers are missing, so a lost node's workers come back on any node, up to the
+    maximum. The run is stopped when more than `max_failures` failures came without a finished step between them, or when too few
+    workers were there for longer than `wait_s`.
+    """
+    reason = _give_up(facts, limits)
+    if reason:
+        return (StopRun(reason=reason),)
+    live = {node.node_id for node in facts.nodes}
+    lost = tuple(
+        StopGroup(node_id=g.node_id, reason="its node is gone") for g in facts.groups if g.node_id not in live
+    )
+    kept = tuple(g for g in facts.groups if g.node_id in live)
+    missing = limits.max_workers - sum(g.num_workers for g in kept)
+    started = placement(facts.nodes, kept, limits, missing)
+    expected = sum(g.num_workers for g in (*kept, *started))
+    return (*lost, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
+
+
+def placement(
+    nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...], limits: Limits, missing: int
+) -> tuple[StartGroup, ...]:
+    """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
+
+    Before any group exists the tokenizers have no CPU yet: theirs is kept free, from the least roomy nodes on.
+    """
+    rooms = {node.node_id: node.free_cpus for node in nodes}
+    by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
+    if not groups:
+        owed = float(limits.num_tokenizers)
+        for node in reversed(by_room):
+            taken = min(owed, float(int(rooms[node.node_id])))
+            rooms[node.node_id] -= taken
+            owed -= taken
+    busy = {g.node_id for g in groups}
+    decisions = []
+    for node in by_room:
+        size = min(missing, _workers(node, rooms[node.node_id], limits))
+        if node.node_id in busy or size <= 0:
+            continue
+        decisions.append(StartGroup(node_id=node.node_id, num_workers=size))
+        missing -= size
+    return tuple(decisions)
+
+
+def preflight(
+    nodes: tuple[NodeFacts, ...], limits: Limits, *, disk_free_bytes: int, disk_needed_bytes: int, object_store_needed_bytes: int
+) -> list[str]:
+    """Why the job cannot run on this cluster as it is now: what is needed and what is there; empty if it can.
+
+    Need = workers + tokenizers (they read, too). The minimum of workers must fit at once.
+    """
+    problems = []
+    cpus = sum(node.free_cpus for node in nodes)
+    needed = limits.min_workers * limits.cpus_per_worker + limits.num_tokenizers
+    if cpus < needed:
+        problems.append(
+            f"{needed:g} logical CPUs are needed ({limits.min_workers} workers × {limits.cpus_per_worker:g} + "
+            f"{limits.num_tokenizers} tokenizers × 1), {cpus:g} of {sum(n.cpus for n in nodes):g} are free in the cluster; "
+            "lower cluster.num_workers or data.num_tokenizers, or add nodes"
+        )
+    elif sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.min_workers and not limits.gpus_per_worker:
+        problems.append(
+            f"{limits.min_workers} workers of {limits.cpus_per_worker:g} CPUs are needed, but the free CPUs of the nodes "
+            f"({', '.join(f'{n.host}: {n.free_cpus:g}' for n in nodes)}) hold fewer; lower cluster.cpus_per_worker, or add nodes"
+        )
+    gpus, needed_gpus = sum(node.free_gpus for node in nodes), limits.min_workers * limits.gpus_per_worker
+    if gpus < needed_gpus:
+        problems.append(
+            f"{needed_gpus:g} GPUs are needed (cluster.use_gpu, {limits.min_workers} workers), {gpus:g} are free in the cluster; "
+            "lower cluster.num_workers, set cluster.use_gpu=false, or add nodes"
+        )
+    if disk_free_bytes < disk_needed_bytes:
+        problems.append(
+            f"{_mib(disk_needed_bytes)} of disk are needed for resume points at run.storage, {_mib(disk_free_bytes)} are free; "
+            "free some, lower resume.keep_latest, or take another run.storage"
+        )
+    store = max((node.object_store_bytes for node in nodes), default=0)
+    if 0 < store < object_store_needed_bytes:
+        problems.append(
+            f"{_mib(object_store_needed_bytes)} of Ray's object store are needed for tokens in flight, the largest node has {_mib(store)}; "
+            "start Ray with a larger object store (--object-store-memory), or lower data.num_tokenizers"
+        )
+    return problems
+
+
+def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
+    """How many workers the node can hold; Ray's fractions of a CPU make tiny differences."""
+    by_cpu = int((free_cpus + 1e-6) // limits.cpus_per_worker)
+    return by_cpu if not limits.gpus_per_worker else min(by_cpu, int((node.free_gpus + 1e-6) // limits.gpus_per_worker))
+
+
+def _give_up(facts: Facts, limits: Limits) -> str:
+    here = [failure.reason for failure in facts.failures if failure.step >= facts.last_step]
+    if len(here) > limits.max_failures:
+        listed = "\n".join(f"  {reason}" for reason in dict.fromkeys(here))
+        return (
+            f"{len(here)} failures after step {facts.last_step} without a finished step between them, "
+            f"cluster.max_failures={limits.max_failures}:\n{listed}"
+        )
+    below = facts.below_minimum_s
+    if below is not None and below > limits.wait_s:
+        return (
+            f"fewer than {limits.min_workers} workers (cluster.num_workers) were there for {below:.0f} s, "
+            f"cluster.wait_s={limits.wait_s:g}; add nodes and start the same command again: it continues from the newest resume point"
+        )
+    return ""
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

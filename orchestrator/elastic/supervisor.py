@@ -1,0 +1,176 @@
+"""The supervisor: collects facts, asks the policy, and carries out its decisions, until the coordinator says that the run has ended.
+
+It lives in the driver, decides nothing itself, and knows node groups and the coordinator's status, but neither model nor data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from orchestrator.elastic.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
+from orchestrator.elastic.policy import (
+    Decision,
+    ExpectWorkers,
+    Facts,
+    Failure,
+    GroupFacts,
+    Limits,
+    NodeFacts,
+    StartGroup,
+    StopGroup,
+    StopRun,
+    decide,
+)
+from orchestrator.errors import ElasticError
+from orchestrator.records import RunStatus
+
+STATUS_WAIT_S = 0.25
+NODES_EVERY_S = 0.5
+COORDINATOR_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What the supervisor needs to start node groups: the worker's function and its task, and how much a worker takes."""
+
+    name: str
+    train_function: Callable[[dict[str, Any]], None]
+    worker_config: dict[str, Any]
+    resources_per_worker: dict[str, float]
+    ray_storage: str
+    limits: Limits
+
+
+class Supervisor:
+    """Drives one launch. `nodes` gives the live nodes as facts; `show` is told each new status."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        coordinator: Any,
+        nodes: Callable[[], tuple[NodeFacts, ...]],
+        show: Callable[[RunStatus], None],
+    ) -> None:
+        self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
+        self._groups: dict[str, NodeGroup] = {}
+        self._started_at: dict[str, float] = {}
+        self._failures: list[Failure] = []
+        self._expected = -1
+        self._number = 0
+        self._stop_wanted = False
+        self._stop_sent = False
+
+    def ask_stop(self) -> None:
+        """Save and stop; may be called from a signal handler."""
+        self._stop_wanted = True
+
+    def run(self) -> RunStatus:
+        """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away."""
+        status, version, nodes, looked_at = None, -1, self._nodes(), time.monotonic()
+        try:
+            self._act(nodes, None)
+            while status is None or status.ended is None:
+                status = self._status(version)
+                if status.version != version:
+                    self._show(status)
+                version = status.version
+                if self._stop_wanted and not self._stop_sent:
+                    self._stop_sent = True
+                    self._coordinator.wish.remote("stop")
+                if time.monotonic() - looked_at > NODES_EVERY_S:
+                    nodes, looked_at = self._nodes(), time.monotonic()
+                if status.ended is None:
+                    self._act(nodes, status)
+            return status
+        finally:
+            for group in self._groups.values():
+                group.stop()
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+    def _status(self, version: int) -> RunStatus:
+        since = time.monotonic()
+        while True:
+            try:
+                return ray.get(self._coordinator.status.remote(version, STATUS_WAIT_S))  # type: ignore[no-any-return]
+            except RayActorError as error:
+                if time.monotonic() - since > COORDINATOR_LIMIT_S:
+                    raise ElasticError(
+                        f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({error}); "
+                        "start the same command again: it continues from the newest resume point"
+                    ) from error
+                time.sleep(0.1)
+
+    def _act(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> None:
+        self._reap(status)
+        if status is not None:
+            for info in status.left_out:
+                if info.node_id in self._groups:
+                    self._groups[info.node_id].kill_member(info.pid)
+        for decision in decide(self._facts(nodes, status), self._launch.limits):
+            self._carry_out(decision)
+
+    def _reap(self, status: RunStatus | None) -> None:
+        """Groups that ended: forgotten, their reason noted as a failure, their placement group given back."""
+        for node_id, group in list(self._groups.items()):
+            reason = group.ended()
+            if reason is None:
+                continue
+            del self._groups[node_id]
+            remove_orphaned_placement_groups()
+            self._note("group ended", node=node_id, reason=reason)
+            if reason:
+                step = status.last_step.step if status and status.last_step else 0
+                self._failures.append(Failure(step=step, time=time.monotonic(), reason=reason))
+
+    def _facts(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> Facts:
+        members = status.members if status else ()
+        failures = [Failure(step=step, time=0.0, reason=what) for step, what in (status.failures if status else ())]
+        return Facts(
+            now=time.monotonic(),
+            nodes=nodes,
+            groups=tuple(
+                GroupFacts(
+                    node_id=node_id,
+                    num_workers=group.spec.num_workers,
+                    running=any(info.node_id == node_id for info in members),
+                    started_at=self._started_at[node_id],
+                )
+                for node_id, group in self._groups.items()
+            ),
+            failures=(*failures, *self._failures),
+            last_step=status.last_step.step if status and status.last_step else 0,
+            below_minimum_s=status.waiting_since if status else None,
+        )
+
+    def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case StartGroup():
+                self._number += 1
+                spec = GroupSpec(
+                    name=f"{self._launch.name}-{self._number}",
+                    node_id=decision.node_id,
+                    num_workers=decision.num_workers,
+                    resources_per_worker=self._launch.resources_per_worker,
+                    ray_storage=self._launch.ray_storage,
+                )
+                self._groups[decision.node_id] = NodeGroup(spec, self._launch.train_function, self._launch.worker_config)
+                self._started_at[decision.node_id] = time.monotonic()
+                self._note("group started", node=decision.node_id, num_workers=decision.num_workers)
+            case StopGroup():
+                self._groups.pop(decision.node_id).stop()
+                self._note("group stopped", node=decision.node_id, reason=decision.reason)
+            case ExpectWorkers():
+                if decision.num_workers != self._expected:
+                    self._expected = decision.num_workers
+                    self._coordinator.expect.remote(decision.num_workers)
+            case StopRun():
+                self._coordinator.end.remote("failed", decision.reason)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        self._coordinator.note.remote(kind, fields)

@@ -1,0 +1,166 @@
+"""A run as it lies in storage, for reading: its resume points, their health, and the proof of what it was trained on. Needs no cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.attempt import survey
+from orchestrator.config import JobConfig, parse_config
+from orchestrator.errors import RefusedError
+from orchestrator.plan.claims import GenerationStart
+from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.resume.points import Damage, parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+
+
+def open_run(run_uri: str | Path) -> Run:
+    """The run at `run_uri` (`<storage>/<name>`). Raises `RefusedError` if there is none."""
+    return Run(run_uri)
+
+
+class Run:
+    """Reads a run. Every method reads storage anew; a run that is being written may be read."""
+
+    def __init__(self, run_uri: str | Path) -> None:
+        self.uri = str(run_uri)
+        self._store = RunStore(Storage(os.path.abspath(self.uri)))
+        if self._store.read_run() is None:
+            raise RefusedError(f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart")
+
+    def points(self) -> list[dict[str, Any]]:
+        """All committed points, oldest first, on the lineage or not; the document of `points --json`."""
+        lineage = survey(self._store).lineage
+        rows = []
+        for name in self._store.point_names():
+            key = parse_point_name(name)
+            assert key is not None, "point_names gives names of points"
+            damages = self._store.verify_point(name)
+            row: dict[str, Any] = {"name": name, "attempt": key.attempt, "generation": key.generation, "step": key.step}
+            rows.append({**row, **self._point_row(name, damages), "on_lineage": lineage.on_lineage(key)})
+        return rows
+
+    def verify(self, point: str | None = None) -> list[dict[str, Any]]:
+        """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an unknown name."""
+        names = self._store.point_names()
+        if point is not None and point not in names:
+            raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+        rows = []
+        for name in names if point is None else [point]:
+            damages = self._store.verify_point(name)
+            damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
+            rows.append({"name": name, "healthy": not damages, "damaged": damaged})
+        return rows
+
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The step records of the effective history, in order."""
+        return survey(self._store).lineage.records
+
+    def config(self) -> JobConfig:
+        """The configuration of the newest attempt."""
+        return self._configs()[-1][1]
+
+    def audit(self) -> dict[str, Any]:
+        """Recomputes the stream from the files and compares every step of the effective history; the document of `audit --json`.
+
+        It shows that each step trained exactly the samples that the plan gives it, each once, in order. Raises `DataIdentityError` if the
+        files have changed since: then nothing can be said.
+        """
+        from orchestrator.data.spec import prepare_data
+
+        seen = survey(self._store)
+        config = self.config()
+        spec = prepare_data(config, Path(self._store.storage.root))
+        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much it took
+        spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
+        starts = {start.id: start for start in seen.journal.generations}
+        records = seen.lineage.records
+        first = next(iter(_differences(spec, records, starts)), None)
+        if first is None and seen.lineage.gaps:
+            first = {"step": None, "reason": seen.lineage.gaps[0]}
+        last = records[-1] if records else None
+        committed = [key.step for key in map(parse_point_name, seen.points) if key is not None]
+        return {
+            "exactly_once": first is None,
+            "samples": last.consumed_samples if last else 0,
+            "tokens": last.consumed_tokens if last else 0,
+            "steps": len(records),
+            "attempts": len(self._store.claim_numbers()),
+            "final_up_to_step": max(committed, default=None),
+            "first_difference": first,
+        }
+
+    # ------------------------------------------------------------------------------------------------------------ inside
+    def _configs(self) -> list[tuple[int, JobConfig]]:
+        events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
+        if not events:
+            raise RefusedError(f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read")
+        return [(event.attempt, parse_config(nested(event.fields["config"]))) for event in events]
+
+    def _point_row(self, name: str, damages: list[Damage]) -> dict[str, Any]:
+        reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
+        if damages:
+            unknown = ("consumed_samples", "consumed_tokens", "target_tokens", "world_size", "global_batch_size", "seq_len")
+            empty = dict.fromkeys(unknown)
+            return {**empty, "bytes": 0, "save_blocked_s": 0.0, "save_s": 0.0, "healthy": False, "reason": reason, "parent": None, "weights_digest": ""}
+        point = self._store.read_point(name)
+        commit, cursor = point.commit, point.cursor
+        return {
+            "consumed_samples": cursor.consumed_samples,
+            "consumed_tokens": cursor.consumed_tokens,
+            "target_tokens": cursor.target_tokens,
+            "world_size": commit.world_size,
+            "global_batch_size": point.config["train.global_batch_size"],
+            "seq_len": point.config["pack.seq_len"],
+            "bytes": point.num_bytes,
+            "save_blocked_s": commit.save_blocked_s,
+            "save_s": commit.save_s,
+            "healthy": True,
+            "reason": "",
+            "parent": commit.parent.point_name if commit.parent else None,
+            "weights_digest": commit.weights_digest,
+        }
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
+
+
+def _differences(
+    spec: Any, records: tuple[StepRecord, ...], starts: Mapping[tuple[int, int], GenerationStart]
+) -> Iterator[dict[str, Any]]:
+    """The steps whose digest or counts are not those of the stream, from the first record on."""
+    packer, chunks = spec.packer(Cursor()), spec.chunks(Cursor())
+    samples = tokens = 0
+    for record in records:
+        step = StepRange(
+            first_sample=samples,
+            num_samples=record.consumed_samples - samples,
+            num_tokens=record.consumed_tokens - tokens,
+            seq_len=starts[record.attempt, record.generation].seq_len,
+        )
+        while (drawn := packer.draw(step)) is None:
+            chunk = next(chunks, None)
+            if chunk is None:
+                packer.finish()
+            else:
+                packer.feed(chunk)
+        found, trained = f"{drawn.digest:016x}", record.digest
+        if found != trained or drawn.step != step:
+            yield {
+                "step": record.key.point_name,
+                "reason": f"trained samples have digest {trained}, the stream gives {found}"
+                if drawn.step == step
+                else f"the step took {step}, the stream gives {drawn.step}",
+            }
+            return
+        samples, tokens = record.consumed_samples, record.consumed_tokens

@@ -1,0 +1,344 @@
+"""Joins the stages: what `train`, `plan` and the reading commands do, from configuration to result.
+
+The driver's side only. Importing it loads neither Ray nor torch; they are imported where a cluster is really used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, survey
+from orchestrator.config import JobConfig, field_rules, load_config
+from orchestrator.errors import BusyError, ConfigError, RefusedError, ResourceError, StorageError
+from orchestrator.plan.resume import ResumePlan
+from orchestrator.records import Cursor, RunStatus
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec, Sample
+    from orchestrator.elastic.policy import Limits, NodeFacts
+    from orchestrator.progress import Progress
+
+BUSY_WATCH_S = 10.0
+# A state is weights, two moments and, while it is written, nothing else: 12 bytes per parameter in float32.
+_BYTES_PER_PARAMETER = 12
+_TOKENIZER_OBJECT_BYTES = 16 << 20
+_RNG = "every micro-batch seeds its random numbers with (train.seed, index of its first sample); no other state is kept"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """How a launch ended. `outcome` is done (budget or data exhausted), stopped (on request, after saving) or failed (`reason`)."""
+
+    outcome: str
+    reason: str
+    run_uri: str
+    attempt: int
+    step: int | None
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float | None
+    point: str | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = "") -> RunResult:
+    """Starts the run, or continues it at exactly the next unread token; returns when it is done, stopped or has failed.
+
+    Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is written, when it cannot
+    begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards the same call continues. `fault_plan` is for tests.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    began = time.monotonic()
+    folder = _local_folder(job)
+    store = RunStore(Storage(str(folder)))
+    _check_writable(folder)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
+        busy = watcher.submit(_watch_busy, store)
+        spec = _prepare(job, folder, freeze=False)
+        plan = _plan(store, job, spec)
+        if plan.action == "refuse":
+            raise RefusedError("\n".join(plan.refusals))
+        from orchestrator.cluster import ClusterConnection
+
+        limits = _limits(job)
+        with ClusterConnection(job, limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers):
+            _preflight(job, limits, folder)
+            busy.result()
+            launch = secrets.token_hex(8)
+            run = store.read_run()
+            if run is None:
+                run = store.create_run(job.run.name, spec.identity())
+            attempt, plan = begin_launch(store, job, launch, socket.gethostname(), (run.identity, spec.identity()))
+            spec = _prepare(job, folder, freeze=True)
+            status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
+    return _result(job, status, time.monotonic() - began)
+
+
+def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+    """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts nothing, writes nothing.
+
+    The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    folder = _local_folder(job)
+    return _plan(RunStore(Storage(str(folder))), job, _prepare(job, folder, freeze=False))
+
+
+def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
+    """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in this process, no cluster.
+
+    Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape (seq_len,), label -100 where
+    there is no loss, and the cursor behind the sample. The same samples, in this order, are what a run trains.
+    """
+    from orchestrator.data.spec import public_stream
+
+    return public_stream(config if isinstance(config, JobConfig) else load_config(config), cursor)
+
+
+# ------------------------------------------------------------------------------------------------------------- before anything starts
+def _local_folder(job: JobConfig) -> Path:
+    if "://" in job.run.storage:
+        raise ConfigError(f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; give a path")
+    return Path(os.path.abspath(job.run.run_uri))
+
+
+def _check_writable(folder: Path) -> None:
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(f"run.storage: {folder} cannot be written, because {parent} is no writable folder; correct its rights, or take another run.storage")
+
+
+def _prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
+    from orchestrator.data.spec import is_frozen, prepare_data
+
+    spec = prepare_data(job, folder if freeze or is_frozen(folder) else None)
+    vocab = (job.model.config or {}).get("vocab_size")
+    if vocab is not None and vocab < spec.vocab_size:
+        raise ConfigError(
+            f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} ids; "
+            f"set model.config.vocab_size to {spec.vocab_size} or more"
+        )
+    return spec
+
+
+def _plan(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
+    run = store.read_run()
+    seen = survey(store)
+    point, _ = choose_point(store, seen, job.resume.from_, fast=True)
+    return decide(store, job, point, (run.identity, spec.identity()) if run else None)
+
+
+def _watch_busy(store: RunStore) -> None:
+    claim = store.watch_busy(BUSY_WATCH_S)
+    if claim is not None:
+        raise BusyError(
+            f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host {claim.host} is alive; "
+            "wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or take another run.name"
+        )
+
+
+def _limits(job: JobConfig) -> Limits:
+    from orchestrator.elastic.policy import Limits
+
+    cluster = job.cluster
+    return Limits(
+        min_workers=cluster.min_workers,
+        max_workers=cluster.max_workers,
+        cpus_per_worker=float(cluster.cpus_per_worker),
+        gpus_per_worker=1.0 if cluster.use_gpu else 0.0,
+        num_tokenizers=job.data.num_tokenizers,
+        wait_s=cluster.wait_s,
+        max_failures=cluster.max_failures,
+    )
+
+
+def _preflight(job: JobConfig, limits: Limits, folder: Path) -> None:
+    from orchestrator.cluster import free_disk_bytes
+    from orchestrator.elastic.policy import preflight
+
+    problems = preflight(
+        _node_facts(),
+        limits,
+        disk_free_bytes=free_disk_bytes(str(folder)),
+        disk_needed_bytes=(job.resume.keep_latest + 1) * _BYTES_PER_PARAMETER * _parameters(job),
+        object_store_needed_bytes=(limits.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
+    )
+    if problems:
+        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _parameters(job: JobConfig) -> int:
+    """About how many parameters a configured model has (0 where that cannot be said without building it)."""
+    shape = job.model.config or {}
+    hidden, vocab, layers = (shape.get(name, 0) for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    inner = shape.get("intermediate_size", 4 * hidden)
+    return int(vocab * hidden + layers * hidden * (4 * hidden + 3 * inner))
+
+
+def _node_facts() -> tuple[NodeFacts, ...]:
+    from orchestrator.cluster import nodes
+    from orchestrator.elastic.policy import NodeFacts
+
+    return tuple(
+        NodeFacts(
+            node_id=node.node_id,
+            host=node.host,
+            is_head=node.is_head,
+            cpus=node.cpus,
+            gpus=node.gpus,
+            free_cpus=node.free_cpus,
+            free_gpus=node.free_gpus,
+            object_store_bytes=node.object_store_bytes,
+        )
+        for node in nodes()
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- a launch
+def _supervise(
+    job: JobConfig, attempt: Attempt, plan: ResumePlan, spec: DataSpec, folder: Path, limits: Limits, fault_plan: str
+) -> RunStatus:
+    """Starts coordinator, feeder and node groups, and stays until the run has ended; everything started here ends here."""
+    import ray
+
+    from orchestrator.coordinator import Coordinator, CoordinatorStart
+    from orchestrator.data.feeder import start_feeder
+    from orchestrator.elastic.supervisor import Launch, Supervisor
+    from orchestrator.progress import Progress
+    from orchestrator.worker import WorkerTask, train_function
+
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress = Progress(job.monitor.progress_s, total)
+    _announce(progress, job, attempt, plan)
+    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=20_000)(Coordinator)
+    coordinator = actor.options(name=f"coordinator-{attempt.launch}").remote(
+        CoordinatorStart(
+            attempt=attempt,
+            storage=str(folder),
+            min_workers=limits.min_workers,
+            max_workers=limits.max_workers,
+            expected=limits.max_workers,
+            keep_latest=job.resume.keep_latest,
+            run=job.run.name,
+            global_batch_size=job.train.global_batch_size,
+            seq_len=job.pack.seq_len,
+            flat_config=job.flat(),
+            rng={"rule": _RNG, "seed": job.train.seed},
+            fault_plan=fault_plan,
+        )
+    )
+    feeder = start_feeder(
+        attempt.launch, spec, num_tokenizers=job.data.num_tokenizers, replay_bytes=job.data.replay_bytes
+    )
+    cursor = attempt.point.cursor if attempt.point else Cursor()
+    # opened before the workers exist: their first batch is ready when they are
+    feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
+    task = WorkerTask(
+        launch=attempt.launch,
+        coordinator=coordinator,
+        feeder=feeder,
+        config=job,
+        budgets=attempt.budgets,
+        config_digest=_config_digest(job),
+        storage=str(folder),
+        fault_plan=fault_plan,
+    )
+    launch = Launch(
+        name=f"{job.run.name}-{attempt.launch[:6]}",
+        train_function=train_function,
+        worker_config={"task": task},
+        resources_per_worker={"CPU": limits.cpus_per_worker, **({"GPU": 1.0} if job.cluster.use_gpu else {})},
+        ray_storage=str(folder / "ray"),
+        limits=limits,
+    )
+    supervisor = Supervisor(launch, coordinator, _node_facts, progress.show)
+    try:
+        with _signals(supervisor.ask_stop, progress):
+            return supervisor.run()
+    finally:
+        progress.close()
+        for handle in (feeder, coordinator):
+            ray.kill(handle, no_restart=True)
+
+
+def _config_digest(job: JobConfig) -> str:
+    """blake3 of everything that has an influence on what is trained: members compare it when a generation forms."""
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
+    return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def _announce(progress: Progress, job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
+    for damage in attempt.damages:
+        progress.say(f"warning: {damage}; falling back to an older resume point")
+    if attempt.point is None:
+        progress.say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
+    else:
+        progress.say(
+            f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample {plan.consumed_samples}, "
+            f"step label {plan.step_before} -> {plan.step_after}"
+        )
+    for difference in plan.differences:
+        progress.say(f"  {difference.field}: {difference.old} -> {difference.new}")
+
+
+@contextmanager
+def _signals(stop: Any, progress: Progress) -> Iterator[None]:
+    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main thread can do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = False
+
+    def handle(number: int, _: object) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+        progress.say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _result(job: JobConfig, status: RunStatus, seconds: float) -> RunResult:
+    step = status.last_step
+    return RunResult(
+        outcome=status.ended or "failed",
+        reason=status.reason,
+        run_uri=job.run.run_uri,
+        attempt=status.attempt,
+        step=step.step if step else None,
+        consumed_samples=step.consumed_samples if step else status.committed_samples,
+        consumed_tokens=step.consumed_tokens if step else 0,
+        loss=step.loss if step else None,
+        point=status.newest_point,
+        seconds=seconds,
+    )

@@ -1,0 +1,71 @@
+"""What the commands print for people: tables and sentences from the documents that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.plan.resume import ResumePlan
+
+
+def plan_lines(plan: ResumePlan) -> list[str]:
+    """What `train` would do."""
+    if plan.action == "start":
+        lines = ["would start from the beginning: the run has no resume point"]
+    else:
+        lines = [f"would {plan.action} from {plan.point}", f"  step label {plan.step_before} -> {plan.step_after}"]
+    lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
+    left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
+    if any(value is None for value in left):
+        lines.append("  remaining until the data ends (no max_* is given)")
+    else:
+        lines.append(f"  remaining {left[0]:,} steps, {left[1]:,} samples, {left[2]:,} tokens")
+    before = "" if plan.lr_before is None else f"{plan.lr_before:.3e} -> "
+    lines.append(f"  learning rate {before}{plan.lr_after:.3e}")
+    meanings = {"same": "must stay the same", "may_change": "may change", "free": "no influence on what is trained"}
+    lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
+    return lines + [f"refused: {text}" for text in plan.refusals]
+
+
+def print_points(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of resume points, one row each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for name in ("point", "attempt", "step", "samples", "tokens", "world", "batch", "seq_len", "MiB", "save s", "state", "weights"):
+        table.add_column(name, justify="left" if name in ("point", "state", "weights") else "right", no_wrap=True)
+    for row in rows:
+        state = "healthy" if row["healthy"] else f"damaged: {row['reason']}"
+        if not row["on_lineage"]:
+            state += ", orphan"
+        table.add_row(
+            row["name"],
+            *(str(row[name]) for name in ("attempt", "step", "consumed_samples", "consumed_tokens", "world_size", "global_batch_size", "seq_len")),
+            f"{row['bytes'] / 2**20:.1f}",
+            f"{row['save_s']:.2f}",
+            state,
+            str(row["weights_digest"])[:16],
+        )
+    # as wide as it has to be where nobody watches, so that nothing is cut
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per point, and one per damaged file."""
+    lines = []
+    for row in rows:
+        lines.append(f"{row['name']}: {'healthy' if row['healthy'] else 'damaged'}")
+        lines += [f"  {damage['file']} {damage['reason']}" for damage in row["damaged"]]
+    return lines or ["the run has no resume points"]
+
+
+def audit_lines(report: Mapping[str, Any]) -> list[str]:
+    """The proof in a sentence, or the first step that differs."""
+    amounts = f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, {report['attempts']} attempts"
+    if report["exactly_once"]:
+        final = report["final_up_to_step"]
+        return [f"{amounts}, exactly once", f"final up to step {final}; later steps may still be replaced" if final is not None else "nothing is final yet"]
+    first = report["first_difference"]
+    return [f"{amounts}, NOT exactly once", f"first difference: {first}"]

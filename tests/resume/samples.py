@@ -1,0 +1,106 @@
+"""Small saves, as ranks would make them, for the tests of points and commits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blake3 import blake3
+
+from orchestrator.monitor.journal import JournalWriter
+from orchestrator.plan.lineage import GenerationStart
+from orchestrator.records import Cursor, FileEntry, SourceCursor, StateKey, StepRecord, TensorChunk, TensorEntry, Vote
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+
+CONFIG = {"train.seed": 3, "train.global_batch_size": 8, "pack.seq_len": 32}
+
+
+def no_sleep(seconds: float) -> None:
+    """Retries in tests wait for nothing."""
+
+
+def key(step: int, generation: int = 1, attempt: int = 1) -> StateKey:
+    return StateKey(attempt=attempt, generation=generation, step=step)
+
+
+def record(at: StateKey) -> StepRecord:
+    return StepRecord(
+        attempt=at.attempt,
+        generation=at.generation,
+        step=at.step,
+        consumed_samples=8 * at.step,
+        consumed_tokens=256 * at.step,
+        target_tokens=256 * at.step,
+        loss=7.0 - at.step / 100,
+        grad_norm=1.0,
+        lr=0.001,
+        digest=f"{at.step:016x}",
+        step_s=0.5,
+        data_wait_s=0.0,
+        save_blocked_s=0.0,
+    )
+
+
+def start(generation: int, parent: StateKey | None, attempt: int = 1, step: int | None = None) -> GenerationStart:
+    at = parent.step if parent else 0
+    return GenerationStart(
+        attempt=attempt,
+        generation=generation,
+        parent=parent,
+        step=at if step is None else step,
+        consumed_samples=8 * at,
+        consumed_tokens=256 * at,
+        target_tokens=256 * at,
+        world_size=2,
+        global_batch_size=8,
+        seq_len=32,
+        members=("a", "b"),
+    )
+
+
+def cursor(at: StateKey) -> Cursor:
+    source = SourceCursor(block=at.step, token=5, prefix_digest="0" * 16)
+    return Cursor(consumed_samples=8 * at.step, consumed_tokens=256 * at.step, target_tokens=256 * at.step, sources={"s": source})
+
+
+def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, num_bytes: int = 100) -> Vote:
+    """What a rank does for a save: write its share, sync, vote. One file per group, one tensor in each."""
+    files, tensors = [], []
+    for group in ("model", "optimizer"):
+        data = bytes((at.step + 3 * rank + n + len(group)) % 251 for n in range(num_bytes))
+        path = f"{group}/{rank:05d}-of-{world_size:05d}.safetensors"
+        written = storage.write(f"points/{at.point_name}/{path}", data)
+        storage.sync(f"points/{at.point_name}/{group}")
+        files.append(replace(written, path=path))
+        chunk = TensorChunk(offsets=(0,), sizes=(num_bytes,), file=path, digest=blake3(data).hexdigest())
+        tensors.append(TensorEntry(name=f"w{rank}", group=group, dtype="uint8", shape=(num_bytes,), chunks=(chunk,)))
+    return Vote(
+        key=at,
+        rank=rank,
+        world_size=world_size,
+        cursor=cursor(at),
+        optimizer_steps=at.step,
+        files=tuple(files),
+        tensors=tuple(tensors),
+        save_blocked_s=0.1 * (rank + 1),
+        records=(record(at),),
+    )
+
+
+def write_point(store: RunStore, at: StateKey, parent: StateKey | None = None) -> Point:
+    """A committed point, its documents different from those of other steps."""
+    votes = [write_vote(store.storage, at, rank) for rank in range(2)]
+    return store.commit_point(votes, {**CONFIG, "train.lr": 1 / at.step}, {"rule": "none", "step": at.step}, parent, 1.5)
+
+
+def started_journal(storage: Storage, attempt: int = 1) -> JournalWriter:
+    """The journal of an attempt whose first generation has begun."""
+    journal = JournalWriter(storage, attempt)
+    journal.generation(start(1, None, attempt))
+    journal.flush()
+    return journal
+
+
+def entry_of(point: Point, path: str) -> FileEntry:
+    return next(entry for entry in point.commit.files if entry.path == path)

@@ -1,0 +1,240 @@
+"""The commit machine, rule by rule: each row of events gives exactly these actions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.records import StateKey, TensorChunk, TensorEntry, Vote
+from orchestrator.resume.commit import CommitMachine
+from orchestrator.resume.events import (
+    Acknowledge,
+    Action,
+    CheckNewerClaim,
+    ClaimChecked,
+    CommitWritten,
+    Deleted,
+    DeletePoints,
+    DiscardSave,
+    Event,
+    Failed,
+    Fence,
+    FlushJournal,
+    Forming,
+    GenerationFormed,
+    GiveUp,
+    JournalDurable,
+    ReadyToForm,
+    Tick,
+    Verified,
+    VerifyPoint,
+    VoteCast,
+    VoterGone,
+    WriteCommit,
+)
+from tests.resume.samples import cursor, key, record
+
+
+def vote(at: StateKey, rank: int, world_size: int = 2) -> Vote:
+    return Vote(
+        key=at,
+        rank=rank,
+        world_size=world_size,
+        cursor=cursor(at),
+        optimizer_steps=at.step,
+        files=(),
+        tensors=(),
+        save_blocked_s=0.0,
+        records=(record(at),),
+    )
+
+
+def cast(at: StateKey, rank: int, now_s: float = 1.0) -> VoteCast:
+    return VoteCast(vote=vote(at, rank), now_s=now_s)
+
+
+def machine(keep_latest: int = 3, points: tuple[str, ...] = (), pinned: str | None = None, attempt: int = 1) -> CommitMachine:
+    """A machine whose first generation has formed."""
+    new = CommitMachine(attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned)
+    return run(new, Forming(), GenerationFormed(generation=1, parent=None))[0]
+
+
+def run(state: CommitMachine, *events: Event) -> tuple[CommitMachine, list[Action]]:
+    """The state after the events, and the actions of the last one."""
+    actions: tuple[Action, ...] = ()
+    for event in events:
+        state, actions = state.on(event)
+    return state, list(actions)
+
+
+def committed(state: CommitMachine, at: StateKey) -> tuple[CommitMachine, list[Action]]:
+    """A whole save, undisturbed."""
+    no = ClaimChecked(key=at, newer=False)
+    return run(state, cast(at, 0), cast(at, 1), JournalDurable(key=at), no, CommitWritten(key=at), no)
+
+
+P = key(10)
+
+
+def test_a_save_is_flushed_checked_committed_checked_and_only_then_acknowledged() -> None:
+    state = machine()
+    state, actions = run(state, cast(P, 0))
+    assert actions == []
+    state, actions = run(state, cast(P, 1, now_s=2.0))
+    assert actions == [FlushJournal(key=P, records=(record(P),))]
+    state, actions = run(state, JournalDurable(key=P))
+    assert actions == [CheckNewerClaim(key=P)]
+    state, actions = run(state, ClaimChecked(key=P, newer=False))
+    assert actions == [WriteCommit(key=P, votes=(vote(P, 0), vote(P, 1)), parent=None, started_s=1.0)]
+    state, actions = run(state, CommitWritten(key=P))
+    assert actions == [CheckNewerClaim(key=P)]
+    state, actions = run(state, ClaimChecked(key=P, newer=False))
+    assert actions == [Acknowledge(key=P, ranks=(0, 1))]
+    assert state.points == (P.point_name,)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_newer_claim_before_or_after_commit_ends_everything(written) -> None:
+    state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P))
+    if written:
+        state, _ = run(state, ClaimChecked(key=P, newer=False), CommitWritten(key=P))
+    state, actions = run(state, ClaimChecked(key=P, newer=True))
+    assert actions == [Fence()]
+    for event in (cast(key(20), 0), CommitWritten(key=P), Tick(now_s=1e9), ClaimChecked(key=P, newer=False)):
+        assert run(state, event) == (state, [])
+
+
+def test_repeated_votes_change_nothing_and_are_answered_again_once_decided() -> None:
+    state, _ = run(machine(), cast(P, 0))
+    assert run(state, cast(P, 0)) == (state, [])
+    state, _ = committed(state, P)
+    assert run(state, cast(P, 1))[1] == [Acknowledge(key=P, ranks=(1,))]
+    state, _ = run(state, cast(key(20), 0), VoterGone(generation=1, rank=1))
+    again = run(state, cast(key(20), 0))[1]
+    assert [type(a) for a in again] == [GiveUp]
+
+
+def test_a_save_whose_missing_voter_is_gone_is_given_up() -> None:
+    _, actions = run(machine(), cast(P, 0), VoterGone(generation=1, rank=1))
+    assert actions == [
+        GiveUp(key=P, ranks=(0,), reason="rank 1 ended before it had saved its part"),
+        DiscardSave(name=P.point_name),
+    ]
+    _, actions = run(machine(), VoterGone(generation=1, rank=1), cast(P, 0))
+    assert [type(a) for a in actions] == [GiveUp, DiscardSave]
+
+
+def test_a_voter_that_is_gone_after_its_vote_does_not_stop_the_save() -> None:
+    _, actions = run(machine(), cast(P, 1), VoterGone(generation=1, rank=1), cast(P, 0))
+    assert [type(a) for a in actions] == [FlushJournal]
+
+
+def test_votes_count_after_their_generation_ended_if_the_next_continues_their_state() -> None:
+    state, actions = run(machine(), cast(P, 0), Forming())
+    assert actions == [ReadyToForm()]
+    state, actions = run(state, GenerationFormed(generation=2, parent=key(12)))
+    assert actions == []
+    _, actions = run(state, cast(P, 1))
+    assert [type(a) for a in actions] == [FlushJournal]
+
+
+@pytest.mark.parametrize("parent", [None, key(9), key(9, attempt=0)])
+def test_a_save_that_is_not_on_the_new_generations_path_is_given_up(parent) -> None:
+    state, actions = run(machine(), cast(P, 0), Forming(), GenerationFormed(generation=2, parent=parent))
+    assert [type(a) for a in actions] == [GiveUp, DiscardSave]
+    late = run(state, cast(key(11), 1))[1]
+    assert [type(a) for a in late] == [GiveUp, DiscardSave], "so is one whose first vote comes late"
+
+
+def test_no_commit_begins_while_a_generation_is_being_formed() -> None:
+    state, actions = run(machine(), cast(P, 0), cast(P, 1), Forming(), JournalDurable(key=P))
+    assert actions == []
+    state, actions = run(state, GenerationFormed(generation=2, parent=P))
+    assert actions == [CheckNewerClaim(key=P)]
+    cleared, actions = run(state, Forming(), ClaimChecked(key=P, newer=False))
+    assert actions == []
+    _, actions = run(cleared, GenerationFormed(generation=3, parent=key(5)))
+    assert [type(a) for a in actions] == [GiveUp, DiscardSave]
+
+
+def test_a_commit_under_way_is_awaited_before_a_generation_is_formed() -> None:
+    state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P), ClaimChecked(key=P, newer=False))
+    state, actions = run(state, Forming())
+    assert actions == []
+    with pytest.raises(AssertionError, match="under way"):
+        state.on(GenerationFormed(generation=2, parent=P))
+    state, actions = run(state, CommitWritten(key=P), ClaimChecked(key=P, newer=False))
+    assert actions == [Acknowledge(key=P, ranks=(0, 1)), ReadyToForm()]
+    assert state.outdates(2, key(9)), "a parent before the point that was just committed would lose it"
+    assert not state.outdates(2, P)
+
+
+def test_a_failure_gives_the_save_up_but_keeps_files_that_a_commit_may_list() -> None:
+    state, _ = run(machine(), cast(P, 0), cast(P, 1))
+    assert [type(a) for a in run(state, Failed(key=P, reason="disk"))[1]] == [GiveUp, DiscardSave]
+    state, _ = run(state, JournalDurable(key=P), ClaimChecked(key=P, newer=False))
+    assert run(state, Failed(key=P, reason="disk"))[1] == [GiveUp(key=P, ranks=(0, 1), reason="disk")]
+
+
+def test_votes_that_disagree_or_do_not_hold_whole_tensors_are_no_save() -> None:
+    other = replace(vote(P, 1), optimizer_steps=99)
+    chunk = TensorChunk(offsets=(0,), sizes=(3,), file="model/x", digest="")
+    half = replace(vote(P, 1), tensors=(TensorEntry(name="w", group="model", dtype="u8", shape=(6,), chunks=(chunk,)),))
+    for wrong, words in ((other, "optimizer_steps"), (half, "no vote lists")):
+        _, actions = run(machine(), cast(P, 0), VoteCast(vote=wrong, now_s=1.0))
+        assert isinstance(actions[0], GiveUp)
+        assert words in actions[0].reason
+
+
+def test_votes_of_unknown_generations_and_attempts_are_sent_away() -> None:
+    for at in (key(10, generation=7), key(10, attempt=2)):
+        state, actions = run(machine(), cast(at, 0))
+        assert [type(a) for a in actions] == [GiveUp]
+        assert not state.saves
+
+
+def test_a_save_does_not_wait_for_ever() -> None:
+    state, _ = run(machine(), cast(P, 0, now_s=1.0), Tick(now_s=60.0))
+    assert P in state.saves
+    _, actions = run(state, Tick(now_s=62.0))
+    assert actions[0] == GiveUp(key=P, ranks=(0,), reason="1 of 2 ranks had saved their part after 60 s")
+
+
+def test_a_newer_claim_is_looked_for_every_five_seconds() -> None:
+    state = machine()
+    asked = []
+    for second in range(1, 21):
+        state, actions = run(state, Tick(now_s=float(second)))
+        asked += [second for a in actions if a == CheckNewerClaim(key=None)]
+    assert asked == [5, 10, 15, 20]
+
+
+def test_old_points_go_after_the_answer_and_the_pinned_one_after_two_verified() -> None:
+    pinned = key(5, attempt=0).point_name
+    state = machine(keep_latest=1, points=(pinned,), pinned=pinned)
+    state, actions = committed(state, key(10))
+    assert actions == [Acknowledge(key=key(10), ranks=(0, 1))]
+    state, actions = committed(state, key(20))
+    names = key(10).point_name, key(20).point_name
+    assert actions[1:] == [VerifyPoint(name=names[0]), VerifyPoint(name=names[1])]
+    state, actions = run(state, Verified(name=names[0], healthy=True))
+    assert actions == [CheckNewerClaim(key=None)], "reading back takes long, so it asks again"
+    state, _ = run(state, ClaimChecked(key=None, newer=False), Verified(name=names[1], healthy=True))
+    state, actions = run(state, ClaimChecked(key=None, newer=False))
+    assert actions == [DeletePoints(names=(pinned, names[0]))]
+    state, actions = run(state, Tick(now_s=50.0), ClaimChecked(key=None, newer=False))
+    assert actions == [], "what is being deleted is not deleted twice"
+    state, _ = run(state, Deleted(names=(pinned,), failed=(names[0],)))
+    assert state.points == names
+    assert run(state, ClaimChecked(key=None, newer=False))[1] == [DeletePoints(names=(names[0],))]
+
+
+def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
+    pinned = key(5, attempt=0).point_name
+    state = machine(keep_latest=1, points=(pinned,), pinned=pinned)
+    for step in (10, 20):
+        state, _ = committed(state, key(step))
+    state, actions = run(state, Verified(name=key(20).point_name, healthy=False))
+    assert actions == []
+    assert pinned in state.points

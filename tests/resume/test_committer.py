@@ -1,0 +1,208 @@
+"""The committer over a real store and a real journal: votes in, a durable point and answers out, whatever the disk does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import FencedError, StorageError
+from orchestrator.monitor.reader import read_journal
+from orchestrator.records import StateKey
+from orchestrator.resume.claims import RESUME, START
+from orchestrator.resume.committer import COMMIT_SENT, VOTES_COMPLETE, PointCommitter
+from orchestrator.resume.points import weights_digest
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+from tests.resume.crashfs import ModelDisk
+from tests.resume.samples import CONFIG, entry_of, key, no_sleep, record, start, started_journal, write_vote
+
+
+def committer(store: RunStore, keep_latest: int = 2, attempt: int = 1, **more: Any) -> PointCommitter:
+    """One whose first generation has formed."""
+    journal = started_journal(store.storage, attempt)
+    made = PointCommitter(
+        store, journal, attempt=attempt, inherited=(), keep_latest=keep_latest, flat_config=CONFIG, pinned=None, **more
+    )
+    assert made.generation_formed(1, None)
+    for step in range(1, 60):
+        journal.step(record(key(step, attempt=attempt)))
+    return made
+
+
+def save(store: RunStore, to: PointCommitter, at: StateKey) -> None:
+    for rank in range(2):
+        to.vote(write_vote(store.storage, at, rank))
+
+
+@pytest.fixture
+def store() -> RunStore:
+    store = RunStore(Storage("/run", ModelDisk(), no_sleep))
+    store.claim(1, "aaaa", START, "host")
+    return store
+
+
+def test_a_save_becomes_a_point_is_acknowledged_and_old_ones_go(store) -> None:
+    to = committer(store)
+    for step in (10, 20, 30):
+        save(store, to, key(step))
+    assert to.take_answers() == [(key(step), rank, True) for step in (10, 20, 30) for rank in range(2)]
+    assert to.take_answers() == []
+    assert store.point_names() == [key(20).point_name, key(30).point_name]
+    assert to.newest is not None
+    assert to.newest == store.read_point(key(30).point_name)
+    assert store.leftovers() == []
+    journal = read_journal(store.storage)
+    assert {r.step for r in journal.records} >= set(range(1, 31)), "the journal was durable before COMMIT"
+
+
+def test_a_point_says_what_it_is(store) -> None:
+    to = committer(store)
+    save(store, to, key(10))
+    point = store.read_point(key(10).point_name)
+    assert point.config == CONFIG
+    assert point.commit.weights_digest == weights_digest(store.read_parts(point.name))
+    assert entry_of(point, "model/00000-of-00002.safetensors").bytes == 100
+    assert store.verify_point(point.name) == []
+    assert store.verify_point(point.name, fast=True) == []
+
+
+def test_the_weights_digest_does_not_depend_on_who_holds_what(store) -> None:
+    votes = [write_vote(store.storage, key(10), rank) for rank in range(2)]
+    tensors = [t for v in votes for t in v.tensors]
+    assert weights_digest(tensors) == weights_digest(reversed(tensors))
+    assert weights_digest(tensors) == weights_digest(t for t in tensors if t.group == "model")
+    assert weights_digest(tensors) != weights_digest(tensors[:2])
+
+
+def test_a_save_without_its_step_records_is_given_up(store) -> None:
+    to = PointCommitter(
+        store, started_journal(store.storage), attempt=1, inherited=(), keep_latest=2, flat_config=CONFIG, pinned=None
+    )
+    to.generation_formed(1, None)
+    save(store, to, key(10))
+    assert to.take_answers() == [(key(10), 0, False), (key(10), 1, False)]
+    assert store.point_names() == []
+    assert store.leftovers() == []
+
+
+def test_a_newer_claim_fences_before_anything_is_acknowledged_or_deleted(store) -> None:
+    to = committer(store, keep_latest=1)
+    save(store, to, key(10))
+    to.take_answers()
+    to.vote(write_vote(store.storage, key(20), 0))
+    store.claim(2, "bbbb", RESUME, "host")
+    for at, rank in ((key(20), 1), (key(30), 0)):
+        with pytest.raises(FencedError, match="attempt 2"):
+            to.vote(write_vote(store.storage, at, rank))
+    assert to.take_answers() == []
+    assert store.point_names() == [key(10).point_name]
+
+
+def test_a_claim_that_appears_between_commit_and_answer_leaves_the_point_unacknowledged(store) -> None:
+    def claim_when_sent(place: str, step: int, rank: int) -> None:
+        places.append((place, step))
+        if (place, step) == (COMMIT_SENT, 20):
+            store.claim(2, "bbbb", RESUME, "host")
+
+    places: list[tuple[str, int]] = []
+    to = committer(store, keep_latest=1, fault=claim_when_sent)
+    save(store, to, key(10))
+    to.take_answers()
+    with pytest.raises(FencedError):
+        save(store, to, key(20))
+    assert to.take_answers() == []
+    assert store.point_names() == [key(10).point_name, key(20).point_name], "committed, but nothing was deleted for it"
+    assert places == [(VOTES_COMPLETE, 10), (COMMIT_SENT, 10), (VOTES_COMPLETE, 20), (COMMIT_SENT, 20)]
+
+
+def test_a_generation_that_would_leave_out_a_committed_point_must_choose_again(store) -> None:
+    to = committer(store)
+    save(store, to, key(10))
+    assert not to.generation_formed(2, key(9))
+    assert to.generation_formed(2, key(10))
+    to.vote(write_vote(store.storage, key(8), 0))
+    to.voter_gone(1, 1)
+    assert to.take_answers()[-1] == (key(8), 0, False)
+
+
+def test_a_file_that_the_coordinator_does_not_see_names_the_storage(store) -> None:
+    elsewhere = Storage("/other", ModelDisk(), no_sleep)
+    votes = [write_vote(elsewhere, key(10), rank) for rank in range(2)]
+    with pytest.raises(StorageError, match="must be the same storage on every node"):
+        store.commit_point(votes, CONFIG, {}, None)
+    assert store.point_names() == []
+
+
+class FailsAt(ModelDisk):
+    """A disk whose calls fail from number `first` on, `times` times."""
+
+    first, times, calls = 10**9, 0, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name not in ("create", "write", "fsync", "link", "unlink", "make_folder", "fsync_folder", "size", "list"):
+            return value
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.first <= self.calls < self.first + self.times:
+                raise OSError(5, os.strerror(5))
+            return value(*arguments)
+
+        return call
+
+
+def run_on_failing_disk(first: int, times: int) -> tuple[RunStore, set[int], int]:
+    """Three saves on it. The store without the failure, the steps acknowledged to both ranks, the number of calls."""
+    disk = FailsAt()
+    store = RunStore(Storage("/run", disk, no_sleep))
+    store.claim(1, "aaaa", START, "host")
+    to = committer(store, keep_latest=1)
+    disk.calls, disk.first, disk.times = 0, first, times
+    answers = []
+    for step in (10, 20, 30):
+        try:
+            save(store, to, key(step))
+        except StorageError:
+            pass  # a rank that could not write does not vote
+        answers += to.take_answers()
+    calls, disk.times = disk.calls, 0
+    return store, {at.step for at, _, committed in answers if committed}, calls
+
+
+def check_promises(store: RunStore, acknowledged: set[int]) -> None:
+    names = store.point_names()
+    assert all(store.verify_point(name) == [] for name in names)
+    assert not acknowledged or names[-1] >= key(max(acknowledged)).point_name
+
+
+def test_a_single_disk_failure_anywhere_is_tried_again_or_gives_the_save_up() -> None:
+    calls, undisturbed, runs = run_on_failing_disk(10**9, 0)[2], 0, 0
+    assert calls > 200
+    for first in range(1, calls + 1, 3):
+        store, acknowledged, _ = run_on_failing_disk(first, 1)
+        check_promises(store, acknowledged)
+        undisturbed, runs = undisturbed + (acknowledged == {10, 20, 30}), runs + 1
+    # what is not tried again is the journal's open file: after a failed sync its attempt ends
+    assert undisturbed > 0.9 * runs
+
+
+def test_a_disk_that_fails_for_good_anywhere_leaves_every_acknowledged_point_whole() -> None:
+    calls = run_on_failing_disk(10**9, 0)[2]
+    for first in range(1, calls + 1, 5):
+        store, acknowledged, _ = run_on_failing_disk(first, 10**9)
+        check_promises(store, acknowledged)
+
+
+def test_generations_that_follow_one_another_share_the_points_of_their_path(store) -> None:
+    to = committer(store, keep_latest=2)
+    journal = to._journal
+    save(store, to, key(10))
+    journal.generation(start(2, key(12)))  # type: ignore[attr-defined]
+    journal.step(record(key(13, generation=2)))
+    assert to.generation_formed(2, key(12))
+    save(store, to, key(13, generation=2))
+    assert [committed for _, _, committed in to.take_answers()] == [True] * 4
+    assert store.read_point(key(13, generation=2).point_name).commit.parent == key(12)

@@ -1,0 +1,174 @@
+"""Members die, lose the word, and come: the others train on in their processes, and the end is that of the unbroken run, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import pytest
+
+from orchestrator.records import StateKey
+from tests.train.meeting import Meeting
+from tests.train.member import Members, Plan, members, run_to_end, tiny_job
+
+END = 8
+PLACES = ("step_begin", "gradient_done", "word_received", "applied")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Meeting:
+    return run_to_end(tmp_path_factory.mktemp("unbroken"), 1)
+
+
+def assert_same_training(meeting: Meeting, unbroken: Meeting) -> None:
+    """The history that the last point stands on has every step once, as the unbroken run trained it, and ends in the same bits."""
+    assert meeting.last_point().state_digest == unbroken.last_point().state_digest
+    assert meeting.last_point().cursor == unbroken.last_point().cursor
+    history: dict[int, tuple] = {}
+    for record in sorted(meeting.records.values(), key=lambda r: r.key):
+        history[record.step] = (record.loss, record.grad_norm, record.lr, record.digest)
+    expected = {r.step: (r.loss, r.grad_norm, r.lr, r.digest) for r in unbroken.records.values()}
+    assert history == expected
+
+
+def killed(group: Members) -> set[str]:
+    return {name for name, process in group.processes.items() if process.exitcode == -signal.SIGKILL}
+
+
+def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b") -> None:
+    """Starts a member while `held` is held, and lets that go on when the newcomer waits."""
+    group.meeting.wait_for(lambda: group.meeting.held(held) is not None)
+    group.start(name, plan)
+    group.meeting.wait_for(lambda: group.meeting.waits(name))
+    group.meeting.release(held)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("victim", ["a", "c"])
+def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken, place, victim):
+    plans = {victim: Plan(kill=(place, 4)), "b": Plan(hold=("step_begin", 6))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        let_in(group, "d")
+        group.finish()
+        assert killed(group) == {victim}
+        meeting = group.meeting
+    assert [view.world_size for view in meeting.views] == [3, 2, 3]
+    assert all(view.source_rank == 0 and view.point is None for view in meeting.views[1:])
+    assert_same_training(meeting, unbroken)
+
+
+def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, unbroken):
+    plans = {"a": Plan(kill=("gradient_done", 3)), "c": Plan(kill=("word_received", 3))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) <= {"a", "c"}
+        meeting = group.meeting
+    assert_same_training(meeting, unbroken)
+
+
+def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_path, unbroken):
+    # were it to receive a state, it would be killed
+    plans = {"b": Plan(lose_word=4, kill=("state_half_received", 4))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) == set()
+        meeting = group.meeting
+    late = next(join for name, join in meeting.joins if name == "b" and join.leaves == (1, 1))
+    assert (late.key, late.prepared) == (StateKey(attempt=1, generation=1, step=3), StateKey(attempt=1, generation=1, step=4))
+    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=4)
+    assert_same_training(meeting, unbroken)
+
+
+def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_path, unbroken):
+    plans = {name: Plan(lose_word=4, kill=("state_half_received", 3)) for name in "abc"}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) == set()
+        meeting = group.meeting
+    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert_same_training(meeting, unbroken)
+
+
+def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tmp_path, unbroken):
+    plans = {"b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        let_in(group, "c", Plan(kill=("state_half_received", 4)))
+        group.finish()
+        assert killed(group) == {"c"}
+        meeting = group.meeting
+    assert [view.world_size for view in meeting.views] == [2, 3, 2]
+    assert_same_training(meeting, unbroken)
+
+
+def test_half_a_state_is_not_used_when_its_source_dies_and_another_member_sends_the_whole(tmp_path, unbroken):
+    plans = {"a": Plan(kill=("state_half_sent", 4)), "b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        let_in(group, "c")
+        group.finish()
+        assert killed(group) == {"a"}
+        meeting = group.meeting
+    blank = [join for name, join in meeting.joins if name == "c"]
+    assert [join.key for join in blank] == [None, None]
+    assert [view.members for view in meeting.views[1:]] == [("a", "b", "c"), ("b", "c")]
+    assert_same_training(meeting, unbroken)
+
+
+def test_when_nobody_is_left_the_next_members_go_on_from_the_newest_point(tmp_path, unbroken):
+    job = tiny_job(resume__every_steps=3)
+    plans = {name: Plan(kill=("gradient_done", 5)) for name in "ab"}
+    with members(tmp_path, ["a", "b"], plans, job=job) as group:
+        group.join_all()
+        for name in "cde":
+            group.start(name)
+        group.finish()
+        meeting = group.meeting
+    assert meeting.views[1].point == "00000003-a0001-g0001"
+    assert_same_training(meeting, unbroken)
+
+
+def test_a_member_that_dies_in_the_last_save_makes_the_others_save_again(tmp_path, unbroken):
+    with members(tmp_path, ["a", "b", "c"], {"c": Plan(kill=("save_part_written", END))}) as group:
+        group.finish()
+        meeting = group.meeting
+    assert set(meeting.points) == {"00000008-a0001-g0002"}
+    assert meeting.finished.keys() == {"a", "b"}
+    assert_same_training(meeting, unbroken)
+
+
+def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
+    kept = {}
+    for acknowledge in (True, False):
+        plans = {"a": Plan(kill=("step_begin", 6)), "b": Plan(hold=("step_begin", 6))}
+        with members(tmp_path / str(acknowledge), ["a", "b"], plans) as group:
+            group.meeting.acknowledge = acknowledge
+            group.meeting.wait_for(lambda group=group: group.meeting.held("b") is not None)
+            group.meeting.release("b")
+            group.finish()
+        kept[acknowledge] = [r.step for r in next(j for n, j in group.meeting.joins if n == "b" and j.leaves).records]
+    assert kept[False] == [1, 2, 3, 4, 5]
+    assert 5 in kept[True]
+    assert len(kept[True]) < 5
+
+
+def test_a_member_with_another_configuration_is_told_so_and_harms_nobody(tmp_path, unbroken):
+    with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}) as group:
+        group.meeting.wait_for(lambda: group.meeting.held("b") is not None)
+        group.start("stranger", job=dataclasses.replace(group.job, config_digest="another"))
+        group.meeting.wait_for(lambda: group.meeting.waits("stranger"))
+        group.meeting.release("b")
+        group.meeting.wait_for(lambda: any("another configuration" in join.reason for _, join in group.meeting.joins))
+        group.processes["stranger"].kill()
+        group.finish()
+        meeting = group.meeting
+    assert_same_training(meeting, unbroken)
+
+
+def test_fast_numerics_survive_a_kill_too(tmp_path, unbroken):
+    job = tiny_job(train__numerics="fast")
+    plans = {"a": Plan(kill=("step_begin", 4)), "b": Plan(hold=("step_begin", 6))}
+    with members(tmp_path, ["a", "b", "c"], plans, job=job) as group:
+        let_in(group, "d")
+        group.finish()
+        meeting = group.meeting
+    losses = [r.loss for r in sorted(meeting.records.values(), key=lambda r: r.step)]
+    assert losses == pytest.approx([r.loss for r in unbroken.records.values()], rel=1e-3)
