@@ -195,7 +195,8 @@ class Coordinator:
         future = self._joins[request.member] = asyncio.get_running_loop().create_future()
         self._poke()
         await self._tell()
-        return await future
+        found: GenerationView | Refusal | RunOver = await future
+        return found
 
     async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
         """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least every few seconds."""

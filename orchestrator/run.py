@@ -151,7 +151,7 @@ def _plan(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
 
 
 def _watch_busy(store: RunStore) -> None:
-    claim = store.watch_busy(BUSY_WATCH_S)
+    claim = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)
     if claim is not None:
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host {claim.host} is alive; "
@@ -232,8 +232,14 @@ def _supervise(
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
     _announce(progress, job, attempt, plan)
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=20_000)(Coordinator)
-    coordinator = actor.options(name=f"coordinator-{attempt.launch}").remote(
+    options: dict[str, Any] = {
+        "name": f"coordinator-{attempt.launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    coordinator = ray.remote(Coordinator).options(**options).remote(
         CoordinatorStart(
             attempt=attempt,
             storage=str(folder),

@@ -65,7 +65,7 @@ class CoordinatorMembership:
 
         self.member = os.urandom(6).hex()
         self._task = task
-        self._host = ray.util.get_node_ip_address()
+        self._host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self.store = open_store(self._host)
         context = ray.get_runtime_context()
         self._actor_id, self._node_id = context.get_actor_id() or "", context.get_node_id()
@@ -215,7 +215,7 @@ def train_function(config: dict[str, Any]) -> None:
             membership,
             RayFeed(task.feeder, task.launch),
             Storage(task.storage),
-            faults=hook(task.fault_plan, membership.member),
+            faults=hook(task.fault_plan),
         )
     except OrchestratorError as error:
         membership.failed(error)

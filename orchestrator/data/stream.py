@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.segments import Place, Segment
+from orchestrator.data.segments import Before, Counts, Segment
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, DataIdentityError, FeedError
 from orchestrator.plan.batches import ceil_div
@@ -78,14 +78,14 @@ class DrawnStep:
     def digest(self) -> int:
         """The sum modulo 2^64 of its samples' digests."""
         first = self.step.first_sample
-        return batch_digest(first, *self._arrays(0, self.step.num_samples))
+        return batch_digest(first, *self.arrays(0, self.step.num_samples))
 
     def slice(self, start: int, stop: int) -> BatchSlice:
         """Samples [start, stop), by their index in the run. Raises `FeedError` if they are not all in the step."""
         first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
         if not first <= start <= stop <= end:
             raise FeedError(f"samples [{start}, {stop}) were asked of a step that holds [{first}, {end})")
-        source_numbers, input_ids, labels, document_ids = self._arrays(start - first, stop - first)
+        source_numbers, input_ids, labels, document_ids = self.arrays(start - first, stop - first)
         return BatchSlice(
             step=self.step,
             start=start,
@@ -100,8 +100,10 @@ class DrawnStep:
             end_of_data=self.end_of_data,
         )
 
-    def _arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop)."""
+    def arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop), counted
+        within the step.
+        """
         seq_len, num = self.step.seq_len, stop - start
         first = start * seq_len
         full = min(self.step.num_tokens, stop * seq_len) - first  # positions that are not padding
@@ -136,21 +138,21 @@ class Packer:
         self._source, self._num_blocks, self._settings = source, num_blocks, settings
         self._before = cursor
         start = cursor.sources.get(source, SourceCursor())
-        self._place = Place.at(start)
+        self._source_cursor = start
         self._start: SourceCursor | None = start  # until its first chunk has come
         # (epoch, block, window) of the chunk that must come next
         self._expected = (start.epoch, start.block, start.window)
         self._inside_window = False
         self._segments: deque[Segment] = deque()
-        self._taken = 0  # stream positions before this one are drawn; counted from the cursor
-        self._fed = 0  # … are fed
-        self._at_start = Place.begins_epoch(start)
-        self._epoch_tokens = 0 if self._at_start else 2  # tokens of the epoch so far, as far as 2
-        self._counts = np.array(self._place.counts, np.int64)  # documents, empty, bad, special: behind what is fed
-        self._document = 0  # documents begun
-        self._last_document = -1  # the one that the last token belongs to
+        self._taken = self._fed = 0  # tokens drawn and fed since the opening
+        counts = (start.documents, start.empty_documents, start.bad_documents, start.special_texts)
+        self._counts: Counts = counts  # behind what is fed
+        self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
+        at_border = (start.block, start.window, start.record, start.piece, start.token) == (0, 0, 0, 0, 0)
+        self._epoch_tokens = 0 if at_border else 2  # tokens of that epoch, as far as 2
+        self._document = -1  # the last token's
         self._hasher = token_hasher()
-        self._hashed_from: tuple[int, ...] | None = None
+        self._hashed_piece: tuple[int, ...] | None = None
         self._finished = False
 
     @property
@@ -167,34 +169,33 @@ class Packer:
         cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
         """
         self._require_next(chunk)
-        skip = 0
-        if self._start is not None and len(chunk.num_tokens):
-            skip = self._verify_start(self._start, chunk)
-            self._start = None
-        elif self._start is not None and chunk.ends_window and not self._at_start_of_window(self._start):
-            raise self._not_reproduced(self._start, "that window holds no such record")
-        segment = Segment(
-            chunk, skip, self._fed, tuple(self._counts.tolist()), self._document, self._last_document
+        skip = self._verify_start(chunk)
+        before = Before(
+            position=self._fed,
+            counts=self._counts,
+            document=self._document,
+            epoch_counts=self._epoch_counts,
+            epoch_begins=self._epoch_tokens == 0,
         )
-        self._document, self._last_document = segment.document_after, segment.last_document_after
-        self._counts = np.array(segment.counts_after, np.int64)
+        segment = Segment(chunk, skip, before)
         self._segments.append(segment)
-        self._fed += segment.num_tokens
-        self._epoch_tokens = min(2, self._epoch_tokens + segment.num_tokens)
+        num_tokens = segment.stop - segment.start
+        self._document, self._counts = segment.document_after, segment.counts_after
+        self._fed += num_tokens
+        self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
         self._go_on(chunk)
 
     def finish(self) -> None:
         """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
         epoch, block, window = self._expected
-        if self._inside_window or (block, window) != (0, 0):
-            start = self._start
-            # opened at a place behind the last epoch that is wanted: there is nothing to read
-            past = start is not None and self._settings.num_epochs is not None and epoch >= self._settings.num_epochs
-            if not past:
-                raise FeedError(
-                    f"the stream of source {self._source} ended in epoch {epoch} before block {block}, window {window}; "
-                    "a part of the data was not delivered"
-                )
+        num_epochs = self._settings.num_epochs
+        at_border = (block, window, self._inside_window) == (0, 0, False)
+        # a cursor behind the last epoch that is wanted has nothing to read, wherever it stands
+        if not (at_border if num_epochs is None else epoch >= num_epochs):
+            raise FeedError(
+                f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window {window} was "
+                "there to its end; a part of the data was not delivered"
+            )
         self._finished = True
 
     def draw(self, step: StepRange) -> DrawnStep | None:
@@ -215,14 +216,14 @@ class Packer:
         real = replace(step, num_samples=ceil_div(num, step.seq_len), num_tokens=num)
         stop = self._taken + num
         tokens, starts = self._gather(self._taken, stop + 1) if num else _NOTHING
-        place, reasons = self._move_to(stop, tokens[:num])
+        reasons = self._move_to(stop, tokens[:num])
         drawn = DrawnStep(
             step=real,
             tokens=tokens,
             document_starts=starts[starts < num],
             source=self._source,
             before=self._before,
-            source_cursor=place.cursor(self._hasher),
+            source_cursor=self._source_cursor,
             end_of_data=self._finished and num == left,
             bad_reasons=reasons,
         )
@@ -253,14 +254,15 @@ class Packer:
                     f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the least; "
                     "look at data.sources: its path, its text_field"
                 )
-            epoch, block, self._epoch_tokens = epoch + 1, 0, 0
+            epoch, block = epoch + 1, 0
+            self._epoch_tokens, self._epoch_counts = 0, self._counts
         self._expected = (epoch, block, window)
         if chunk.ends_window:
             self._judge_bad_share(ends_epoch)
 
     def _judge_bad_share(self, ends_epoch: bool) -> None:
         """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
-        documents, empty, bad, _ = self._counts.tolist()
+        documents, empty, bad, _ = self._counts
         seen = documents + empty + bad
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
             raise DataError(
@@ -268,24 +270,22 @@ class Packer:
                 f"{self._settings.max_bad_share}; mend them, or allow a larger share"
             )
 
-    @staticmethod
-    def _at_start_of_window(start: SourceCursor) -> bool:
-        return (start.record, start.piece, start.token) == (0, 0, 0)
-
-    def _verify_start(self, start: SourceCursor, chunk: TokenChunk) -> int:
-        """How many tokens of the first piece lie before the cursor; they must be those that were trained."""
-        if self._at_start_of_window(start):
+    def _verify_start(self, chunk: TokenChunk) -> int:
+        """How many tokens of the chunk lie before the cursor. Those of the unfinished piece must be the ones
+        that were trained.
+        """
+        start, self._start = self._start, None
+        if start is None or (start.record, start.piece, start.token) == (0, 0, 0):
             return 0
+        if not len(chunk.num_tokens):
+            raise self._not_reproduced(start, "the window has no such record")
         record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
         if (record, piece) != (start.record, start.piece) or num <= start.token:
-            raise self._not_reproduced(
-                start, f"the files give {num} tokens for record {record}, piece {piece} there"
-            )
+            raise self._not_reproduced(start, f"the files give {num} tokens for record {record}, piece {piece} there")
         digest = token_hasher(chunk.tokens[: start.token]).hexdigest()
         if start.token and digest != start.prefix_digest:
             raise self._not_reproduced(
-                start,
-                f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}",
+                start, f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}"
             )
         return start.token
 
@@ -307,28 +307,32 @@ class Packer:
             starts.append(segment.document_starts_between(start, stop))
         return np.concatenate(tokens), np.concatenate(starts) - start
 
-    def _move_to(self, stop: int, passed: Int32Array) -> tuple[Place, tuple[str, ...]]:
-        """Puts the next input token at `stop`: its place, and the reasons of bad documents on the way.
+    def _move_to(self, stop: int, passed: Int32Array) -> tuple[str, ...]:
+        """Puts the next input token at `stop`; the reasons of the bad documents on the way.
 
         Drops what lies wholly before it. The digest of the unfinished piece's tokens grows with the tokens
         that are `passed`, so a long piece is not hashed again and again.
         """
         self._taken = stop
-        if stop >= self._fed:  # nothing is there: the end, or opened behind it
-            return self._place, ()
+        if stop >= self._fed:  # opened where nothing is left to read
+            return ()
+        here = next(i for i, segment in enumerate(self._segments) if stop < segment.stop)
+        place = self._segments[here].place_of(stop)
         reasons: list[str] = []
-        while stop >= self._segments[0].stop:
+        # at an epoch's border its entries are still to come, be they empty or bad ones before its first token
+        while here and not (place.epoch_border and self._segments[0].chunk.epoch == place.cursor.epoch):
             reasons += self._segments.popleft().take_reasons(None)
-        segment = self._segments[0]
-        place = segment.place_of(stop)
-        reasons += segment.take_reasons(place)
-        if place.piece_key == self._hashed_from:
-            add_tokens(self._hasher, passed[max(0, len(passed) - place.token) :])
+            here -= 1
+        if not place.epoch_border:
+            reasons += self._segments[0].take_reasons(place.entry)
+        if place.piece_key == self._hashed_piece:
+            add_tokens(self._hasher, passed)
         else:
-            self._hasher = token_hasher(segment.piece_tokens(stop))
-            self._hashed_from = place.piece_key
-        self._place = place
-        return place, tuple(reasons)
+            self._hasher = token_hasher(self._segments[here].piece_tokens(place))
+            self._hashed_piece = place.piece_key
+        digest = self._hasher.hexdigest() if place.token else ""
+        self._source_cursor = replace(place.cursor, prefix_digest=digest)
+        return tuple(reasons)
 
 
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
@@ -368,13 +372,13 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
                 packer.feed(chunk)
         if not drawn.step.num_samples:
             return
-        one = drawn.arrays()
+        _, input_ids, labels, document_ids = drawn.arrays(0, 1)
         yield Sample(
             index=index,
             source=source,
-            input_ids=one[0][0],
-            labels=one[1][0],
-            document_ids=one[2][0],
+            input_ids=input_ids[0],
+            labels=labels[0],
+            document_ids=document_ids[0],
             cursor=drawn.cursor,
         )
         index += 1

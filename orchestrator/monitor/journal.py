@@ -7,7 +7,7 @@ the end (plan.lineage).
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
 the attempt), `time` (UTC, for people), `run`, `attempt` and `kind`; `step` and `rank` where they mean
 something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members that
-outlived a coordinator bring records). Kind `generation`: the fields of `plan.lineage.GenerationStart`. Any
+outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`. Any
 other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf", "-inf").
 A segment is closed before the next begins, and never changed afterwards.
 """
@@ -28,7 +28,7 @@ import orjson
 
 from orchestrator.disk import AppendHandle
 from orchestrator.errors import StorageError, TrainingError
-from orchestrator.plan.lineage import GenerationStart
+from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import StateKey, StepRecord, encode
 from orchestrator.storage import Storage
 

@@ -14,7 +14,7 @@ import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.journal import FOLDER, GENERATION, STEP, check_copy
-from orchestrator.plan.lineage import GenerationStart
+from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import StateKey, StepRecord, decode
 from orchestrator.storage import Storage
 

@@ -15,7 +15,7 @@ import orjson
 
 from orchestrator.disk import AppendHandle
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
-from orchestrator.plan.lineage import Claim, ClaimParent
+from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.records import decode, encode
 from orchestrator.resume.sealed import SealError, seal, unseal
 from orchestrator.storage import Storage

@@ -1,22 +1,16 @@
-"""Turns votes into resume points: drives the commit machine and carries out what it asks of storage and
-journal.
+"""Carries out what the commit machine asks of storage and journal, and answers with events.
 
-It decides nothing. Its calls block (they wait for disks), so a coordinator makes them in a thread, one at a
-time.
+It decides nothing. Its calls block (they wait for disks), so a coordinator makes them in a thread.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from orchestrator.errors import FencedError, OrchestratorError, StorageError
-from orchestrator.records import StateKey, StepRecord, Vote
-from orchestrator.resume.commit import CommitMachine
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.events import (
-    Acknowledge,
     CheckNewerClaim,
     ClaimChecked,
     CommitWritten,
@@ -25,31 +19,19 @@ from orchestrator.resume.events import (
     DiscardSave,
     Event,
     Failed,
-    Fence,
     FlushJournal,
-    Forming,
-    GenerationFormed,
-    GiveUp,
     JournalDurable,
-    ReadyToForm,
     StoreAction,
-    Tick,
     Verified,
     VerifyPoint,
-    VoteCast,
-    VoterGone,
     WriteCommit,
 )
-from orchestrator.resume.points import Point, newest_first
+from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
 Hook = Callable[[str, int, int], None]
-VOTES_COMPLETE, COMMIT_SENT = (
-    "votes_complete",
-    "commit_sent",
-)  # places of faults: COMMIT not sent; sent, not answered
-    "every micro-batch seeds the generators with (train.seed, index of its first sample); nothing else draws"
-)
+# places of scripted faults: all votes are there, COMMIT is not sent; COMMIT is sent, nobody is answered
+VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
 
 
 class StepJournal(Protocol):
@@ -71,9 +53,9 @@ class StepJournal(Protocol):
 class PointCommitter:
     """Performs the store actions of one attempt.
 
-    `config` (flat) and `rng` are the documents that each point gets; `clock` is the one of the machine's events;
-    `fault` is called where a scripted fault may strike. One action after the other, but for `VerifyPoint`, which
-    may run beside them. A failure of storage is an answer too, never an exception.
+    `config` (flat) and `rng` are the documents that each point gets; `clock` is the one of the machine's
+    events; `fault` is called where a scripted fault may strike. One action after the other, but for
+    `VerifyPoint`, which may run beside them. A failure of storage is an answer too, never an exception.
     """
 
     def __init__(
@@ -138,7 +120,8 @@ class PointCommitter:
     def _write(self, action: WriteCommit) -> Event:
         self._fault(VOTES_COMPLETE, action.key.step, -1)
         save_s = self._clock() - action.started_s
-        self.last_point = self._store.commit_point(action.votes, self._config, self._rng, action.parent, save_s)
+        point = self._store.commit_point(action.votes, self._config, self._rng, action.parent, save_s)
+        self.last_point = point
         self._fault(COMMIT_SENT, action.key.step, -1)
         return CommitWritten(key=action.key)
 

@@ -1,8 +1,8 @@
-"""A model disk for the real writers: it runs their calls, then yields every disk that a power cut could leave.
+"""A model disk for the real writers: runs their calls, then yields every disk a power cut could leave.
 
-The model is what POSIX allows, a bit pessimistic (as in ALICE and CrashMonkey). Until a file is synced, any prefix of its unsynced blocks
-may be there, or its size with zeros. Until a folder is synced, any subset of the changes to its names may be there (any prefix, where there
-are many). What was synced is sure.
+The model is what POSIX allows, a bit pessimistic (as in ALICE and CrashMonkey). Until a file is synced, any
+prefix of its unsynced blocks may be there, or zeros. Until a folder is synced, any subset of the
+changes to its names may be there (any prefix, where there are many). What was synced is sure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ModelDisk:
 
     @classmethod
     def of(cls, files: Files) -> ModelDisk:
-        """A quiet disk with these files (None: a folder); what lies in no folder cannot be reached and is left out."""
+        """A quiet disk with these files (None: a folder); what lies in no folder is left out."""
         disk = cls()
         for path, data in sorted(files.items()):
             if os.path.dirname(path) in disk.live:
@@ -147,7 +147,7 @@ class ModelDisk:
 
     # ------------------------------------------------------------ power cuts
     def crashes(self) -> Iterator[tuple[int, str, Files]]:
-        """(number of calls before it, the last of them, the files left) for each different disk after each call."""
+        """(number of calls before it, the last of them, the files left), for each different disk."""
         for number, moment in enumerate(self.history, start=1):
             seen = set()
             for names in self._surviving_names(moment):

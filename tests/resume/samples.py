@@ -7,8 +7,17 @@ from dataclasses import replace
 from blake3 import blake3
 
 from orchestrator.monitor.journal import JournalWriter
-from orchestrator.plan.lineage import GenerationStart
-from orchestrator.records import Cursor, FileEntry, SourceCursor, StateKey, StepRecord, TensorChunk, TensorEntry, Vote
+from orchestrator.plan.claims import GenerationStart
+from orchestrator.records import (
+    Cursor,
+    FileEntry,
+    SourceCursor,
+    StateKey,
+    StepRecord,
+    TensorChunk,
+    TensorEntry,
+    Vote,
+)
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -42,7 +51,9 @@ def record(at: StateKey) -> StepRecord:
     )
 
 
-def start(generation: int, parent: StateKey | None, attempt: int = 1, step: int | None = None) -> GenerationStart:
+def start(
+    generation: int, parent: StateKey | None, attempt: int = 1, step: int | None = None
+) -> GenerationStart:
     at = parent.step if parent else 0
     return GenerationStart(
         attempt=attempt,
@@ -61,7 +72,12 @@ def start(generation: int, parent: StateKey | None, attempt: int = 1, step: int 
 
 def cursor(at: StateKey) -> Cursor:
     source = SourceCursor(block=at.step, token=5, prefix_digest="0" * 16)
-    return Cursor(consumed_samples=8 * at.step, consumed_tokens=256 * at.step, target_tokens=256 * at.step, sources={"s": source})
+    return Cursor(
+        consumed_samples=8 * at.step,
+        consumed_tokens=256 * at.step,
+        target_tokens=256 * at.step,
+        sources={"s": source},
+    )
 
 
 def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, num_bytes: int = 100) -> Vote:
@@ -74,7 +90,9 @@ def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, n
         storage.sync(f"points/{at.point_name}/{group}")
         files.append(replace(written, path=path))
         chunk = TensorChunk(offsets=(0,), sizes=(num_bytes,), file=path, digest=blake3(data).hexdigest())
-        tensors.append(TensorEntry(name=f"w{rank}", group=group, dtype="uint8", shape=(num_bytes,), chunks=(chunk,)))
+        tensors.append(
+            TensorEntry(name=f"w{rank}", group=group, dtype="uint8", shape=(num_bytes,), chunks=(chunk,))
+        )
     return Vote(
         key=at,
         rank=rank,
@@ -91,7 +109,9 @@ def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, n
 def write_point(store: RunStore, at: StateKey, parent: StateKey | None = None) -> Point:
     """A committed point, its documents different from those of other steps."""
     votes = [write_vote(store.storage, at, rank) for rank in range(2)]
-    return store.commit_point(votes, {**CONFIG, "train.lr": 1 / at.step}, {"rule": "none", "step": at.step}, parent, 1.5)
+    return store.commit_point(
+        votes, {**CONFIG, "train.lr": 1 / at.step}, {"rule": "none", "step": at.step}, parent, 1.5
+    )
 
 
 def started_journal(storage: Storage, attempt: int = 1) -> JournalWriter:

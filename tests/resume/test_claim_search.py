@@ -1,6 +1,7 @@
-"""Every interleaving of an old coordinator that saves, acknowledges and deletes, and a start that claims the next attempt.
+"""Every interleaving of an old coordinator that saves and deletes, and a start that claims the next attempt.
 
-Both sides are the real code (machine, hands, store) over a disk in memory; the search takes their steps in every order.
+Both sides are the real code (machine, committer, store) over a disk in memory; the search takes their steps in
+every order.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from orchestrator.errors import ResumePointError
 from orchestrator.monitor.reader import read_journal
-from orchestrator.plan.lineage import ClaimParent, effective_history
+from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.lineage import effective_history
 from orchestrator.records import StateKey
 from orchestrator.resume.claims import RESUME, START
 from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import StoreHands
+from orchestrator.resume.committer import PointCommitter
 from orchestrator.resume.events import (
     Acknowledge,
     Action,
@@ -62,7 +64,7 @@ class DurableJournal:
 
 @dataclass(frozen=True)
 class World:
-    """A state of the search: the disk, the old coordinator (machine, what it has to do, what it told), and the new one's place."""
+    """A state of the search: the disk, the old coordinator, and how far the new start has come."""
 
     files: frozenset[tuple[str, bytes | None]]
     machine: CommitMachine
@@ -76,18 +78,32 @@ class World:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What the search compares: the machine is a function of what it did, but for parts that have no hash."""
+        """What the search compares; the machine's other parts follow from these."""
         saves = tuple((s.key, s.stage) for s in self.machine.saves.values())
         rest = (self.machine.points, self.machine.deleting, self.machine.verified)
-        todo = tuple((type(a), getattr(a, "key", None), getattr(a, "name", None), getattr(a, "names", None)) for a in self.todo)
-        return (self.files, saves, rest, todo, self.saves_begun, self.acknowledged, self.fenced, self.claimed, self.listed, self.parent)
+        todo = tuple(
+            (type(a), getattr(a, "key", None), getattr(a, "name", None), getattr(a, "names", None))
+            for a in self.todo
+        )
+        return (
+            self.files,
+            saves,
+            rest,
+            todo,
+            self.saves_begun,
+            self.acknowledged,
+            self.fenced,
+            self.claimed,
+            self.listed,
+            self.parent,
+        )
 
 
-Hands = Callable[[RunStore], StoreHands]
+MakeCommitter = Callable[[RunStore], PointCommitter]
 
 
-def real_hands(store: RunStore) -> StoreHands:
-    return StoreHands(store, DurableJournal(), 1, CONFIG, lambda: 0.0, lambda place, step, rank: None)
+def real_committer(store: RunStore) -> PointCommitter:
+    return PointCommitter(store, DurableJournal(), 1, CONFIG, {}, lambda: 0.0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,7 @@ class Protocol:
     """How both sides work; the planted mistakes replace one of these."""
 
     machine: type[CommitMachine] = CommitMachine
-    hands: Hands = real_hands
+    committer: MakeCommitter = real_committer
     list_before_claim: bool = False
 
 
@@ -121,7 +137,7 @@ def next_worlds(world: World, protocol: Protocol) -> list[tuple[str, World]]:
 
 
 def old_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
-    """The old coordinator does the next thing it has to; with nothing to do, its members save the next state."""
+    """The old coordinator does what comes next; with nothing to do, its members save."""
     if world.fenced:
         return []
     store = store_on(dict(world.files))
@@ -137,7 +153,12 @@ def old_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
     after = replace(world, todo=rest)
     match action:
         case Acknowledge():
-            return [(f"old acknowledges {action.key.step}", replace(after, acknowledged=world.acknowledged | {action.key.point_name}))]
+            return [
+                (
+                    f"old acknowledges {action.key.step}",
+                    replace(after, acknowledged=world.acknowledged | {action.key.point_name}),
+                )
+            ]
         case Fence():
             return [("old is fenced", replace(after, fenced=True))]
         case GiveUp():
@@ -145,8 +166,10 @@ def old_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
     return perform(after, action, store, protocol)
 
 
-def perform(world: World, action: StoreAction, store: RunStore, protocol: Protocol) -> list[tuple[str, World]]:
-    answer = protocol.hands(store).perform(action)
+def perform(
+    world: World, action: StoreAction, store: RunStore, protocol: Protocol
+) -> list[tuple[str, World]]:
+    answer = protocol.committer(store).perform(action)
     after = replace(world, files=files_of(store))
     return [(f"old: {action}"[:60], told(after, answer) if answer else after)]
 
@@ -167,7 +190,9 @@ def new_steps(world: World, protocol: Protocol) -> list[tuple[str, World]]:
     except ResumePointError:
         return [("new finds nothing healthy", replace(world, parent="nothing"))]
     store.write_parent(ClaimParent(attempt=2, parent=point.key if point else None, inherited=world.listed))
-    return [("new writes its parent", replace(world, parent=point.name if point else "", files=files_of(store)))]
+    return [
+        ("new writes its parent", replace(world, parent=point.name if point else "", files=files_of(store)))
+    ]
 
 
 def told(world: World, event: Event) -> World:
@@ -226,31 +251,34 @@ def test_no_interleaving_orphans_an_acknowledged_point_or_loses_the_parent() -> 
 
 
 def test_the_search_catches_a_claim_that_lists_before_it_fences() -> None:
-    assert search(Protocol(list_before_claim=True))[1] & {"an acknowledged point is an orphan", "the new attempt finds no healthy point"}
+    assert search(Protocol(list_before_claim=True))[1] & {
+        "an acknowledged point is an orphan",
+        "the new attempt finds no healthy point",
+    }
 
 
-class BlindHands(StoreHands):
+class BlindCommitter(PointCommitter):
     """Planted mistake: never looks for a newer claim."""
 
     def _check(self, action: object) -> Event:
         return ClaimChecked(key=action.key, newer=False)  # type: ignore[attr-defined]
 
 
-def blind_hands(store: RunStore) -> StoreHands:
-    return BlindHands(store, DurableJournal(), 1, CONFIG, lambda: 0.0, lambda place, step, rank: None)
+def blind_committer(store: RunStore) -> PointCommitter:
+    return BlindCommitter(store, DurableJournal(), 1, CONFIG, {}, lambda: 0.0)
 
 
 def test_the_search_catches_a_coordinator_that_never_looks_for_a_newer_claim() -> None:
-    wrong = search(Protocol(hands=blind_hands))[1]
+    wrong = search(Protocol(committer=blind_committer))[1]
     assert "an acknowledged point is an orphan" in wrong
     assert "the new attempt's parent is gone or damaged" in wrong
 
 
 class AnswersAtOnce(CommitMachine):
-    """Planted mistake: acknowledges and deletes as soon as COMMIT is written; it looked for a newer claim only before."""
+    """Planted mistake: acknowledges and deletes once COMMIT is written; it looked only before."""
 
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, _ = super(AnswersAtOnce, self)._commit_written(event)
+        after, _ = super()._commit_written(event)
         return after._claim_checked(ClaimChecked(key=event.key, newer=False))
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.errors import BusyError, FencedError, ResumePointError, StorageError
+from orchestrator.plan.claims import ClaimParent
 from orchestrator.plan.identity import RunIdentity
-from orchestrator.plan.lineage import ClaimParent, effective_history
+from orchestrator.plan.lineage import effective_history
 from orchestrator.plan.schedule import Budgets, Length
 from orchestrator.resume.claims import RESTARTED, RESUME, START, UNREADABLE, UnreadableFile
 from orchestrator.resume.store import RunStore
@@ -25,7 +26,9 @@ def test_claims_and_parents_are_read_back_as_written(store) -> None:
     assert store.newest_claim() is None
     first = store.claim(1, "aaaa", START, "host")
     budgets = Budgets(max_steps=Length(given=10, unit="steps", global_batch_size=8, seq_len=32, tokens=2560))
-    parent = ClaimParent(attempt=1, parent=key(10, attempt=1), inherited=(key(10).point_name,), budgets=budgets)
+    parent = ClaimParent(
+        attempt=1, parent=key(10, attempt=1), inherited=(key(10).point_name,), budgets=budgets
+    )
     assert store.read_parent(1) is None
     store.write_parent(parent)
     assert store.newest_claim() == first

@@ -54,9 +54,13 @@ def cast(at: StateKey, rank: int, now_s: float = 1.0) -> VoteCast:
     return VoteCast(vote=vote(at, rank), now_s=now_s)
 
 
-def machine(keep_latest: int = 3, points: tuple[str, ...] = (), pinned: str | None = None, attempt: int = 1) -> CommitMachine:
+def machine(
+    keep_latest: int = 3, points: tuple[str, ...] = (), pinned: str | None = None, attempt: int = 1
+) -> CommitMachine:
     """A machine whose first generation has formed."""
-    new = CommitMachine(attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned)
+    new = CommitMachine(
+        attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned
+    )
     return run(new, Forming(), GenerationFormed(generation=1, parent=None))[0]
 
 
@@ -180,7 +184,9 @@ def test_a_failure_gives_the_save_up_but_keeps_files_that_a_commit_may_list() ->
 def test_votes_that_disagree_or_do_not_hold_whole_tensors_are_no_save() -> None:
     other = replace(vote(P, 1), optimizer_steps=99)
     chunk = TensorChunk(offsets=(0,), sizes=(3,), file="model/x", digest="")
-    half = replace(vote(P, 1), tensors=(TensorEntry(name="w", group="model", dtype="u8", shape=(6,), chunks=(chunk,)),))
+    half = replace(
+        vote(P, 1), tensors=(TensorEntry(name="w", group="model", dtype="u8", shape=(6,), chunks=(chunk,)),)
+    )
     for wrong, words in ((other, "optimizer_steps"), (half, "no vote lists")):
         _, actions = run(machine(), cast(P, 0), VoteCast(vote=wrong, now_s=1.0))
         assert isinstance(actions[0], GiveUp)

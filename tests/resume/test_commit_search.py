@@ -1,6 +1,7 @@
-"""Every interleaving of votes, deaths, generations, a newer claim and store answers, against the real commit machine.
+"""Every interleaving of votes, deaths, generations, claims and store answers, against the real commit machine.
 
-Two ranks save two states, of one generation or of two; one rank may die, one store action may fail, a newer claim may appear.
+Two ranks save two states, of one generation or of two; one rank may die, one store action may fail, a newer claim
+may appear.
 """
 
 from __future__ import annotations
@@ -66,10 +67,28 @@ class World:
     def identity(self) -> tuple[object, ...]:
         m = self.machine
         saves = tuple(sorted((s.key, s.stage.name, s.ranks) for s in m.saves.values()))
-        parts = (saves, tuple(m.outcomes), m.gone, m.forming, m.generation, tuple(m.parents.values()), m.fenced)
+        parts = (
+            saves,
+            tuple(m.outcomes),
+            m.gone,
+            m.forming,
+            m.generation,
+            tuple(m.parents.values()),
+            m.fenced,
+        )
         pending = tuple((type(a).__name__, a.key) for a in self.pending)
         flags = (self.dead, self.failed, self.claim, self.may_form, self.wrong)
-        return (*parts, pending, self.votes, flags, self.flushed, self.committed, self.cleared, self.acknowledged, self.given_up)
+        return (
+            *parts,
+            pending,
+            self.votes,
+            flags,
+            self.flushed,
+            self.committed,
+            self.cleared,
+            self.acknowledged,
+            self.given_up,
+        )
 
 
 def tell(world: World, event: Event) -> World:
@@ -92,7 +111,11 @@ def take(world: World, action: Action) -> World:
         case FlushJournal() | CheckNewerClaim():
             return replace(world, pending=(*world.pending, action))
         case Acknowledge():
-            wrong = "" if action.key in world.cleared else "acknowledged without looking for a newer claim after COMMIT"
+            wrong = (
+                ""
+                if action.key in world.cleared
+                else "acknowledged without looking for a newer claim after COMMIT"
+            )
             wrong = "acknowledged after it was given up" if action.key in world.given_up else wrong
             return replace(world, acknowledged=world.acknowledged | {action.key}, wrong=world.wrong or wrong)
         case GiveUp():
@@ -114,7 +137,9 @@ def answer(world: World, number: int, fails: bool) -> World:
         case FlushJournal():
             return tell(replace(world, flushed=world.flushed | {action.key}), JournalDurable(key=action.key))
         case WriteCommit():
-            return tell(replace(world, committed=world.committed | {action.key}), CommitWritten(key=action.key))
+            return tell(
+                replace(world, committed=world.committed | {action.key}), CommitWritten(key=action.key)
+            )
         case CheckNewerClaim():
             if action.key in world.committed and not world.claim:
                 world = replace(world, cleared=world.cleared | {action.key})
@@ -122,13 +147,15 @@ def answer(world: World, number: int, fails: bool) -> World:
 
 
 def moves(world: World, saves: Saves) -> Iterator[World]:
-    """Everything that may happen next. Votes of a dead rank may still be under way when its death is noticed."""
+    """Everything that may happen next."""
     machine = world.machine
     for at in saves:
         for rank in RANKS:
             reachable = at.generation <= machine.generation and not (world.dead and rank == 1)
             if (at, rank) not in world.votes and reachable:
-                yield tell(replace(world, votes=world.votes | {(at, rank)}), VoteCast(vote=vote(at, rank), now_s=0.0))
+                yield tell(
+                    replace(world, votes=world.votes | {(at, rank)}), VoteCast(vote=vote(at, rank), now_s=0.0)
+                )
     for number, action in enumerate(world.pending):
         yield answer(world, number, fails=False)
         if not world.failed and action.key is not None:
@@ -150,7 +177,10 @@ def form(world: World, parent: StateKey) -> World:
     left_out = [at for at in world.acknowledged if at > parent]
     wrong = "a generation formed while a COMMIT was under way" if writing and not world.machine.fenced else ""
     wrong = "a generation left out an acknowledged point" if left_out else wrong
-    return tell(replace(world, may_form=False, wrong=world.wrong or wrong), GenerationFormed(generation=2, parent=parent))
+    return tell(
+        replace(world, may_form=False, wrong=world.wrong or wrong),
+        GenerationFormed(generation=2, parent=parent),
+    )
 
 
 def hangs(world: World, saves: Saves) -> bool:
@@ -182,7 +212,9 @@ def search(machine: type[CommitMachine], saves: Saves, stop_at_first: bool = Fal
     return len(seen), wrong
 
 
-@pytest.mark.parametrize("saves", [ONE_GENERATION, TWO_GENERATIONS], ids=["one generation", "two generations"])
+@pytest.mark.parametrize(
+    "saves", [ONE_GENERATION, TWO_GENERATIONS], ids=["one generation", "two generations"]
+)
 def test_no_interleaving_breaks_a_promise_of_the_commit_machine(saves) -> None:
     states, wrong = search(CommitMachine, saves)
     assert wrong == set()
@@ -193,7 +225,7 @@ class OneVoteLess(CommitMachine):
     """Planted mistake: commits with one vote missing."""
 
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, actions = super(OneVoteLess, self)._vote(event)
+        after, actions = super()._vote(event)
         at = event.vote.key
         if after._is_at(at, Stage.COLLECTING) and len(after.saves[at].votes) == 1:
             return after._move(at, Stage.FLUSHING), (FlushJournal(key=at, records=()),)
@@ -224,7 +256,7 @@ class DoesNotFlush(CommitMachine):
     """Planted mistake: COMMIT does not wait for the journal."""
 
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, actions = super(DoesNotFlush, self)._vote(event)
+        after, actions = super()._vote(event)
         if after._is_at(event.vote.key, Stage.FLUSHING):
             return after._journal_durable(JournalDurable(key=event.vote.key))
         return after, actions
@@ -234,7 +266,7 @@ class LooksOnce(CommitMachine):
     """Planted mistake: looks for a newer claim before COMMIT only."""
 
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, _ = super(LooksOnce, self)._commit_written(event)
+        after, _ = super()._commit_written(event)
         return after._claim_checked(ClaimChecked(key=event.key, newer=False))
 
 

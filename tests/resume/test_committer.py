@@ -1,4 +1,4 @@
-"""The committer over a real store and a real journal: votes in, a durable point and answers out, whatever the disk does."""
+"""The committer over a real store and journal: votes in, a durable point and answers out."""
 
 from __future__ import annotations
 
@@ -7,33 +7,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import FencedError, StorageError
+from orchestrator.errors import StorageError
 from orchestrator.monitor.reader import read_journal
-from orchestrator.records import StateKey
 from orchestrator.resume.claims import RESUME, START
-from orchestrator.resume.committer import COMMIT_SENT, VOTES_COMPLETE, PointCommitter
+from orchestrator.resume.committer import COMMIT_SENT, VOTES_COMPLETE
+from orchestrator.resume.events import CheckNewerClaim, DeletePoints, VerifyPoint
 from orchestrator.resume.points import weights_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 from tests.resume.crashfs import ModelDisk
-from tests.resume.samples import CONFIG, entry_of, key, no_sleep, record, start, started_journal, write_vote
-
-
-def committer(store: RunStore, keep_latest: int = 2, attempt: int = 1, **more: Any) -> PointCommitter:
-    """One whose first generation has formed."""
-    journal = started_journal(store.storage, attempt)
-    made = PointCommitter(
-        store, journal, attempt=attempt, inherited=(), keep_latest=keep_latest, flat_config=CONFIG, pinned=None, **more
-    )
-    assert made.generation_formed(1, None)
-    for step in range(1, 60):
-        journal.step(record(key(step, attempt=attempt)))
-    return made
-
-
-def save(store: RunStore, to: PointCommitter, at: StateKey) -> None:
-    for rank in range(2):
-        to.vote(write_vote(store.storage, at, rank))
+from tests.resume.driver import Coordinator
+from tests.resume.samples import CONFIG, entry_of, key, no_sleep, record, start, write_vote
 
 
 @pytest.fixture
@@ -44,24 +28,25 @@ def store() -> RunStore:
 
 
 def test_a_save_becomes_a_point_is_acknowledged_and_old_ones_go(store) -> None:
-    to = committer(store)
+    coordinator = Coordinator(store)
     for step in (10, 20, 30):
-        save(store, to, key(step))
-    assert to.take_answers() == [(key(step), rank, True) for step in (10, 20, 30) for rank in range(2)]
-    assert to.take_answers() == []
+        coordinator.save(key(step))
+    assert coordinator.answers == [(key(step), rank, True) for step in (10, 20, 30) for rank in range(2)]
     assert store.point_names() == [key(20).point_name, key(30).point_name]
-    assert to.newest is not None
-    assert to.newest == store.read_point(key(30).point_name)
+    assert coordinator.committer.last_point == store.read_point(key(30).point_name)
     assert store.leftovers() == []
     journal = read_journal(store.storage)
     assert {r.step for r in journal.records} >= set(range(1, 31)), "the journal was durable before COMMIT"
+    coordinator.journal.flush()
+    deleted = [e.fields["points"] for e in read_journal(store.storage).events if e.kind == "points deleted"]
+    assert deleted == [[key(10).point_name]]
 
 
 def test_a_point_says_what_it_is(store) -> None:
-    to = committer(store)
-    save(store, to, key(10))
+    Coordinator(store).save(key(10))
     point = store.read_point(key(10).point_name)
     assert point.config == CONFIG
+    assert point.commit.save_s == 1.5
     assert point.commit.weights_digest == weights_digest(store.read_parts(point.name))
     assert entry_of(point, "model/00000-of-00002.safetensors").bytes == 100
     assert store.verify_point(point.name) == []
@@ -69,34 +54,30 @@ def test_a_point_says_what_it_is(store) -> None:
 
 
 def test_the_weights_digest_does_not_depend_on_who_holds_what(store) -> None:
-    votes = [write_vote(store.storage, key(10), rank) for rank in range(2)]
-    tensors = [t for v in votes for t in v.tensors]
+    tensors = [t for rank in range(2) for t in write_vote(store.storage, key(10), rank).tensors]
     assert weights_digest(tensors) == weights_digest(reversed(tensors))
     assert weights_digest(tensors) == weights_digest(t for t in tensors if t.group == "model")
     assert weights_digest(tensors) != weights_digest(tensors[:2])
 
 
 def test_a_save_without_its_step_records_is_given_up(store) -> None:
-    to = PointCommitter(
-        store, started_journal(store.storage), attempt=1, inherited=(), keep_latest=2, flat_config=CONFIG, pinned=None
-    )
-    to.generation_formed(1, None)
-    save(store, to, key(10))
-    assert to.take_answers() == [(key(10), 0, False), (key(10), 1, False)]
+    coordinator = Coordinator(store, num_records=5)
+    coordinator.save(key(10))
+    assert coordinator.answers == [(key(10), 0, False), (key(10), 1, False)]
     assert store.point_names() == []
     assert store.leftovers() == []
 
 
 def test_a_newer_claim_fences_before_anything_is_acknowledged_or_deleted(store) -> None:
-    to = committer(store, keep_latest=1)
-    save(store, to, key(10))
-    to.take_answers()
-    to.vote(write_vote(store.storage, key(20), 0))
+    coordinator = Coordinator(store, keep_latest=1)
+    coordinator.save(key(10))
+    coordinator.take_answers()
+    coordinator.save(key(20), ranks=(0,))
     store.claim(2, "bbbb", RESUME, "host")
-    for at, rank in ((key(20), 1), (key(30), 0)):
-        with pytest.raises(FencedError, match="attempt 2"):
-            to.vote(write_vote(store.storage, at, rank))
-    assert to.take_answers() == []
+    coordinator.save(key(20), ranks=(1,))
+    assert coordinator.fenced
+    coordinator.save(key(30))
+    assert coordinator.answers == []
     assert store.point_names() == [key(10).point_name]
 
 
@@ -107,24 +88,38 @@ def test_a_claim_that_appears_between_commit_and_answer_leaves_the_point_unackno
             store.claim(2, "bbbb", RESUME, "host")
 
     places: list[tuple[str, int]] = []
-    to = committer(store, keep_latest=1, fault=claim_when_sent)
-    save(store, to, key(10))
-    to.take_answers()
-    with pytest.raises(FencedError):
-        save(store, to, key(20))
-    assert to.take_answers() == []
-    assert store.point_names() == [key(10).point_name, key(20).point_name], "committed, but nothing was deleted for it"
+    coordinator = Coordinator(store, keep_latest=1, fault=claim_when_sent)
+    coordinator.save(key(10))
+    coordinator.take_answers()
+    coordinator.save(key(20))
+    assert coordinator.fenced
+    assert coordinator.answers == []
+    assert store.point_names() == [key(10).point_name, key(20).point_name], (
+        "committed, but nothing was deleted"
+    )
     assert places == [(VOTES_COMPLETE, 10), (COMMIT_SENT, 10), (VOTES_COMPLETE, 20), (COMMIT_SENT, 20)]
 
 
-def test_a_generation_that_would_leave_out_a_committed_point_must_choose_again(store) -> None:
-    to = committer(store)
-    save(store, to, key(10))
-    assert not to.generation_formed(2, key(9))
-    assert to.generation_formed(2, key(10))
-    to.vote(write_vote(store.storage, key(8), 0))
-    to.voter_gone(1, 1)
-    assert to.take_answers()[-1] == (key(8), 0, False)
+def test_generations_that_follow_one_another_share_the_points_of_their_path(store) -> None:
+    coordinator = Coordinator(store)
+    coordinator.save(key(10))
+    coordinator.journal.generation(start(2, key(12)))
+    coordinator.journal.step(record(key(13, generation=2)))
+    coordinator.form(2, key(12))
+    coordinator.save(key(13, generation=2))
+    assert [committed for _, _, committed in coordinator.answers] == [True] * 4
+    assert store.read_point(key(13, generation=2).point_name).commit.parent == key(12)
+
+
+def test_a_damaged_point_is_reported_once(store) -> None:
+    coordinator = Coordinator(store)
+    coordinator.save(key(10))
+    store.storage.delete(f"points/{key(10).point_name}/cursor.json")
+    answer = coordinator.committer.perform(VerifyPoint(name=key(10).point_name))
+    assert answer is not None
+    assert not answer.healthy  # type: ignore[union-attr]
+    assert [d.file for d in coordinator.committer.take_damages()] == ["cursor.json"]
+    assert coordinator.committer.take_damages() == ()
 
 
 def test_a_file_that_the_coordinator_does_not_see_names_the_storage(store) -> None:
@@ -142,7 +137,17 @@ class FailsAt(ModelDisk):
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
-        if name not in ("create", "write", "fsync", "link", "unlink", "make_folder", "fsync_folder", "size", "list"):
+        if name not in (
+            "create",
+            "write",
+            "fsync",
+            "link",
+            "unlink",
+            "make_folder",
+            "fsync_folder",
+            "size",
+            "list",
+        ):
             return value
 
         def call(*arguments: Any) -> Any:
@@ -155,21 +160,19 @@ class FailsAt(ModelDisk):
 
 
 def run_on_failing_disk(first: int, times: int) -> tuple[RunStore, set[int], int]:
-    """Three saves on it. The store without the failure, the steps acknowledged to both ranks, the number of calls."""
+    """Three saves on it. The store without the failure, the steps acknowledged, the number of calls."""
     disk = FailsAt()
     store = RunStore(Storage("/run", disk, no_sleep))
     store.claim(1, "aaaa", START, "host")
-    to = committer(store, keep_latest=1)
+    coordinator = Coordinator(store, keep_latest=1)
     disk.calls, disk.first, disk.times = 0, first, times
-    answers = []
     for step in (10, 20, 30):
         try:
-            save(store, to, key(step))
+            coordinator.save(key(step))
         except StorageError:
-            pass  # a rank that could not write does not vote
-        answers += to.take_answers()
+            continue  # a rank that could not write does not vote
     calls, disk.times = disk.calls, 0
-    return store, {at.step for at, _, committed in answers if committed}, calls
+    return store, {at.step for at, _, committed in coordinator.answers if committed}, calls
 
 
 def check_promises(store: RunStore, acknowledged: set[int]) -> None:
@@ -196,13 +199,13 @@ def test_a_disk_that_fails_for_good_anywhere_leaves_every_acknowledged_point_who
         check_promises(store, acknowledged)
 
 
-def test_generations_that_follow_one_another_share_the_points_of_their_path(store) -> None:
-    to = committer(store, keep_latest=2)
-    journal = to._journal
-    save(store, to, key(10))
-    journal.generation(start(2, key(12)))  # type: ignore[attr-defined]
-    journal.step(record(key(13, generation=2)))
-    assert to.generation_formed(2, key(12))
-    save(store, to, key(13, generation=2))
-    assert [committed for _, _, committed in to.take_answers()] == [True] * 4
-    assert store.read_point(key(13, generation=2).point_name).commit.parent == key(12)
+def test_a_check_or_deletion_that_fails_for_good_is_an_answer_and_no_exception() -> None:
+    disk = FailsAt()
+    store = RunStore(Storage("/run", disk, no_sleep))
+    coordinator = Coordinator(store)
+    coordinator.save(key(10))
+    disk.calls, disk.first, disk.times = 0, 1, 10**9
+    assert coordinator.committer.perform(CheckNewerClaim(key=None)) is None
+    deleted = coordinator.committer.perform(DeletePoints(names=(key(10).point_name,)))
+    assert deleted is not None
+    assert deleted.failed == (key(10).point_name,)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Every way in which a file of the newest point can be wrong is found, named, and the next older point is used instead."""
+"""Every damage to a file of the newest point is found and named, and the next older point is used."""
 
 from __future__ import annotations
 
@@ -178,7 +178,15 @@ class Bomb:
         return os.mkdir, (self.mark, 0o755)
 
 
-HOSTILE = [*FILES, ".metadata", "model/.metadata", "data.pkl", "model/pytorch_model.bin", "optimizer/state.pt", "COMMIT.tmp-00"]
+HOSTILE = [
+    *FILES,
+    ".metadata",
+    "model/.metadata",
+    "data.pkl",
+    "model/pytorch_model.bin",
+    "optimizer/state.pt",
+    "COMMIT.tmp-00",
+]
 
 
 @pytest.mark.parametrize("file", HOSTILE)
@@ -204,7 +212,9 @@ def test_a_pickle_under_any_name_is_never_run(two_points, tmp_path, file) -> Non
     assert mark.exists(), "the pickle must be a live one, else the test shows nothing"
 
 
-@pytest.mark.parametrize("file", ["run.json", "attempts/0001.json", "attempts/0001.parent.json", "attempts/0001.end.json"])
+@pytest.mark.parametrize(
+    "file", ["run.json", "attempts/0001.json", "attempts/0001.parent.json", "attempts/0001.end.json"]
+)
 def test_a_pickle_in_place_of_a_runs_own_file_is_never_run(tmp_path, file) -> None:
     mark = tmp_path / "mark"
     store = RunStore(Storage(str(tmp_path / "run")))

@@ -17,7 +17,7 @@ BLOCK = 700
 
 @dataclass
 class Promises:
-    """What had been told to others after a number of disk calls: from then on this point, or a newer one, must be found whole."""
+    """What others were told after a number of disk calls: this point, or a newer one, stays whole."""
 
     told: list[tuple[int, str]]
 
@@ -37,7 +37,9 @@ def save_three_keep_one(store: RunStore, disk: ModelDisk) -> Promises:
     return promises
 
 
-def explore(make_store: Callable[[ModelDisk], RunStore], save: Callable[[RunStore, ModelDisk], Promises]) -> tuple[int, set[str]]:
+def explore(
+    make_store: Callable[[ModelDisk], RunStore], save: Callable[[RunStore, ModelDisk], Promises]
+) -> tuple[int, set[str]]:
     """The number of disks looked at, and what was wrong with any of them."""
     disk = ModelDisk(block=BLOCK)
     promises = save(make_store(disk), disk)
@@ -125,7 +127,10 @@ def overwrite_in_place(store: RunStore, disk: ModelDisk) -> Promises:
 
 
 def test_the_exploration_catches_a_writer_that_commits_first() -> None:
-    assert "a torn point is committed" in explore(lambda disk: RunStore(CommitFirst(disk)), save_three_keep_one)[1]
+    assert (
+        "a torn point is committed"
+        in explore(lambda disk: RunStore(CommitFirst(disk)), save_three_keep_one)[1]
+    )
 
 
 def test_the_exploration_catches_a_writer_that_overwrites() -> None:
@@ -137,7 +142,10 @@ def test_the_exploration_catches_a_writer_that_syncs_no_folder() -> None:
 
 
 def test_the_exploration_catches_a_writer_that_deletes_parts_first() -> None:
-    assert "a torn point is committed" in explore(lambda disk: PartsFirst(Storage("/run", disk, no_sleep)), save_three_keep_one)[1]
+    assert (
+        "a torn point is committed"
+        in explore(lambda disk: PartsFirst(Storage("/run", disk, no_sleep)), save_three_keep_one)[1]
+    )
 
 
 def test_the_exploration_catches_a_disk_that_syncs_no_file() -> None:

@@ -23,7 +23,9 @@ def test_the_newest_points_stay(names, keep_latest, pinned, verified) -> None:
 
 
 @given(points, keep, pin, verified_sets)
-def test_the_pinned_point_goes_only_after_two_newer_ones_are_verified(names, keep_latest, pinned, verified) -> None:
+def test_the_pinned_point_goes_only_after_two_newer_ones_are_verified(
+    names, keep_latest, pinned, verified
+) -> None:
     if pinned in to_delete(names, keep_latest, pinned, verified):
         assert len([n for n in names if n > pinned and n in verified]) >= 2
 

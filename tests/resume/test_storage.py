@@ -1,4 +1,4 @@
-"""The durable file operations: what they promise when names are taken, disks fail, or a file system can do less."""
+"""The durable file operations, when names are taken, disks fail, or a file system can do less."""
 
 from __future__ import annotations
 
@@ -137,7 +137,12 @@ def test_surely_absent_is_another_thing_than_unreadable(tmp_path) -> None:
             with pytest.raises(FileNotFoundError):
                 look(absent)
     assert storage.list("nothing") == []
-    for call, look in (("open", storage.read), ("read", storage.read), ("size", storage.exists), ("list", storage.list)):
+    for call, look in (
+        ("open", storage.read),
+        ("read", storage.read),
+        ("size", storage.exists),
+        ("list", storage.list),
+    ):
         broken = Storage(str(tmp_path), Failing(call, errno.EIO), no_sleep)
         with pytest.raises(StorageError, match="EIO"):
             getattr(broken, look.__name__)("file" if call != "list" else "")

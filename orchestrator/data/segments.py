@@ -1,0 +1,134 @@
+"""A chunk of tokens as a stretch of the stream: where its documents begin, and the cursor of any of its positions.
+
+It knows one chunk and what was counted before it; the packer strings segments together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, SourceCursor, TokenChunk
+
+Counts = tuple[int, int, int, int]  # documents, empty, bad, special texts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Before:
+    """What precedes a segment in the stream. `position` counts tokens from the place where it was opened.
+
+    `document` is the number of the last token's document, -1 for none. `epoch_counts` are the counts at the
+    epoch's beginning, `epoch_begins`: no token of the epoch came yet.
+    """
+
+    position: int
+    counts: Counts
+    document: int
+    epoch_counts: Counts
+    epoch_begins: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a token lies: its entry in the segment, and the cursor without the digest of the piece's tokens.
+
+    At an epoch's first token the cursor is (epoch, 0, …) in normal form, before any entry of the epoch.
+    """
+
+    entry: int
+    token: int
+    piece_key: tuple[int, int, int, int, int]
+    epoch_border: bool
+    cursor: SourceCursor
+
+
+class Segment:
+    """Tokens of one chunk from `skip` on (those before it were drawn before the stream was opened)."""
+
+    def __init__(self, chunk: TokenChunk, skip: int, before: Before) -> None:
+        self.chunk, self._skip, self._before = chunk, skip, before
+        self.start = before.position
+        self.stop = before.position + len(chunk.tokens) - skip
+        # entry i has the positions [_begins[i], _ends[i]) of the stream
+        self._ends = self.start - skip + np.cumsum(chunk.num_tokens, dtype=np.int64)
+        self._begins = self._ends - chunk.num_tokens
+        is_piece = chunk.kind == PIECE
+        passed = np.stack(
+            [is_piece & (chunk.last_piece == 1), chunk.kind == EMPTY, chunk.kind == BAD, chunk.special_texts]
+        )
+        self._counts = np.zeros((4, len(chunk.kind) + 1), np.int64)  # what is passed before entry i
+        np.cumsum(passed, axis=1, out=self._counts[:, 1:])
+        self._reasons_taken = 0
+        # a document begins with its first token, though a piece of no tokens may come before it
+        document = max(before.document, 0) + np.cumsum(is_piece & (chunk.piece == 0), dtype=np.int64)
+        filled = chunk.num_tokens > 0
+        documents = document[filled]
+        earlier = np.concatenate([[before.document], documents[:-1]])
+        self._document_starts = self._begins[filled][documents != earlier]
+        self._last_document = int(document[-1]) if len(document) else before.document
+
+    @property
+    def document_after(self) -> int:
+        """The number of the last entry's document, for the next segment."""
+        return self._last_document
+
+    @property
+    def counts_after(self) -> Counts:
+        """The counts behind the segment."""
+        return self._counts_at(len(self.chunk.kind))
+
+    def _counts_at(self, entry: int) -> Counts:
+        now = self._counts[:, entry].tolist()
+        before = self._before.counts
+        return (before[0] + now[0], before[1] + now[1], before[2] + now[2], before[3] + now[3])
+
+    def tokens_between(self, start: int, stop: int) -> Int32Array:
+        """Its tokens at the stream's positions [start, stop), as a view."""
+        shift = self._skip - self.start
+        return self.chunk.tokens[max(start, self.start) + shift : max(min(stop, self.stop) + shift, 0)]
+
+    def document_starts_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Positions in [start, stop) at which its documents begin."""
+        first, last = np.searchsorted(self._document_starts, [max(start, self.start), stop])
+        return self._document_starts[first:last]
+
+    def place_of(self, position: int) -> Place:
+        """The place of the token at `position`, which is one of the segment's."""
+        assert self.start <= position < self.stop, f"position {position} of [{self.start}, {self.stop})"
+        chunk = self.chunk
+        entry = int(np.searchsorted(self._ends, position, side="right"))
+        token = position - int(self._begins[entry])
+        record, piece = int(chunk.record[entry]), int(chunk.piece[entry])
+        border = self._before.epoch_begins and position == self.start
+        documents, empty, bad, special = self._before.epoch_counts if border else self._counts_at(entry)
+        return Place(
+            entry=entry,
+            token=token,
+            piece_key=(chunk.epoch, chunk.block, chunk.window, record, piece),
+            epoch_border=border,
+            cursor=SourceCursor(
+                epoch=chunk.epoch,
+                block=0 if border else chunk.block,
+                window=0 if border else chunk.window,
+                record=0 if border else record,
+                piece=0 if border else piece,
+                token=token,
+                documents=documents,
+                empty_documents=empty,
+                bad_documents=bad,
+                special_texts=special,
+            ),
+        )
+
+    def piece_tokens(self, place: Place) -> Int32Array:
+        """The tokens of the place's piece before its token, also those that were drawn before the opening."""
+        first = int(self._begins[place.entry]) - self.start + self._skip
+        return self.chunk.tokens[first : first + place.token]
+
+    def take_reasons(self, entry: int | None) -> tuple[str, ...]:
+        """The reasons of bad documents before `entry` (None: of all) that were not taken yet."""
+        passed = int(self._counts[2, len(self.chunk.kind) if entry is None else entry])
+        taken, self._reasons_taken = self._reasons_taken, passed
+        return self.chunk.bad_reasons[taken:passed]

@@ -1,0 +1,74 @@
+"""Drives the commit machine and the committer the way a coordinator does, in one thread, for the tests."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from orchestrator.monitor.journal import JournalWriter
+from orchestrator.records import StateKey, Vote
+from orchestrator.resume.commit import CommitMachine
+from orchestrator.resume.committer import PointCommitter
+from orchestrator.resume.events import (
+    Acknowledge,
+    Event,
+    Fence,
+    Forming,
+    GenerationFormed,
+    GiveUp,
+    ReadyToForm,
+    VoteCast,
+)
+from orchestrator.resume.store import RunStore
+from tests.resume.samples import CONFIG, key, record, started_journal, write_vote
+
+
+class Coordinator:
+    """One attempt whose first generation has formed. `answers` are (key, rank, committed), in order."""
+
+    def __init__(self, store: RunStore, keep_latest: int = 2, num_records: int = 60, **more: Any) -> None:
+        self.store = store
+        self.journal: JournalWriter = started_journal(store.storage)
+        for step in range(1, num_records):
+            self.journal.step(record(key(step)))
+        self.machine = CommitMachine(attempt=1, keep_latest=keep_latest, vote_limit_s=60)
+        rng = {"rule": "none"}
+        self.committer = PointCommitter(store, self.journal, 1, CONFIG, rng, lambda: 3.5, **more)
+        self.answers: list[tuple[StateKey, int, bool]] = []
+        self.fenced = False
+        self.form(1, None)
+
+    def form(self, generation: int, parent: StateKey | None) -> None:
+        self.tell(Forming())
+        self.tell(GenerationFormed(generation=generation, parent=parent))
+
+    def save(self, at: StateKey, ranks: tuple[int, ...] = (0, 1)) -> None:
+        """The ranks write their parts and vote."""
+        for rank in ranks:
+            self.vote(write_vote(self.store.storage, at, rank))
+
+    def vote(self, vote: Vote) -> None:
+        self.tell(VoteCast(vote=vote, now_s=2.0))
+
+    def tell(self, first: Event) -> None:
+        events = deque([first])
+        while events:
+            self.machine, actions = self.machine.on(events.popleft())
+            for action in actions:
+                match action:
+                    case Acknowledge():
+                        self.answers += [(action.key, rank, True) for rank in action.ranks]
+                    case GiveUp():
+                        self.answers += [(action.key, rank, False) for rank in action.ranks]
+                    case Fence():
+                        self.fenced = True
+                    case ReadyToForm():
+                        pass
+                    case _:
+                        answer = self.committer.perform(action)
+                        if answer is not None:
+                            events.append(answer)
+
+    def take_answers(self) -> list[tuple[StateKey, int, bool]]:
+        answers, self.answers = self.answers, []
+        return answers
