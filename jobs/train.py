@@ -12,7 +12,7 @@ from pathlib import Path
 # A job's working directory holds the package; where it is installed as well, this copy is the one that was submitted.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from orchestrator.cli import app, run_command
+from orchestrator.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: app(["train", *sys.argv[1:]], standalone_mode=False)))
+    main(["train", *sys.argv[1:]])

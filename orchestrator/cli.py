@@ -6,7 +6,7 @@ Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,29 +115,19 @@ def sample_corpus(
     _say(str(build_sample_corpus(out, source)))
 
 
-def main() -> None:
-    """The entry point: runs the command and turns our errors into a message and an exit code."""
-    sys.exit(run_command(lambda: app(standalone_mode=False)))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: runs the command (default: that of the process) and ends the process with its exit code.
 
-
-def run_command(command: Callable[[], Any]) -> int:
-    """The exit code of `command`, its error (if it is one of ours, or one of use) printed to stderr without a traceback."""
-    import click
-
+    An error of ours is printed to stderr without a traceback.
+    """
     try:
-        code = command()
+        app(args=arguments)
     except OrchestratorError as error:
         _say(f"{type(error).__name__}: {error}")
-        return error.exit_code
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except click.ClickException as error:
-        error.show(sys.stderr)
-        return 2
-    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
         _say("interrupted")
-        return 1
-    return code if isinstance(code, int) else 0
+        sys.exit(1)
 
 
 def _print_json(value: Any) -> None:

@@ -131,9 +131,10 @@ def _check_writable(folder: Path) -> None:
 
 
 def _prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
-    from orchestrator.data.spec import is_frozen, prepare_data
+    from orchestrator.data.frozen import read_frozen
+    from orchestrator.data.spec import prepare_data
 
-    spec = prepare_data(job, folder if freeze or is_frozen(folder) else None)
+    spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
     vocab = (job.model.config or {}).get("vocab_size")
     if vocab is not None and vocab < spec.vocab_size:
         raise ConfigError(
@@ -231,7 +232,7 @@ def _supervise(
 
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
-    _announce(progress, job, attempt, plan)
+    _announce(progress, job, attempt, plan, spec.notes)
     options: dict[str, Any] = {
         "name": f"coordinator-{attempt.launch}",
         "num_cpus": 0,
@@ -296,7 +297,9 @@ def _config_digest(job: JobConfig) -> str:
     return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
-def _announce(progress: Progress, job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
+def _announce(progress: Progress, job: JobConfig, attempt: Attempt, plan: ResumePlan, notes: Sequence[str]) -> None:
+    for note in notes:
+        progress.say(f"note: {note}")
     for damage in attempt.damages:
         progress.say(f"warning: {damage}; falling back to an older resume point")
     if attempt.point is None:

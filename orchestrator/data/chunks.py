@@ -1,4 +1,4 @@
-"""A block of documents as chunks of tokens: what a tokenizer process runs, and every stream in one process too.
+"""A block of documents as chunks of tokens: what a tokenizer process runs, and any stream in one process.
 
 It is a pure function of (task, files, tokenizer, settings) and may run again at any time; it packs nothing.
 """
@@ -51,8 +51,10 @@ def tokenize_block(
 
 def _absent(task: WindowTask, found: str) -> DataIdentityError:
     return DataIdentityError(
-        f"the cursor names block {task.block} of source {task.source} in epoch {task.epoch}, window {task.window}, record {task.record}, piece "
-        f"{task.piece}, but {found}; the data are not those that the run was started with"
+        f"the cursor names block {task.block} of source {task.source} in epoch {task.epoch}, window "
+        f"{task.window}, "
+        f"record {task.record}, piece {task.piece}, but {found}; the data are not those that the run was "
+        "started with"
     )
 
 
@@ -64,7 +66,9 @@ def _add_record(
     encoder: Encoder,
     settings: StreamSettings,
 ) -> Iterator[TokenChunk]:
-    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad one, nothing for a blank line."""
+    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad
+    one, nothing for a blank line.
+    """
     try:
         text = window.text(position)
     except BadRecordError as error:
@@ -86,8 +90,8 @@ def _add_record(
         special = encoder.count_special(pieces[number])
         if special and settings.special_tokens_in_text == "stop":
             raise DataError(
-                f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; take them out, or set "
-                "data.special_tokens_in_text=text"
+                f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
+                "take them out, or set data.special_tokens_in_text=text"
             )
         if check:
             _check(writer, window, position, pieces[number], encoder)
@@ -96,10 +100,14 @@ def _add_record(
 
 
 def _check(writer: _Writer, window: OrderedWindow, position: int, text: str, encoder: Encoder) -> None:
-    """Encodes the text by both libraries; what differs is reported, the stream keeps its own encoder's ids."""
+    """Encodes the text by both libraries; what differs is reported, the stream keeps its own encoder's
+    ids.
+    """
     ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
     if not np.array_equal(ids, expected):
-        writer.differences.append(f"{window.place(position)}: {encoder.choice}: {difference_text(text, ids, expected)}")
+        writer.differences.append(
+            f"{window.place(position)}: {encoder.choice}: {difference_text(text, ids, expected)}"
+        )
 
 
 class _Writer:
@@ -110,7 +118,12 @@ class _Writer:
     ) -> None:
         self.task = task
         self.differences: list[str] = []
-        self._window, self._last_window, self._encoder, self._settings = window, last_window, encoder, settings
+        self._window, self._last_window, self._encoder, self._settings = (
+            window,
+            last_window,
+            encoder,
+            settings,
+        )
         self._entries: list[tuple[int, int, int, bool, int]] = []  # in the order of _FIELDS
         self._texts: list[str] = []
         self._text_size = 0
@@ -138,7 +151,10 @@ class _Writer:
 
     def full_chunks(self) -> Iterator[TokenChunk]:
         """The chunks that are full now."""
-        if self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens) or len(self._entries) >= _BATCH_BYTES:
+        if (
+            self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens)
+            or len(self._entries) >= _BATCH_BYTES
+        ):
             yield from self._encode()
 
     def finish(self) -> Iterator[TokenChunk]:
@@ -157,7 +173,8 @@ class _Writer:
     def _chunk(self, ends_window: bool) -> TokenChunk:
         batches, self._encoded, self._num_tokens = self._encoded, [], 0
         columns = {
-            name: np.concatenate([b.columns[name] for b in batches]).astype(np.int32) for name in batches[0].columns
+            name: np.concatenate([b.columns[name] for b in batches]).astype(np.int32)
+            for name in batches[0].columns
         }
         differences, self.differences = self.differences, []
         return TokenChunk(
@@ -204,7 +221,9 @@ def _wrap(
     last: npt.NDArray[np.bool_],
     settings: StreamSettings,
 ) -> tuple[Int32Array, npt.NDArray[np.int64]]:
-    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS behind each last one."""
+    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS behind each last
+    one.
+    """
     bos = first & (settings.bos_id is not None)
     eos = last & (settings.eos_id is not None)
     wrapped = lengths.astype(np.int64) + bos + eos

@@ -74,7 +74,8 @@ class Encoder:
         found = installed_version(choice.name)
         if found != choice.version:
             raise DataIdentityError(
-                f"the run encodes with {choice}, this machine has {choice.name} {found or '(not installed)'}; "
+                f"the run encodes with {choice}, this machine has {choice.name} "
+                f"{found or '(not installed)'}; "
                 f"install {choice.name}=={choice.version} on every machine, or change data.encoder"
             )
         self.choice = choice
@@ -145,7 +146,8 @@ class SpecialTexts:
 def choose_encoder(
     model: TokenizerModel, wanted: str, special_tokens_in_text: str, documents: Sequence[str]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's own.
+    """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's
+    own.
 
     Both are compared on the documents and on hostile texts; a difference means `tokenizers`, or a
     `ConfigError` if gigatoken was asked for by name.
@@ -159,7 +161,9 @@ def choose_encoder(
         choice = reference
     else:
         choice = EncoderChoice(name=GIGATOKEN, version=fast_version)
-        problem = find_difference(Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents])
+        problem = find_difference(
+            Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents]
+        )
     if problem is None:
         return choice, ()
     if wanted == GIGATOKEN:
@@ -189,7 +193,9 @@ def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
 
 
 def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
-    """A difference between two encodings in words: the place, the ids there by the encoder and by `tokenizers`."""
+    """A difference between two encodings in words: the place, the ids there by the encoder and by
+    `tokenizers`.
+    """
     common = min(len(ids), len(expected))
     first = next((i for i in range(common) if ids[i] != expected[i]), common)
     here = slice(max(0, first - 2), first + 6)

@@ -26,7 +26,7 @@ from orchestrator.errors import FeedError, FencedError, OrchestratorError
 from orchestrator.plan.batches import rank_samples
 from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
 
-__all__ = ["Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
+__all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
 
 Result = TypeVar("Result")
 
@@ -36,6 +36,15 @@ MAX_EXECUTIONS = 4
 STALL_S = 600.0
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedNotes:
+    """What the journal should know of the data: bad documents that were passed (file, place, reason), documents that the two encoder
+    libraries encoded differently."""
+
+    bad_documents: tuple[str, ...]
+    encoder_differences: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +88,9 @@ class Feeder:
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
+        self._noted_to = 0
+        self._bad_documents: list[tuple[int, str]] = []  # (sample at which the step that passed it ends, place and reason)
+        self._differences: list[str] = []
 
     # ------------------------------------------------------------------------------------------------- for ranks
     async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
@@ -133,6 +145,15 @@ class Feeder:
         """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
         if self._run is not None:
             self._run.steps.committed(consumed_samples)
+
+    async def notes(self, consumed_samples: int) -> FeedNotes:
+        """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted before the process died and was
+        not asked for is lost; the counts in the cursor are not."""
+        bad = [(end, text) for end, text in self._bad_documents if end <= consumed_samples]
+        self._bad_documents = [(end, text) for end, text in self._bad_documents if end > consumed_samples]
+        differences, self._differences = self._differences, []
+        self._noted_to = max(self._noted_to, consumed_samples)
+        return FeedNotes(bad_documents=tuple(text for _, text in bad), encoder_differences=tuple(differences))
 
     async def stats(self) -> FeederStats:
         """Counts; also the sign of life that a rank waits for after a restart."""
@@ -234,7 +255,13 @@ class Feeder:
         drawn = run.packer.draw(step)
         if drawn is not None or run.wanted_tokens != before:
             self._changed.notify_all()  # there may be room for the next chunk
-        return None if drawn is None else run.steps.append(step, drawn)
+        if drawn is None:
+            return None
+        end = drawn.cursor.consumed_samples
+        if end > self._noted_to:
+            known = set(self._bad_documents)
+            self._bad_documents += [note for text in drawn.bad_reasons if (note := (end, text)) not in known]
+        return run.steps.append(step, drawn)
 
     async def _wait(self, step: StepRange) -> None:
         """Until something changed; called with the lock. Raises `FeedError` when no tokenizer has done anything for `stall_s`."""
@@ -282,6 +309,9 @@ class Feeder:
             return asyncio.run_coroutine_threadsafe(what, loop).result()
 
         try:
+            # Ray Data reads this when it is loaded: its other way hands a block on one round of its loop (0.1 s) later
+            os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
+            os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # a helper process less while everything starts
             from orchestrator.data.pipeline import SLOTS_PER_DATASET, read_chunks
 
             while slots := call(self._list_slots(run, SLOTS_PER_DATASET)):
@@ -305,6 +335,7 @@ class Feeder:
             if self._run is not run or self._error is not None:
                 return False
             run.take(slot, chunk)
+            self._differences += chunk.encoder_differences
             self._progress_at = time.monotonic()
             self._changed.notify_all()
             return True

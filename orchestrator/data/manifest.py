@@ -53,7 +53,9 @@ class FileRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute folder."""
+    """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute
+    folder.
+    """
 
     source: str
     base: str
@@ -74,7 +76,7 @@ class Manifest:
         return os.path.join(self.base, self.files[file].path)
 
 
-# ---------------------------------------------------------------------------------------- listing and freezing
+# ---------------------------------------------------------------------------------------- listing and freezin
 def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
     """The manifest of the files that `path` (a file, a folder or a glob) means now.
 
@@ -88,7 +90,9 @@ def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
 
 
 def list_files(name: str, path: str, format_: str) -> tuple[str, list[str]]:
-    """(base, relative paths sorted by their bytes). Hidden files are left out. Raises `ConfigError` if none."""
+    """(base, relative paths sorted by their bytes). Hidden files are left out. Raises `ConfigError` if
+    none.
+    """
     full = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(full):
         return os.path.dirname(full), [os.path.basename(full)]
@@ -268,7 +272,10 @@ def from_parquet(data: bytes, where: str) -> Manifest:
         facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         rows = table.to_pylist()
         lists = ("group_rows", "group_bytes")
-        files = tuple(FileRow(**{k: tuple(v) if k in lists else v for k, v in row.items()}) for row in rows)
+        columns: list[dict[str, Any]] = [
+            {name: tuple(value) if name in lists else value for name, value in row.items()} for row in rows
+        ]
+        files = tuple(FileRow(**values) for values in columns)
         fields = {name: facts[name] for name in ("source", "base", "format", "text_field")}
     except (pa.ArrowException, OSError, KeyError, TypeError) as error:
         raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error

@@ -32,6 +32,7 @@ SLOTS_PER_TOKENIZER = 1
 TOKENIZER_NICENESS = 19
 
 _ARRAYS = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts")
+_TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
 _ROW = pa.schema(
     [
@@ -42,7 +43,7 @@ _ROW = pa.schema(
         ("window", pa.int64()),
         ("ends_window", pa.bool_()),
         ("ends_block", pa.bool_()),
-        ("bad_reasons", pa.list_(pa.string())),
+        *((name, pa.list_(pa.string())) for name in _TEXTS),
         *((name, pa.large_binary()) for name in _ARRAYS),
     ]
 )
@@ -117,7 +118,8 @@ def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
     """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
     values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
     values |= {name: [memoryview(_bytes(getattr(chunk, name)))] for name in _ARRAYS}
-    return pa.table({"slot": [slot], "bad_reasons": [list(chunk.bad_reasons)], **values}, schema=_ROW)
+    values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
+    return pa.table({"slot": [slot], **values}, schema=_ROW)
 
 
 def _bytes(array: Int32Array) -> Any:
@@ -130,7 +132,8 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
         return None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
     arrays: dict[str, Any] = {name: np.frombuffer(row[name][0].as_buffer(), dtype="<i4") for name in _ARRAYS}
-    return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, bad_reasons=tuple(row["bad_reasons"][0].as_py()))
+    texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
+    return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
 
 
 def _configure() -> None:
@@ -142,7 +145,6 @@ def _configure() -> None:
     context.max_errored_blocks = 0
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # one helper process less while everything starts
 
 
 def read_chunks(

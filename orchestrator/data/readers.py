@@ -110,7 +110,9 @@ def _records(file: BufferedReader, path: str, plan: SourcePlan, where: FilePart)
     """(line, records, sizes, place of the first) of the part's records, in one or more batches."""
     text_field, format_ = plan.manifest.text_field, plan.manifest.format
     if where.group is not None:
-        yield from _rows(path, where.group, text_field, sum(plan.manifest.files[where.file].group_rows[: where.group]))
+        yield from _rows(
+            path, where.group, text_field, sum(plan.manifest.files[where.file].group_rows[: where.group])
+        )
     elif format_ == "text":
         content = b"".join(decoded(file, path))
         yield 1, [content], np.array([len(content)], np.int64), 0
@@ -161,7 +163,7 @@ def _read(handle: int, start: int, stop: int) -> bytes:
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], Int64Array]:
-    """The lines without their newline, and their sizes with it. Only `\\n` ends a line."""
+    """The lines without their newline, and their sizes with it. Nothing else ends a line."""
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -238,7 +240,7 @@ def _rows(path: str, group: int, column: str, first_row: int) -> Iterator[_Batch
                 values = batch.column(0)
                 if pa.types.is_dictionary(values.type):
                     values = values.dictionary_decode()
-                # as binary: what is no UTF-8 must show as a bad document, not end the reading of its neighbours
+                # as binary: what is no UTF-8 must show as a bad document, not end the reading
                 records = values.cast(pa.large_binary()).to_pylist()
                 sizes = np.fromiter((len(r or b"") for r in records), np.int64, len(records))
                 yield done + 1, records, sizes, done

@@ -1,4 +1,4 @@
-"""A chunk of tokens as a stretch of the stream: where its documents begin, and the cursor of any of its positions.
+"""A chunk of tokens as a stretch of the stream: where documents begin in it, and the cursor of its positions.
 
 It knows one chunk and what was counted before it; the packer strings segments together.
 """
@@ -19,29 +19,52 @@ Counts = tuple[int, int, int, int]  # documents, empty, bad, special texts
 class Before:
     """What precedes a segment in the stream. `position` counts tokens from the place where it was opened.
 
-    `document` is the number of the last token's document, -1 for none. `epoch_counts` are the counts at the
+    `document` is the number of the last entry's document, `token_document` that of the last token's, -1 for
+    none. `epoch_counts` are the counts at the
     epoch's beginning, `epoch_begins`: no token of the epoch came yet.
     """
 
     position: int
     counts: Counts
     document: int
+    token_document: int
     epoch_counts: Counts
     epoch_begins: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a token lies: its entry in the segment, and the cursor without the digest of the piece's tokens.
+    """Where a token lies: its entry in the segment, its number in the piece, and what is passed before it.
 
-    At an epoch's first token the cursor is (epoch, 0, …) in normal form, before any entry of the epoch.
+    `piece_key` is (epoch, block, window, record, piece). At an epoch's first token the cursor is
+    (epoch, 0, …) in normal form, before any entry of the epoch.
     """
 
     entry: int
     token: int
     piece_key: tuple[int, int, int, int, int]
     epoch_border: bool
-    cursor: SourceCursor
+    counts: Counts
+
+    def cursor(self, prefix_digest: str) -> SourceCursor:
+        """The cursor, given the digest of the piece's earlier tokens (empty for none)."""
+        epoch, block, window, record, piece = self.piece_key
+        if self.epoch_border:
+            block = window = record = piece = 0
+        documents, empty, bad, special = self.counts
+        return SourceCursor(
+            epoch=epoch,
+            block=block,
+            window=window,
+            record=record,
+            piece=piece,
+            token=self.token,
+            prefix_digest=prefix_digest,
+            documents=documents,
+            empty_documents=empty,
+            bad_documents=bad,
+            special_texts=special,
+        )
 
 
 class Segment:
@@ -62,17 +85,13 @@ class Segment:
         np.cumsum(passed, axis=1, out=self._counts[:, 1:])
         self._reasons_taken = 0
         # a document begins with its first token, though a piece of no tokens may come before it
-        document = max(before.document, 0) + np.cumsum(is_piece & (chunk.piece == 0), dtype=np.int64)
+        document = before.document + np.cumsum(is_piece & (chunk.piece == 0), dtype=np.int64)
         filled = chunk.num_tokens > 0
         documents = document[filled]
-        earlier = np.concatenate([[before.document], documents[:-1]])
-        self._document_starts = self._begins[filled][documents != earlier]
-        self._last_document = int(document[-1]) if len(document) else before.document
-
-    @property
-    def document_after(self) -> int:
-        """The number of the last entry's document, for the next segment."""
-        return self._last_document
+        earlier = np.concatenate([[before.token_document], documents[:-1]])
+        self._document_starts: npt.NDArray[np.int64] = self._begins[filled][documents != earlier]
+        self.document_after = int(document[-1]) if len(document) else before.document
+        self.token_document_after = int(documents[-1]) if len(documents) else before.token_document
 
     @property
     def counts_after(self) -> Counts:
@@ -91,35 +110,23 @@ class Segment:
 
     def document_starts_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Positions in [start, stop) at which its documents begin."""
-        first, last = np.searchsorted(self._document_starts, [max(start, self.start), stop])
+        first, last = self._document_starts.searchsorted([max(start, self.start), stop])
         return self._document_starts[first:last]
 
     def place_of(self, position: int) -> Place:
         """The place of the token at `position`, which is one of the segment's."""
         assert self.start <= position < self.stop, f"position {position} of [{self.start}, {self.stop})"
         chunk = self.chunk
-        entry = int(np.searchsorted(self._ends, position, side="right"))
+        entry = int(self._ends.searchsorted(position, side="right"))
         token = position - int(self._begins[entry])
         record, piece = int(chunk.record[entry]), int(chunk.piece[entry])
         border = self._before.epoch_begins and position == self.start
-        documents, empty, bad, special = self._before.epoch_counts if border else self._counts_at(entry)
         return Place(
             entry=entry,
             token=token,
             piece_key=(chunk.epoch, chunk.block, chunk.window, record, piece),
             epoch_border=border,
-            cursor=SourceCursor(
-                epoch=chunk.epoch,
-                block=0 if border else chunk.block,
-                window=0 if border else chunk.window,
-                record=0 if border else record,
-                piece=0 if border else piece,
-                token=token,
-                documents=documents,
-                empty_documents=empty,
-                bad_documents=bad,
-                special_texts=special,
-            ),
+            counts=self._before.epoch_counts if border else self._counts_at(entry),
         )
 
     def piece_tokens(self, place: Place) -> Int32Array:

@@ -1,6 +1,6 @@
 """A block's records in windows, and a record as a document's text or as a reason why it is bad.
 
-It knows no tokens. The order inside a window is `plan.order`'s; a record keeps its number whatever becomes of it.
+It knows no tokens. The order in a window is `plan.order`'s; a record keeps its number whatever becomes of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Window:
 
     def fragments(self) -> Int64Array:
         """(num_records,) the fragment of each record."""
-        return np.repeat([p.fragment for p in self.parts], [len(p.records) for p in self.parts]).astype(np.int64)
+        return np.repeat([p.fragment for p in self.parts], [len(p.records) for p in self.parts]).astype(
+            np.int64
+        )
 
     def numbers(self) -> Int64Array:
         """(num_records,) each record's number in its fragment."""
@@ -119,7 +121,9 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
         for whole in read_fragment(plan, fragment, settings.accept_changed):
             part = whole
             while len(part.records):
-                fits = int(np.searchsorted(total + np.cumsum(part.sizes), settings.window_bytes, side="right"))
+                fits = int(
+                    np.searchsorted(total + np.cumsum(part.sizes), settings.window_bytes, side="right")
+                )
                 if not held:
                     fits = max(fits, 1)
                 if fits:
@@ -164,7 +168,9 @@ def _json_kind(value: object) -> str:
 def _count_newlines(path: str, stop: int) -> int:
     found = position = 0
     with open(path, "rb") as file:
-        while position < stop and (piece := os.pread(file.fileno(), min(READ_BYTES, stop - position), position)):
+        while position < stop and (
+            piece := os.pread(file.fileno(), min(READ_BYTES, stop - position), position)
+        ):
             found += piece.count(b"\n")
             position += len(piece)
     return found

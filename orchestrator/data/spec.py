@@ -1,4 +1,4 @@
-"""Everything a process needs to read a run's stream, as one frozen value: files, tokenizer, encoder, settings.
+"""All that a process needs to read a run's stream, as one frozen value: files, tokenizer, encoder, settings.
 
 `prepare_data` makes it, at a run's first start by freezing what is there, later from what was frozen.
 """
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from orchestrator.data import manifest as manifests
 from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.encoder import Encoder, EncoderChoice, choose_encoder
+from orchestrator.data.encoder import TOKENIZERS, Encoder, EncoderChoice, choose_encoder, installed_version
 from orchestrator.data.fragments import SourcePlan, plan_source
-from orchestrator.data.frozen import FrozenData, read_frozen, write_frozen
+from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
+from orchestrator.data.manifest import Manifest
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.stream import Packer, Sample, open_samples
@@ -82,8 +83,9 @@ class DataSpec:
             begin = start.block if epoch == start.epoch else 0
             if begin >= plan.num_blocks:
                 raise DataIdentityError(
-                    f"the cursor names block {begin} of source {plan.source}, which has {plan.num_blocks} blocks; the data are not those "
-                    "that the run was trained with"
+                    f"the cursor names block {begin} of source {plan.source}, which has {plan.num_blocks} "
+                    "blocks; "
+                    "the data are not those that the run was trained with"
                 )
             for block in range(begin, plan.num_blocks):
                 task = WindowTask(source=plan.source, epoch=epoch, block=block)
@@ -112,7 +114,8 @@ def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
     frozen = None if folder is None else read_frozen(folder)
     if frozen is None:
         return _first_start(config, settings, folder)
-    return _from_frozen(config, settings, frozen)
+    assert folder is not None, "frozen data lie in a folder"
+    return _from_frozen(config, settings, folder, frozen)
 
 
 def _settings(config: JobConfig) -> StreamSettings:
@@ -139,13 +142,12 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     if not plan.num_blocks:
         raise ConfigError(
-            f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no records; mend the path"
+            f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
+            "records; "
+            "mend the path"
         )
-    documents = _sample_documents(plan, settings) if config.data.encoder != "tokenizers" else []
-    encoder, notes = choose_encoder(
-        facts.model, config.data.encoder, settings.special_tokens_in_text, documents
-    )
-    frozen = FrozenData(
+    encoder, notes = _choose(config, settings, facts, plan)
+    record = DataRecord(
         tokenizer=config.data.tokenizer,
         tokenizer_digest=facts.digest,
         encoder_name=encoder.name,
@@ -155,15 +157,161 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         fragments_per_block={source.name: plan.fragments_per_block},
         manifests={source.name: manifest.digest},
     )
-    if folder is not None and not write_frozen(folder, frozen, (manifest,), files):
+    if folder is not None and not write_frozen(folder, record, [manifest], files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
-    return _spec(config, settings, frozen, plan, facts, folder, (*facts.notes, *notes, *_window_notes(plan, settings)))
+    return DataSpec(
+        plans=(plan,),
+        settings=settings,
+        tokenizer=facts.model,
+        tokenizer_folder=None if folder is None else str(folder / TOKENIZER_FOLDER),
+        vocab_size=facts.vocab_size,
+        encoder=encoder,
+        run_identity=_identity(config, facts.digest, encoder, manifest, plan),
+        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+    )
 
 
-def _from_frozen(config: JobConfig, settings: StreamSettings, stored: StoredData) -> DataSpec:
-    raise NotImplementedError
+def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData) -> DataSpec:
+    source, record = config.data.sources[0], frozen.record
+    if source.name not in frozen.manifests:
+        raise DataIdentityError(
+            f"the run was started with data.sources {sorted(frozen.manifests)}, the job asks for "
+            f"{source.name}; "
+            "keep the source's name, or start a new run"
+        )
+    facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
+    if facts.digest != record.tokenizer_digest:
+        raise DataIdentityError(
+            f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} was made with digest "
+            f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
+        )
+    settings = _with_ids(config, settings, facts)
+    manifest, now, notes = _compare_files(config, frozen.manifests[source.name])
+    plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
+    _require_same_blocks(plan, settings, record)
+    encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
+    offered = EncoderChoice(name=encoder.name, version=installed_version(encoder.name) or "(not installed)")
+    if config.data.encoder not in ("auto", encoder.name):
+        encoder, more = _choose(config, settings, facts, plan)
+        offered, notes = encoder, (*notes, *more)
+    asked = _tokenizer_now(config, frozen, facts)
+    return DataSpec(
+        plans=(plan,),
+        settings=settings,
+        tokenizer=facts.model,
+        tokenizer_folder=str(folder / TOKENIZER_FOLDER),
+        vocab_size=facts.vocab_size,
+        encoder=encoder,
+        run_identity=_identity(config, asked, offered, now, plan),
+        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+    )
+
+
+def _compare_files(config: JobConfig, frozen: Manifest) -> tuple[Manifest, Manifest, tuple[str, ...]]:
+    """(the frozen list at the path that the job names, what lies there now, notes). Refuses changed files."""
+    source = config.data.sources[0]
+    base, names = manifests.list_files(source.name, source.path, frozen.format)
+    manifest = replace(frozen, base=base)
+    now, changes = manifests.changes_since(manifest)
+    if changes and not config.resume.accept_changed:
+        raise DataIdentityError(manifests.changed_text(changes))
+    notes = [f"going on with a changed file (resume.accept_changed): {text}" for text in changes]
+    later = sorted(set(names) - {row.path for row in manifest.files})
+    if later:
+        notes.append(
+            f"{len(later)} files of source {source.name} came after the run's start and are not read, e.g. "
+            f"{later[0]}"
+        )
+    return manifest, now, tuple(notes)
+
+
+def _require_same_blocks(plan: SourcePlan, settings: StreamSettings, record: DataRecord) -> None:
+    """The number of fragments per block is frozen. Where the settings differ, `identity` says so instead."""
+    same = (settings.fragment_bytes, settings.window_bytes) == (record.fragment_bytes, record.window_bytes)
+    was = record.fragments_per_block[plan.source]
+    if same and was != plan.fragments_per_block:
+        raise DataIdentityError(
+            f"source {plan.source} was frozen with {was} fragments per block, this program makes "
+            f"{plan.fragments_per_block}; use the version of orchestrator that the run was started with"
+        )
+
+
+def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts) -> str:
+    """The digest of the tokenizer that the job names; the run's own copy stands for a name it cannot find."""
+    name = config.data.tokenizer
+    if name == frozen.record.tokenizer and not Path(name).expanduser().is_dir():
+        return facts.digest
+    files = fetch(name)
+    return facts.digest if files == frozen.tokenizer_files else examine(name, files).digest
 
 
 def _with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
     bos, eos = ids_around(config.data.tokenizer, facts, config.data.bos, config.data.eos)
     return replace(settings, bos_id=bos, eos_id=eos)
+
+
+def _choose(
+    config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plan: SourcePlan
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    wanted = config.data.encoder
+    documents = [] if wanted == TOKENIZERS else _sample_documents(plan, settings)
+    return choose_encoder(facts.model, wanted, settings.special_tokens_in_text, documents)
+
+
+def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
+    """Beginnings of some documents of the stream's first window; bad ones are left for the stream to
+    report.
+    """
+    ordered = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
+    found = []
+    for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
+        try:
+            text = ordered.text(position)
+        except BadRecordError:
+            continue
+        if text:
+            found.append(text[:_SAMPLE_CHARACTERS])
+    return found[:_SAMPLE_DOCUMENTS]
+
+
+def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
+    """The one exception to the flat cost of re-opening, where this source makes it (DATA.md rule 8)."""
+    files = plan.manifest.files
+    large = sum(
+        max(row.group_bytes, default=0) > settings.window_bytes
+        or (row.path.endswith(manifests.COMPRESSED) and row.bytes > settings.window_bytes // 4)
+        for row in files
+    )
+    if not large:
+        return ()
+    return (
+        f"{large} of {len(files)} files of source {plan.source} are compressed, or have row groups, beyond "
+        f"data.window_bytes={settings.window_bytes}: they are shuffled within windows of that size only, "
+        "and a "
+        "resume inside one decodes it up to there",
+    )
+
+
+def _identity(
+    config: JobConfig, tokenizer_digest: str, encoder: EncoderChoice, now: Manifest, plan: SourcePlan
+) -> RunIdentity:
+    settings = stream_settings(config.flat())
+    settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
+    return RunIdentity(
+        format_version=FORMAT_VERSION,
+        order_version=ORDER_VERSION,
+        tokenizer=config.data.tokenizer,
+        tokenizer_digest=tokenizer_digest,
+        encoder_name=encoder.name,
+        encoder_version=encoder.version,
+        settings=settings,
+        manifests={plan.source: now.digest},
+    )
+
+
+def public_stream(config: JobConfig, cursor: Cursor | None = None) -> Iterator[Sample]:
+    """The canonical samples of a job from `cursor` on (None: from the start), without a run and a cluster.
+
+    The files are taken as they are now. Raises as `prepare_data` and `open_samples` do.
+    """
+    return open_samples(prepare_data(config), cursor or Cursor(), config.pack.seq_len)

@@ -1,135 +1,37 @@
-"""One source's token stream, cut into steps: chunks of tokens go in, samples and cursors come out (DATA.md rules 1 to 4).
+"""One source's token stream, cut into steps: chunks of tokens go in, samples and cursors come out.
 
-It knows no file and no tokenizer; what a chunk holds is taken as it comes, but its place in the order is checked.
+It knows no file and no tokenizer; what a chunk holds is taken as it comes, its place in the order is checked.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from orchestrator.data.drawn import SOURCE_NUMBER, DrawnStep
 from orchestrator.data.segments import Before, Counts, Segment
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, DataIdentityError, FeedError
 from orchestrator.plan.batches import ceil_div
-from orchestrator.plan.digest import add_tokens, batch_digest, token_hasher
-from orchestrator.records import BatchSlice, Cursor, Int32Array, SourceCursor, StepRange, TokenChunk
+from orchestrator.plan.digest import add_tokens, token_hasher
+from orchestrator.records import Cursor, Int32Array, SourceCursor, StepRange, TokenChunk
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
-NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
-# The source's number in a sample's digest; mixtures number their sources.
-SOURCE_NUMBER = 0
+__all__ = ["DrawnStep", "Packer", "Sample", "open_samples"]
 
-
-class DrawnStep:
-    """One step's samples: its tokens, where documents begin, and the cursor behind it. Immutable.
-
-    It holds its own copy of the tokens, so it may be kept when the packer has gone on. Arrays of samples are
-    made when asked for.
-    """
-
-    def __init__(
-        self,
-        step: StepRange,
-        tokens: Int32Array,
-        document_starts: npt.NDArray[np.int64],
-        source: str,
-        before: Cursor,
-        source_cursor: SourceCursor,
-        end_of_data: bool,
-        bad_reasons: tuple[str, ...],
-    ) -> None:
-        self.step = step  # what it really holds
-        self.end_of_data = end_of_data  # no target follows it
-        self.bad_reasons = bad_reasons  # of the bad documents that the cursor passes in this step
-        self._tokens = tokens  # (num_tokens + 1,) inputs and the last label; empty for a step of no samples
-        self._document_starts = document_starts  # (num,) positions in the step at which a document begins
-        self._source, self._before, self._source_cursor = source, before, source_cursor
-
-    @property
-    def targets(self) -> int:
-        """Target tokens of the step; every position that is not padding is one."""
-        return self.step.num_tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that keeping it costs."""
-        return self._tokens.nbytes + self._document_starts.nbytes
-
-    @cached_property
-    def cursor(self) -> Cursor:
-        """The run's place behind this step."""
-        return Cursor(
-            consumed_samples=self._before.consumed_samples + self.step.num_samples,
-            consumed_tokens=self._before.consumed_tokens + self.step.num_tokens,
-            target_tokens=self._before.target_tokens + self.step.num_tokens,
-            sources={**self._before.sources, self._source: self._source_cursor},
-        )
-
-    @cached_property
-    def digest(self) -> int:
-        """The sum modulo 2^64 of its samples' digests."""
-        first = self.step.first_sample
-        return batch_digest(first, *self.arrays(0, self.step.num_samples))
-
-    def slice(self, start: int, stop: int) -> BatchSlice:
-        """Samples [start, stop), by their index in the run. Raises `FeedError` if they are not all in the step."""
-        first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
-        if not first <= start <= stop <= end:
-            raise FeedError(f"samples [{start}, {stop}) were asked of a step that holds [{first}, {end})")
-        source_numbers, input_ids, labels, document_ids = self.arrays(start - first, stop - first)
-        return BatchSlice(
-            step=self.step,
-            start=start,
-            stop=stop,
-            source_numbers=source_numbers,
-            input_ids=input_ids,
-            labels=labels,
-            document_ids=document_ids,
-            step_targets=self.targets,
-            step_digest=self.digest,
-            cursor=self.cursor,
-            end_of_data=self.end_of_data,
-        )
-
-    def arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop), counted
-        within the step.
-        """
-        seq_len, num = self.step.seq_len, stop - start
-        first = start * seq_len
-        full = min(self.step.num_tokens, stop * seq_len) - first  # positions that are not padding
-        inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
-        labels = np.full(num * seq_len, NO_LOSS, np.int32)
-        begins = np.zeros(num * seq_len, np.int32)
-        if full > 0:
-            inputs[:full] = self._tokens[first : first + full]
-            labels[:full] = self._tokens[first + 1 : first + full + 1]
-            starts = self._document_starts
-            begins[starts[(starts >= first) & (starts < first + full)] - first] = 1
-        table = begins.reshape(num, seq_len)
-        table[:, 0] = 0  # a sample begins with document 0, wherever in it
-        documents = np.cumsum(table, axis=1, dtype=np.int32)
-        if full < num * seq_len:
-            documents.reshape(-1)[max(full, 0) :] = PADDING
-        return (
-            np.full(num, SOURCE_NUMBER, np.int32),
-            inputs.reshape(num, seq_len),
-            labels.reshape(num, seq_len),
-            documents,
-        )
+_NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 class Packer:
-    """Chunks in, steps out, from a cursor on. Holds the chunks that are not drawn yet; not for several threads.
+    """Chunks in, steps out, from a cursor on. Holds the chunks that are not drawn yet; not for several
+    threads.
 
     `feed` every chunk of the tasks from the cursor on, in order, then `finish`; `draw` consecutive steps.
     """
@@ -150,14 +52,15 @@ class Packer:
         self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
         at_border = (start.block, start.window, start.record, start.piece, start.token) == (0, 0, 0, 0, 0)
         self._epoch_tokens = 0 if at_border else 2  # tokens of that epoch, as far as 2
-        self._document = -1  # the last token's
+        self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
         self._hasher = token_hasher()
         self._hashed_piece: tuple[int, ...] | None = None
         self._finished = False
 
     @property
     def buffered_tokens(self) -> int:
-        """Tokens that are there and not drawn. Until the end of the data is known, the last one is not counted:
+        """Tokens that are there and not drawn. Until the end of the data is known, the last one is not
+        counted:
         `draw(step)` answers exactly when `step.num_tokens + 1` are counted, or after `finish`.
         """
         return self._fed - self._taken if self._finished else max(0, self._fed - self._taken - 1)
@@ -174,13 +77,15 @@ class Packer:
             position=self._fed,
             counts=self._counts,
             document=self._document,
+            token_document=self._token_document,
             epoch_counts=self._epoch_counts,
             epoch_begins=self._epoch_tokens == 0,
         )
         segment = Segment(chunk, skip, before)
         self._segments.append(segment)
         num_tokens = segment.stop - segment.start
-        self._document, self._counts = segment.document_after, segment.counts_after
+        self._counts = segment.counts_after
+        self._document, self._token_document = segment.document_after, segment.token_document_after
         self._fed += num_tokens
         self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
         self._go_on(chunk)
@@ -193,7 +98,8 @@ class Packer:
         # a cursor behind the last epoch that is wanted has nothing to read, wherever it stands
         if not (at_border if num_epochs is None else epoch >= num_epochs):
             raise FeedError(
-                f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window {window} was "
+                f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window "
+                f"{window} was "
                 "there to its end; a part of the data was not delivered"
             )
         self._finished = True
@@ -213,12 +119,14 @@ class Packer:
             return None
         left = max(0, self._fed - self._taken - 1)  # positions that have a label
         num = min(step.num_tokens, left)
-        real = replace(step, num_samples=ceil_div(num, step.seq_len), num_tokens=num)
+        num_samples = ceil_div(num, step.seq_len)
         stop = self._taken + num
         tokens, starts = self._gather(self._taken, stop + 1) if num else _NOTHING
         reasons = self._move_to(stop, tokens[:num])
         drawn = DrawnStep(
-            step=real,
+            step=StepRange(
+                first_sample=step.first_sample, num_samples=num_samples, num_tokens=num, seq_len=step.seq_len
+            ),
             tokens=tokens,
             document_starts=starts[starts < num],
             source=self._source,
@@ -235,7 +143,8 @@ class Packer:
         found = (chunk.epoch, chunk.block, chunk.window)
         if self._finished or found != self._expected or chunk.source != self._source:
             raise FeedError(
-                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} came where that "
+                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
+                "came where that "
                 f"of {self._source}, {self._expected} was due{' (after the end)' if self._finished else ''}"
             )
 
@@ -251,7 +160,8 @@ class Packer:
         if ends_epoch:
             if self._epoch_tokens < 2:
                 raise DataError(
-                    f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the least; "
+                    f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the "
+                    "least; "
                     "look at data.sources: its path, its text_field"
                 )
             epoch, block = epoch + 1, 0
@@ -266,7 +176,8 @@ class Packer:
         seen = documents + empty + bad
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
             raise DataError(
-                f"{bad} of the first {seen} documents of source {self._source} are bad, more than data.max_bad_share="
+                f"{bad} of the first {seen} documents of source {self._source} are bad, more than "
+                "data.max_bad_share="
                 f"{self._settings.max_bad_share}; mend them, or allow a larger share"
             )
 
@@ -281,18 +192,23 @@ class Packer:
             raise self._not_reproduced(start, "the window has no such record")
         record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
         if (record, piece) != (start.record, start.piece) or num <= start.token:
-            raise self._not_reproduced(start, f"the files give {num} tokens for record {record}, piece {piece} there")
+            raise self._not_reproduced(
+                start, f"the files give {num} tokens for record {record}, piece {piece} there"
+            )
         digest = token_hasher(chunk.tokens[: start.token]).hexdigest()
         if start.token and digest != start.prefix_digest:
             raise self._not_reproduced(
-                start, f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}"
+                start,
+                f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}",
             )
         return start.token
 
     def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
         return DataIdentityError(
-            f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source {self._source}, epoch "
-            f"{start.epoch}, block {start.block}, window {start.window}), but {found}; the data, the tokenizer or the encoder are not "
+            f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source "
+            f"{self._source}, epoch "
+            f"{start.epoch}, block {start.block}, window {start.window}), but {found}; the data, the "
+            "tokenizer or the encoder are not "
             "those that the run was trained with"
         )
 
@@ -320,7 +236,7 @@ class Packer:
         place = self._segments[here].place_of(stop)
         reasons: list[str] = []
         # at an epoch's border its entries are still to come, be they empty or bad ones before its first token
-        while here and not (place.epoch_border and self._segments[0].chunk.epoch == place.cursor.epoch):
+        while here and not (place.epoch_border and self._segments[0].chunk.epoch == place.piece_key[0]):
             reasons += self._segments.popleft().take_reasons(None)
             here -= 1
         if not place.epoch_border:
@@ -330,12 +246,8 @@ class Packer:
         else:
             self._hasher = token_hasher(self._segments[here].piece_tokens(place))
             self._hashed_piece = place.piece_key
-        digest = self._hasher.hexdigest() if place.token else ""
-        self._source_cursor = replace(place.cursor, prefix_digest=digest)
+        self._source_cursor = place.cursor(self._hasher.hexdigest() if place.token else "")
         return tuple(reasons)
-
-
-_NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 # ---------------------------------------------------------------------------------------- sample by sample

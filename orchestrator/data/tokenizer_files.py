@@ -82,7 +82,9 @@ def _with_json(name: str, folder: Path) -> dict[str, bytes]:
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; mend its rights") from error
     if "tokenizer.json" not in files:
         if not files:
-            raise ConfigError(f"data.tokenizer={name}: the folder has no tokenizer.json; name a tokenizer's folder")
+            raise ConfigError(
+                f"data.tokenizer={name}: the folder has no tokenizer.json; name a tokenizer's folder"
+            )
         files["tokenizer.json"] = _converted(name, folder)
     return files
 
@@ -92,7 +94,7 @@ def _converted(name: str, folder: Path) -> bytes:
     try:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str().encode()  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str().encode()
     except Exception as error:  # whatever is wrong inside, the tokenizer cannot be used
         raise ConfigError(
             f"data.tokenizer={name}: it has no tokenizer.json and transformers cannot make one: {error}; "
@@ -124,14 +126,19 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
         tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
         plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them") from error
+        raise ConfigError(
+            f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them"
+        ) from error
     eos, bos = declared.get("eos_token"), declared.get("bos_token")
     eos_id = None if eos is None else plain.token_to_id(eos)
     bos_id = None if bos is None else plain.token_to_id(bos)
     ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
     adds_bos = bos_id is not None and ids[:1] == [bos_id] and bare[:1] != [bos_id]
-    if ids != bare and ids != [bos_id, *bare]:
-        notes = (*notes, f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over")
+    if ids not in (bare, [bos_id, *bare]):
+        notes = (
+            *notes,
+            f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over",
+        )
     content = orjson.dumps([reduced, eos_id, bos_id, adds_bos], option=orjson.OPT_SORT_KEYS)
     return TokenizerFacts(
         model=TokenizerModel(
@@ -150,7 +157,9 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
 def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The tokenizer.json without what cuts, fills, randomizes or adds, and a note for each that was set."""
     reduced = {**whole, "truncation": None, "padding": None, "post_processor": None}
-    notes = [f"the tokenizer's {n} is switched off" for n in ("truncation", "padding") if whole.get(n) is not None]
+    notes = [
+        f"the tokenizer's {n} is switched off" for n in ("truncation", "padding") if whole.get(n) is not None
+    ]
     model = whole["model"]
     if model.get("dropout"):
         notes.append(f"the tokenizer's dropout of {model['dropout']} is switched off")
@@ -159,7 +168,9 @@ def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _declared(files: dict[str, bytes]) -> dict[str, str]:
-    """Names of special tokens (`eos_token`, `bos_token`) and their texts, as the configuration declares them."""
+    """Names of special tokens (`eos_token`, `bos_token`) and their texts, as the configuration declares
+    them.
+    """
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         content = json.loads(files[name]) if name in files else {}
@@ -180,7 +191,8 @@ def ids_around(name: str, facts: TokenizerFacts, bos: str | bool, eos: bool) -> 
     for field, wanted, found in (("bos", wants_bos, facts.bos_id), ("eos", eos, facts.eos_id)):
         if wanted and found is None:
             raise ConfigError(
-                f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} declares no "
+                f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} "
+                "declares no "
                 f"{field}_token that it knows; add it to its tokenizer_config.json, or set data.{field}=false"
             )
     return (facts.bos_id if wants_bos else None), (facts.eos_id if eos else None)

@@ -32,7 +32,7 @@ def sample_digest(
     digest = xxhash.xxh3_64(struct.pack("<QQQ", index, source_number, seq_len))
     for array in (input_ids, labels, document_ids):
         assert array.shape == (seq_len,), f"an array of {array.shape} in a sample of {seq_len} tokens"
-        digest.update(_little_endian(array))
+        digest.update(_little_endian(array).data)
     return digest.intdigest()
 
 
@@ -65,7 +65,7 @@ def token_hasher(tokens: Int32Array | None = None) -> xxhash.xxh3_64:
 
 def add_tokens(hasher: xxhash.xxh3_64, tokens: Int32Array) -> None:
     """Goes on with `tokens`; the digest is that of all tokens so far, however they were divided."""
-    hasher.update(_little_endian(tokens))
+    hasher.update(_little_endian(tokens).data)
 
 
 def _little_endian(array: Int32Array) -> npt.NDArray[np.int32]:

@@ -41,9 +41,7 @@ from orchestrator.resume.points import disagreement, newest_first, parse_point_n
 from orchestrator.resume.retention import to_delete, to_verify
 from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
-CHECK_EVERY_S = (
-    5.0  # how often a coordinator looks for a newer claim when nothing else makes it look (rule 11)
-)
+CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
 AFTER = "the training group went on from another state"
 
 
@@ -63,6 +61,7 @@ class CommitMachine:
     points: tuple[str, ...] = ()
     pinned: str | None = None
     verified: frozenset[str] = frozenset()
+    verifying: frozenset[str] = frozenset()
     deleting: frozenset[str] = frozenset()
     generation: int = 0
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
@@ -146,7 +145,7 @@ class CommitMachine:
             return dataclasses.replace(self, fenced=True), (Fence(),)
         key = event.key
         if key is None:
-            return self._prune()
+            return self._prune(new_point=False)
         if self._is_at(key, Stage.CLEARING):
             if self.forming:
                 return self._move(key, Stage.READY), ()
@@ -160,7 +159,7 @@ class CommitMachine:
         ranks = self.saves[key].ranks
         points = tuple(newest_first([*self.points, key.point_name])[::-1])
         after = dataclasses.replace(self._decided({key: None}), points=points)
-        after, actions = after._prune()
+        after, actions = after._prune(new_point=True)
         return after, (Acknowledge(key=key, ranks=ranks), *actions)
 
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -202,22 +201,25 @@ class CommitMachine:
         return step is None or key.step <= step
 
     # ---- retention
-    def _prune(self) -> tuple[CommitMachine, tuple[Action, ...]]:
-        names = tuple(
-            n
-            for n in to_delete(self.points, self.keep_latest, self.pinned, self.verified)
-            if n not in self.deleting
+    def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """Delete what is not needed; after a new point also read back what would release the pinned one."""
+        busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
+        unneeded = to_delete(self.points, self.keep_latest, self.pinned, self.verified)
+        names = tuple(name for name in unneeded if name not in busy)
+        wanted = to_verify(self.points, self.keep_latest, self.pinned, self.verified) if new_point else []
+        check = [name for name in wanted if name not in busy]
+        after = dataclasses.replace(
+            self, deleting=self.deleting.union(names), verifying=self.verifying.union(check)
         )
-        check = to_verify(self.points, self.keep_latest, self.pinned, self.verified)
-        after = dataclasses.replace(self, deleting=self.deleting.union(names))
         delete = (DeletePoints(names=names),) if names else ()
         return after, (*delete, *(VerifyPoint(name=name) for name in check))
 
     def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
+        after = dataclasses.replace(self, verifying=self.verifying - {event.name})
         if not event.healthy:
-            return self, ()
+            return after, ()
         # Reading back takes long: what was asked before it says nothing about claims any more.
-        return dataclasses.replace(self, verified=self.verified | {event.name}), (CheckNewerClaim(key=None),)
+        return dataclasses.replace(after, verified=self.verified | {event.name}), (CheckNewerClaim(key=None),)
 
     def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
         deleting = self.deleting.difference(event.names, event.failed)

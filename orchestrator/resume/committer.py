@@ -96,9 +96,7 @@ class PointCommitter:
 
     @staticmethod
     def _answered(key: StateKey | None, act: Callable[[], Event | None]) -> Event | None:
-        """The answer of `act`. A failure that concerns no save (key None) is left to the next action of its
-        kind.
-        """
+        """The answer of `act`. A failure that concerns no save (key None) is left to the next such action."""
         try:
             return act()
         except OrchestratorError as error:

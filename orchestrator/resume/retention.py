@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-NEEDED_TO_RELEASE = (
-    2  # verified points newer than the newest claim's parent, before that may go (MEMBERSHIP.md rule 16)
-)
+# verified points newer than the newest claim's parent, before that may go (MEMBERSHIP.md rule 16)
+NEEDED_TO_RELEASE = 2
 
 
 def to_delete(
@@ -35,17 +34,13 @@ def to_delete(
 def to_verify(
     points: Sequence[str], keep_latest: int, pinned: str | None, verified: Collection[str]
 ) -> list[str]:
-    """The points to read back now, oldest first: the newest ones, once they are all that keeps the pinned
-    point from going.
-    """
+    """The points to read back, oldest first: the newest, once they are all that keeps the pinned one."""
     if pinned not in points[:-keep_latest] or not _is_held(points, pinned, verified):
         return []
     newer = points[points.index(pinned) + 1 :]
-    return (
-        [name for name in newer[-NEEDED_TO_RELEASE:] if name not in verified]
-        if len(newer) >= NEEDED_TO_RELEASE
-        else []
-    )
+    if len(newer) < NEEDED_TO_RELEASE:
+        return []
+    return [name for name in newer[-NEEDED_TO_RELEASE:] if name not in verified]
 
 
 def _is_held(points: Sequence[str], pinned: str | None, verified: Collection[str]) -> bool:

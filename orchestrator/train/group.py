@@ -1,4 +1,5 @@
-"""One generation's process group: formed within its own time-out, checked to be the same group on every member, left without a trace.
+"""One generation's process group: formed within its own time-out, checked to be the same group on every
+member, left without a trace.
 
 Every failure of a collective becomes `GenerationEnded`, and nothing else does. It knows no model and no data.
 """
@@ -14,18 +15,23 @@ import torch
 import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from orchestrator.records import GenerationView
 
 
 class GenerationEnded(Exception):
-    """This generation is over; the member goes back to the rendezvous with its state. The text says why. Never leaves the loop."""
+    """This generation is over; the member goes back to the rendezvous with its state. The text says why.
+    Never leaves the loop.
+    """
 
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Around collectives and their store, and around nothing else: a RuntimeError inside means that the generation is over."""
+    """Around collectives and their store, and around nothing else: a RuntimeError inside means that the
+    generation is over.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -35,17 +41,23 @@ def collective(what: str) -> Iterator[None]:
 
 
 class Group:
-    """The default process group of one generation. Control goes over gloo on the CPU; with a GPU, tensors there go over NCCL."""
+    """The default process group of one generation. Control goes over gloo on the CPU; with a GPU, tensors
+    there go over NCCL.
+    """
 
     def __init__(self, view: GenerationView, timeout_s: float) -> None:
         self.view, self._timeout = view, datetime.timedelta(seconds=timeout_s)
 
     @classmethod
     @contextmanager
-    def formed(cls, view: GenerationView, store: dist.Store, device: torch.device, limit_s: float, timeout_s: float) -> Iterator[Group]:
-        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; after that a collective may take `timeout_s`.
+    def formed(
+        cls, view: GenerationView, store: Store, device: torch.device, limit_s: float, timeout_s: float
+    ) -> Iterator[Group]:
+        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; after that a collective
+        may take `timeout_s`.
 
-        On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave too.
+        On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave
+        too.
         """
         if device.type == "cuda":
             # a failed NCCL collective must raise here, not end the process
@@ -67,7 +79,8 @@ class Group:
                 dist.destroy_process_group()
 
     def compare(self, config_digest: str, own: Sequence[int]) -> list[list[int]]:
-        """The first collective: every member must see the same launch, generation, members, parent, step and configuration.
+        """The first collective: every member must see the same launch, generation, members, parent, step and
+        configuration.
 
         Returns what each rank brought as `own`. Raises `GenerationEnded` naming the rank and what differs.
         """
@@ -88,7 +101,8 @@ class Group:
             for (name, value), found in zip(expected.items(), row, strict=False):
                 if value != found:
                     raise GenerationEnded(
-                        f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); members must have the same {name}"
+                        f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); "
+                        "members of one group must have the same"
                     )
         _set_pg_timeout(self._timeout)
         return [row[len(facts) :] for row in rows]
@@ -111,7 +125,7 @@ class Group:
         """A group of some ranks; every rank must call it. None for the others."""
         with collective("forming the group that copies the state"):
             made = dist.new_group(list(ranks), timeout=self._timeout)
-        return made if self.view.rank in ranks else None  # type: ignore[no-any-return]
+        return made if self.view.rank in ranks else None
 
     def send(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """`tensor` of rank `source` to the others of `group`, in place."""

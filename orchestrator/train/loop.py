@@ -1,4 +1,5 @@
-"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again; the process never restarts.
+"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again;
+the process never restarts.
 
 It is written against `Membership`, `Feed` and `PointFiles` and knows neither Ray nor who answers them.
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import TrainingError
 from orchestrator.plan import batches
+from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import Budgets, learning_rate
 from orchestrator.records import (
     REFORM,
@@ -26,10 +28,12 @@ from orchestrator.records import (
     StepRecord,
 )
 from orchestrator.train.agree import FaultHook, Prepared, agree, apply_prepared
+from orchestrator.train.fast import FastGradient
 from orchestrator.train.group import GenerationEnded, Group, collective
+from orchestrator.train.invariant import InvariantGradient
 from orchestrator.train.membership import Feed, Membership
 from orchestrator.train.model import NO_LOSS, pick_device, set_determinism
-from orchestrator.train.numerics import cut, make_gradient, slice_digest
+from orchestrator.train.numerics import Gradient, cut
 from orchestrator.train.saving import await_votes, save_share
 from orchestrator.train.state import TrainState
 from orchestrator.train.weights import PointFiles
@@ -40,15 +44,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 DONE, STOPPED, LEFT = "done", "stopped", "left"
-PLACES = ("joined", "state_half_sent", "state_half_received", "step_begin", "gradient_done", "word_received", "applied", "save_part_written")
+PLACES = (
+    "joined",
+    "state_half_sent",
+    "state_half_received",
+    "step_begin",
+    "gradient_done",
+    "word_received",
+    "applied",
+    "save_part_written",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainJob:
-    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`, `cuda` or `cuda:N`.
+    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`,
+    `cuda` or `cuda:N`.
 
-    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits for a peer that says nothing;
-    not shorter than the longest a peer may need for its batch, a save, or a copy of the state.
+    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits
+    for a peer that says nothing; not shorter than the longest a peer may need for its batch, a save, or a
+    copy of the state.
     """
 
     model: ModelConfig
@@ -70,7 +85,9 @@ class TrainJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left` (the run was over for it)."""
+    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left`
+    (the run was over for it).
+    """
 
     reason: str
     key: StateKey | None
@@ -81,25 +98,39 @@ def no_fault(place: str, step: int, rank: int) -> None:
     """The fault hook of every run that is no test."""
 
 
-def train(job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook = no_fault) -> Outcome:
-    """Trains until the budget or the data is exhausted, a stop is wished for, or the membership says that the run is over.
+def train(
+    job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook = no_fault
+) -> Outcome:
+    """Trains until the budget or the data is exhausted, a stop is wished for, or the membership says that the
+    run is over.
 
-    `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there (of the last one done, for
-    `joined` and `state_half_…`). Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed,
-    membership and storage pass through.
+    `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there
+    (of the last one done, for `joined` and `state_half_…`). Raises `TrainingError` if a step is wrong; it was
+    not applied on any rank. Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
 
 class _Trainer:
-    """One member's life. `_prepared` is the step whose word is awaited; `_records` are those nobody has acknowledged."""
+    """One member's life. `_prepared` is the step whose word is awaited; `_records` are those nobody has
+    acknowledged.
+    """
 
-    def __init__(self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook) -> None:
-        self._job, self._membership, self._feed, self._files, self._faults = job, membership, feed, files, faults
+    def __init__(
+        self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook
+    ) -> None:
+        self._job, self._membership, self._feed, self._files, self._faults = (
+            job,
+            membership,
+            feed,
+            files,
+            faults,
+        )
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
         self._state = TrainState(job.model, job.train, self._device, job.invariant)
-        self._gradient = make_gradient(self._state.model, job.invariant, job.train.seed)
+        numerics = InvariantGradient if job.invariant else FastGradient
+        self._gradient: Gradient = numerics(self._state.model, job.train.seed)
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []
@@ -135,7 +166,9 @@ class _Trainer:
     def _generation(self, view: GenerationView) -> Outcome:
         with collective("reaching the store of rank 0"):
             store = self._membership.connect_store(view)
-        with Group.formed(view, store, self._device, self._job.forming_limit_s, self._job.collective_limit_s) as group:
+        with Group.formed(
+            view, store, self._device, self._job.forming_limit_s, self._job.collective_limit_s
+        ) as group:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
             agree(group, self._state, self._job.config_digest, prepared, self._files, self._faults)
@@ -166,7 +199,7 @@ class _Trainer:
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was wished for")
 
-    # ------------------------------------------------------------------------------------------------------------ a step
+    # -------------------------------------------------------------------------------- a step
     def _next_range(self, cursor: Cursor) -> StepRange | None:
         job = self._job
         return batches.next_range(
@@ -183,7 +216,8 @@ class _Trainer:
         micro = self._job.train.micro_batch_size
         self._faults("step_begin", self._label, view.rank)
         began = time.monotonic()
-        batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
+        with collective("waiting for the feed"):
+            batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
         self._waited_s = time.monotonic() - began
         coming = None if batch.end_of_data or batch.step.num_samples == 0 else self._next_range(batch.cursor)
         if coming is not None:
@@ -191,7 +225,9 @@ class _Trainer:
         return batch
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
-        """Trains the step on all ranks and applies it here; returns the word's control. Raises `TrainingError` if it must not be applied."""
+        """Trains the step on all ranks and applies it here; returns the word's control. Raises
+        `TrainingError` if it must not be applied.
+        """
         view, job, label = group.view, self._job, self._label
         loss, norm = self._reduce(view, batch)
         self._faults("gradient_done", label, view.rank)
@@ -202,7 +238,9 @@ class _Trainer:
             loss=loss,
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
-            digest=slice_digest(batch),
+            digest=batch_digest(
+                batch.start, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
+            ),
             data_wait_s=self._waited_s,
             save_blocked_s=self._blocked_s,
             control=control,
@@ -218,12 +256,14 @@ class _Trainer:
         prepared, self._prepared = self._prepared, None
         problem = word.problem(view.world_size, batch)
         if problem is not None:
-            raise TrainingError(f"step {label} (attempt {view.attempt}, generation {view.generation}) is not applied: {problem}")
+            raise TrainingError(
+                f"step {label} (attempt {view.attempt}, generation {view.generation}) is not applied: {problem}"
+            )
         apply_prepared(self._state, prepared)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         self._blocked_s = 0.0
-        self._keep(view, _record(prepared, word), word.acknowledged)
+        self._keep(view, word.record(prepared.key, prepared.cursor, prepared.lr), word.acknowledged)
         return word.control
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -248,7 +288,9 @@ class _Trainer:
         return self._state.key.step + 1
 
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
-        """The control and the acknowledged step that rank 0 puts into the word; what another rank computes here counts for nothing."""
+        """The control and the acknowledged step that rank 0 puts into the word; what another rank computes
+        here counts for nothing.
+        """
         wishes = self._membership.wishes(view)
         every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
         due = every_steps is not None and label % every_steps == 0
@@ -258,7 +300,7 @@ class _Trainer:
         control = (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
         return control, wishes.acknowledged_step
 
-    # ------------------------------------------------------------------------------------------------------------ saves
+    # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
         vote = save_share(self._state, view, self._files, self._records)
         self._faults("save_part_written", vote.key.step, view.rank)
@@ -268,7 +310,9 @@ class _Trainer:
         self._votes.append((vote.key, self._membership.vote(vote)))
 
     def _notice_commits(self) -> None:
-        """Whether the present state is in a committed point; answered votes are forgotten. An error that answers a vote is raised."""
+        """Whether the present state is in a committed point; answered votes are forgotten. An error that
+        answers a vote is raised.
+        """
         waiting = []
         for key, answer in self._votes:
             if not answer.done():
@@ -278,7 +322,8 @@ class _Trainer:
         self._votes = waiting
 
     def _finish(self, group: Group, reason: str) -> Outcome:
-        """Saves the last state unless a point holds it already, waits until every vote is answered, and leaves.
+        """Saves the last state unless a point holds it already, waits until every vote is answered, and
+        leaves.
 
         Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name.
         """
@@ -291,23 +336,3 @@ class _Trainer:
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)
-
-
-def _record(prepared: Prepared, word: Word) -> StepRecord:
-    """The step's record, the same on every rank."""
-    key, cursor = prepared.key, prepared.cursor
-    return StepRecord(
-        attempt=key.attempt,
-        generation=key.generation,
-        step=key.step,
-        consumed_samples=cursor.consumed_samples,
-        consumed_tokens=cursor.consumed_tokens,
-        target_tokens=cursor.target_tokens,
-        loss=word.loss / max(1, word.targets),
-        grad_norm=word.grad_norm,
-        lr=prepared.lr,
-        digest=f"{word.digest:016x}",
-        step_s=word.step_s,
-        data_wait_s=word.data_wait_s,
-        save_blocked_s=word.save_blocked_s,
-    )

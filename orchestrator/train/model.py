@@ -1,4 +1,5 @@
-"""The model of a job, its loss, and the random numbers that both use: the same bits in every process that asks.
+"""The model of a job, its loss, and the random numbers that both use: the same bits in every process that
+asks.
 
 It knows the configuration and torch; nothing of ranks, steps, data or storage.
 """
@@ -23,7 +24,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def pick_device(device: str) -> torch.device:
-    """`cpu`, or for `cuda` the GPU of this process (LOCAL_RANK where torchrun set it); a numbered one (`cuda:1`) is taken as it is.
+    """`cpu`, or for `cuda` the GPU of this process (LOCAL_RANK where torchrun set it); a numbered one
+    (`cuda:1`) is taken as it is.
 
     Raises `ConfigError` if a GPU is asked for and there is none.
     """
@@ -31,7 +33,10 @@ def pick_device(device: str) -> torch.device:
     if wanted.type != "cuda":
         return wanted
     if not torch.cuda.is_available():
-        raise ConfigError("cluster.use_gpu=true, but torch sees no GPU in this process; set cluster.use_gpu=false, or install a CUDA build")
+        raise ConfigError(
+            "cluster.use_gpu=true, but torch sees no GPU in this process; "
+            "set cluster.use_gpu=false, or install a CUDA build"
+        )
     if wanted.index is None:
         wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(wanted)
@@ -41,15 +46,17 @@ def pick_device(device: str) -> torch.device:
 def build_model(config: ModelConfig, seed: int, device: torch.device, invariant: bool) -> nn.Module:
     """The model with its first weights, in training mode, on `device`: a pure function of (`config`, `seed`).
 
-    Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is called without a cache.
-    Raises `ConfigError` if the factory or the pretrained folder does not give a model.
+    Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
+    called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
+    model.
     """
     torch.manual_seed(seed)
     dtype = _DTYPES[config.dtype]
     if config.factory is not None:
         model = _from_factory(config.factory, config.factory_args).to(dtype)
     else:
-        # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits each time, and needs less memory.
+        # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits
+        # each time, and needs less memory.
         attention = "eager" if invariant and device.type == "cuda" else "sdpa"
         model = _from_transformers(config, dtype, attention)
     return model.to(device).train()
@@ -60,9 +67,14 @@ def _from_factory(factory: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         model = getattr(importlib.import_module(module), name)(**arguments)
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model.factory={factory} cannot be called ({error}); give pkg.module:function and its model.factory_args") from error
+        raise ConfigError(
+            f"model.factory={factory} cannot be called ({error}); "
+            "give pkg.module:function and its model.factory_args"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model.factory={factory} returned {type(model).__name__}; it must return a torch.nn.Module")
+        raise ConfigError(
+            f"model.factory={factory} returned {type(model).__name__}; it must return a torch.nn.Module"
+        )
     return model
 
 
@@ -72,14 +84,24 @@ def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) 
     try:
         if config.pretrained is not None:
             model = AutoModelForCausalLM.from_pretrained(
-                config.pretrained, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
+                config.pretrained,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
             )
         else:
             shape = dict(config.config or {})
             settings = AutoConfig.for_model(shape.pop("model_type"), **shape)
-            model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=dtype, attn_implementation=attention
+            )
     except (OSError, ValueError, KeyError) as error:
-        what = f"model.pretrained={config.pretrained}" if config.pretrained is not None else f"model.config={config.config}"
+        what = (
+            f"model.pretrained={config.pretrained}"
+            if config.pretrained is not None
+            else f"model.config={config.config}"
+        )
         raise ConfigError(f"{what} gives no causal language model ({error}); correct it") from error
     model.config.use_cache = False
     assert isinstance(model, nn.Module), f"transformers returned {type(model)}"
@@ -87,9 +109,11 @@ def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) 
 
 
 def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0 where there is no target.
+    """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
+    where there is no target.
 
-    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`. Labels are already shifted.
+    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
+    Labels are already shifted.
     """
     output = model(input_ids)
     logits = output if isinstance(output, Tensor) else output.logits
@@ -101,16 +125,21 @@ def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
 def seed_micro_batch(seed: int, first_sample: int) -> None:
     """Set torch's random numbers (dropout) for the micro-batch whose first sample has this index in the run.
 
-    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved (`RNG_RULE` says it in `rng.json`).
+    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved
+    (`RNG_RULE` says it in `rng.json`).
     """
     torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
 
 
-RNG_RULE = "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, of blake3('{train.seed}:{index of its first sample}') >> 1)"
+RNG_RULE = (
+    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
+    "of blake3('{train.seed}:{index of its first sample}') >> 1)"
+)
 
 
 def set_determinism(invariant: bool, device: torch.device) -> None:
-    """Under invariant numerics: one thread for a CPU's sums (another number is another order of additions), deterministic kernels on a GPU.
+    """Under invariant numerics: one thread for a CPU's sums (another number is another order of additions),
+    deterministic kernels on a GPU.
 
     It holds for the whole process. Different kinds of processors may still give different bits.
     """

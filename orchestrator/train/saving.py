@@ -1,6 +1,8 @@
-"""One rank's part of a save: its share of the state in files, the vote that says so, and the wait for its answer at the end.
+"""One rank's part of a save: its share of the state in files, the vote that says so, and the wait for its
+answer at the end.
 
-It knows the state and where files go; whether the point is committed is decided by whoever collects the votes.
+It knows the state and where files go; whether the point is committed is decided by whoever collects the
+votes.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ from orchestrator.train.weights import PointFiles, write_share
 _ASK_AGAIN_S = 0.05
 
 
-def save_share(state: TrainState, view: GenerationView, files: PointFiles, records: Sequence[StepRecord]) -> Vote:
-    """Writes this rank's share of the save of `state.key` and returns its vote; when it returns, the share is durable.
+def save_share(
+    state: TrainState, view: GenerationView, files: PointFiles, records: Sequence[StepRecord]
+) -> Vote:
+    """Writes this rank's share of the save of `state.key` and returns its vote; when it returns, the share is
+    durable.
 
-    Training waits meanwhile (`save_blocked_s`). Raises `StorageError`; then nothing was voted and the save cannot be committed.
+    Training waits meanwhile (`save_blocked_s`). Raises `StorageError`; then nothing was voted and the save
+    cannot be committed.
     """
     key = state.key
     assert key is not None, "a blank member has nothing to save"
@@ -43,11 +49,18 @@ def save_share(state: TrainState, view: GenerationView, files: PointFiles, recor
     )
 
 
-def await_votes(group: Group, membership: Membership, votes: Sequence[tuple[StateKey, Future[bool]]], last: StateKey | None) -> bool:
-    """Waits until every vote of every rank is answered; True if the save of `last` is committed (None: it was so before).
+def await_votes(
+    group: Group,
+    membership: Membership,
+    votes: Sequence[tuple[StateKey, Future[bool]]],
+    last: StateKey | None,
+) -> bool:
+    """Waits until every vote of every rank is answered; True if the save of `last` is committed (None: it was
+    so before).
 
-    The ranks ask each other, so that one that dies, or hears that the generation is over, ends the wait for all: `GenerationEnded`. A
-    rank that knows of the commit needs nobody any more and returns. An error that answers a vote is raised.
+    The ranks ask each other, so that one that dies, or hears that the generation is over, ends the wait for
+    all: `GenerationEnded`. A rank that knows of the commit needs nobody any more and returns. An error that
+    answers a vote is raised.
     """
     pending = [answer for _, answer in votes]
     of_last = next((answer for key, answer in votes if key == last), None)

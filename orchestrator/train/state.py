@@ -1,4 +1,5 @@
-"""The training state of one member: weights, optimizer, step, cursor, and the key that says which state it is.
+"""The training state of one member: weights, optimizer, step, cursor, and the key that says which state it
+is.
 
 One list of items serves both copying to blank members and saving. It knows no files and no other member.
 """
@@ -27,7 +28,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A named tensor of the state, as itself: who writes to `tensor` changes the state. Tied weights are one item."""
+    """A named tensor of the state, as itself: who writes to `tensor` changes the state. Tied weights are one
+    item.
+    """
 
     group: str  # MODEL or OPTIMIZER
     name: str
@@ -37,14 +40,15 @@ class Item:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's values as bytes, in order; a copy only where it lies on a GPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 class TrainState:
     """Model, AdamW and their place in the run.
 
-    `key` is None while the member is blank: then nothing in here may be used or sent. `committed` says that a committed resume point
-    holds this very state. Weight decay applies to tensors of two and more dimensions, as is usual (not to biases and norms).
+    `key` is None while the member is blank: then nothing in here may be used or sent. `committed` says that a
+    committed resume point holds this very state. Weight decay applies to tensors of two and more dimensions,
+    as is usual (not to biases and norms).
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
@@ -65,7 +69,7 @@ class TrainState:
                 {"params": [t for t in trained.values() if t.ndim < 2], "weight_decay": 0.0},
             ],
             lr=train.lr,
-            betas=tuple(train.betas),
+            betas=(train.betas[0], train.betas[1]),
             eps=train.eps,
             fused=True,
         )
@@ -73,7 +77,10 @@ class TrainState:
         for tensor in trained.values():
             self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for moment in _MOMENTS},
+                **{
+                    moment: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+                    for moment in _MOMENTS
+                },
             }
         self._trained = trained
         self._buffers = {name: t for name, t in self._named.items() if not isinstance(t, nn.Parameter)}
@@ -90,7 +97,9 @@ class TrainState:
         items.append(Item(group=OPTIMIZER, name=STEPS, tensor=self._steps))
         for name, tensor in self._trained.items():
             of_one = self._optimizer.state[tensor]
-            items += [Item(group=OPTIMIZER, name=f"{moment}.{name}", tensor=of_one[moment]) for moment in _MOMENTS]
+            items += [
+                Item(group=OPTIMIZER, name=f"{moment}.{name}", tensor=of_one[moment]) for moment in _MOMENTS
+            ]
         return items
 
     def filled(self) -> None:
@@ -101,7 +110,9 @@ class TrainState:
         self._versions = {name: t._version for name, t in self._buffers.items()}
 
     def digest(self) -> bytes:
-        """32 bytes (blake3) that two states share if, and only if, all their items are equal to the last bit."""
+        """32 bytes (blake3) that two states share if, and only if, all their items are equal to the last
+        bit.
+        """
         total = blake3()
         for item in self.items():
             head = f"{item.group}/{item.name} {item.tensor.dtype} {tuple(item.tensor.shape)}\n"
@@ -110,8 +121,9 @@ class TrainState:
         return total.digest()
 
     def apply(self, lr: float) -> None:
-        """One optimizer step with the gradients that stand in `.grad`. Raises `TrainingError` if the forward pass has changed a buffer,
-        for then the ranks hold different ones."""
+        """One optimizer step with the gradients that stand in `.grad`. Raises `TrainingError` if the forward
+        pass has changed a buffer, for then the ranks hold different ones.
+        """
         changed = [name for name, t in self._buffers.items() if t._version != self._versions[name]]
         if changed:
             raise TrainingError(

@@ -1,6 +1,8 @@
-"""The word of a step: one int64 vector, summed over the ranks by the step's last collective, from which all learn the same.
+"""The word of a step: one int64 vector, summed over the ranks by the step's last collective, from which all
+learn the same.
 
-Integer sums depend on no order and no division. It knows what the slots mean; who applies the step on it is decided in `loop`.
+Integer sums depend on no order and no division. It knows what the slots mean; who applies the step on it is
+decided in `loop`.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orchestrator.records import BatchSlice
+from orchestrator.records import BatchSlice, Cursor, StateKey, StepRecord
 
 FRACTION_BITS = 24  # of the loss in fixed point
 _LOSS_LIMIT = 1 << 61  # a larger sum is taken for a broken one
-_RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US = range(8)  # every rank adds to these
+_RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US = range(
+    8
+)  # every rank adds to these
 _CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(8, 12)  # rank 0 alone
 NUM_SLOTS = 12
 _MASK = (1 << 64) - 1
@@ -34,9 +38,11 @@ def fixed_point(loss: float) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest` of its samples (unsigned).
+    """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest`
+    of its samples (unsigned).
 
-    `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s` count for rank 0 only.
+    `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s`
+    count for rank 0 only.
     """
 
     loss: int | None
@@ -71,7 +77,9 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means over the ranks (seconds)."""
+    """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
+    over the ranks (seconds).
+    """
 
     ranks: int
     not_finite: int
@@ -107,20 +115,44 @@ class Word:
         )
 
     def problem(self, world_size: int, batch: BatchSlice) -> str | None:
-        """Why this step must not be applied, with both values; None if it may. `batch` says what the feed announced for the step."""
+        """Why this step must not be applied, with both values; None if it may. `batch` says what the feed
+        announced for the step.
+        """
         if self.ranks != world_size:
             return f"{self.ranks} ranks took part in a group of {world_size}"
         if self.not_finite:
-            return f"the loss is not finite (or absurdly large) on {self.not_finite} of {world_size} ranks; lower train.lr or look at the data"
+            return (
+                f"the loss is not finite (or absurdly large) on {self.not_finite} of {world_size} ranks; "
+                "lower train.lr, or look at the step's samples"
+            )
         if not math.isfinite(self.grad_norm):
-            return f"the loss is finite, but the norm of the gradient is {self.grad_norm}; lower train.lr, or set train.max_grad_norm"
+            return f"the loss is finite, but the norm of its gradient is {self.grad_norm}; lower train.lr"
         if self.samples != batch.step.num_samples:
             return f"the ranks trained {self.samples} samples, the feed announced {batch.step.num_samples}"
         if self.targets != batch.step_targets:
             return f"the ranks trained {self.targets} target tokens, the feed announced {batch.step_targets}"
         if self.digest != batch.step_digest:
-            return f"the samples trained have digest {self.digest:016x}, the feed announced {batch.step_digest:016x}"
+            announced = f"the feed announced {batch.step_digest:016x}"
+            return f"the samples trained have digest {self.digest:016x}, {announced}"
         return None
+
+    def record(self, key: StateKey, cursor: Cursor, lr: float) -> StepRecord:
+        """The step's record, the same on every rank; `key` and `cursor` are those after the step."""
+        return StepRecord(
+            attempt=key.attempt,
+            generation=key.generation,
+            step=key.step,
+            consumed_samples=cursor.consumed_samples,
+            consumed_tokens=cursor.consumed_tokens,
+            target_tokens=cursor.target_tokens,
+            loss=self.loss / max(1, self.targets),
+            grad_norm=self.grad_norm,
+            lr=lr,
+            digest=f"{self.digest:016x}",
+            step_s=self.step_s,
+            data_wait_s=self.data_wait_s,
+            save_blocked_s=self.save_blocked_s,
+        )
 
 
 def _signed(unsigned: int) -> int:

@@ -214,7 +214,8 @@ def of_the_group(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         after = word(world, inside, applied)
         names = "all" if whole else str([world.members[i].name for i in applied])
         yield f"the word of step {len(first.history)} reaches {names}", after
-        if whole and world.pending is None:
+        # a restarted coordinator takes no vote of an older attempt's generation (rule 10)
+        if whole and world.pending is None and first.leaves[0] == machine.attempt:
             trained = after.members[inside[0]]
             assert trained.key is not None, "who trained holds a state"
             assert trained.history is not None, "who trained holds a state"
@@ -241,8 +242,10 @@ def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
         trained = members[inside[0]]
         assert trained.leaves is not None, "who trains was answered"
         assert trained.history is not None, "who trains holds a state"
-        record = (trained.leaves, len(trained.history) - 1)
-        return replace(world, members=tuple(members), records=world.records | {record})
+        # reported at once, unless to a coordinator that did not form the generation: then the members bring it when they join
+        reported = trained.leaves[0] == world.machine.attempt
+        record = {(trained.leaves, len(trained.history) - 1)} if reported else set()
+        return replace(world, members=tuple(members), records=world.records | record)
     after = replace(world, members=tuple(members), faults=world.faults - 1)
     return thrown_out(after, inside)
 

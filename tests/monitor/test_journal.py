@@ -25,7 +25,9 @@ def storage(tmp_path) -> Storage:
 
 
 def writer(storage: Storage, attempt: int = 1, segment_bytes: int = 1 << 20) -> JournalWriter:
-    return JournalWriter(storage, attempt, segment_bytes=segment_bytes, now=lambda: datetime(2026, 1, 2, tzinfo=UTC))
+    return JournalWriter(
+        storage, attempt, segment_bytes=segment_bytes, now=lambda: datetime(2026, 1, 2, tzinfo=UTC)
+    )
 
 
 def test_generations_steps_and_events_are_read_back_in_order(storage) -> None:
@@ -53,7 +55,13 @@ def test_every_line_is_json_with_the_common_fields(storage) -> None:
     journal.step(record(key(1)))
     journal.flush()
     line = json.loads(storage.read("journal/a0001/000001.jsonl"))
-    common = {"seq": 1, "time": "2026-01-02T00:00:00.000+00:00", "run": "quickstart", "attempt": 1, "kind": "step"}
+    common = {
+        "seq": 1,
+        "time": "2026-01-02T00:00:00.000+00:00",
+        "run": "quickstart",
+        "attempt": 1,
+        "kind": "step",
+    }
     assert line.items() >= common.items()
     assert (line["step"], line["digest"], line["consumed_samples"]) == (1, f"{1:016x}", 8)
 

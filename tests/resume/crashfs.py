@@ -1,8 +1,8 @@
 """A model disk for the real writers: runs their calls, then yields every disk a power cut could leave.
 
 The model is what POSIX allows, a bit pessimistic (as in ALICE and CrashMonkey). Until a file is synced, any
-prefix of its unsynced blocks may be there, or zeros. Until a folder is synced, any subset of the
-changes to its names may be there (any prefix, where there are many). What was synced is sure.
+prefix of its unsynced blocks may be there, or zeros. Until a folder is synced, any subset of its changes
+may be there (any prefix, where there are many). What was synced is sure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every interleaving of an old coordinator that saves and deletes, and a start that claims the next attempt.
 
-Both sides are the real code (machine, committer, store) over a disk in memory; the search takes their steps in
-every order.
+Both sides are the real code (machine, committer, store) over a disk in memory; the search takes their steps
+in every order.
 """
 
 from __future__ import annotations

@@ -236,6 +236,18 @@ def test_old_points_go_after_the_answer_and_the_pinned_one_after_two_verified() 
     assert run(state, ClaimChecked(key=None, newer=False))[1] == [DeletePoints(names=(names[0],))]
 
 
+def test_a_point_is_read_back_once_at_a_time_and_not_deleted_meanwhile() -> None:
+    pinned = key(5, attempt=0).point_name
+    state = machine(keep_latest=1, points=(pinned,), pinned=pinned)
+    for step in (10, 20):
+        state, _ = committed(state, key(step))
+    assert run(state, ClaimChecked(key=None, newer=False))[1] == [], "asked already"
+    state, actions = committed(state, key(30))
+    assert actions[1:] == [VerifyPoint(name=key(30).point_name)], "10 is not needed, but still being read"
+    state, _ = run(state, Verified(name=key(10).point_name, healthy=False))
+    assert run(state, ClaimChecked(key=None, newer=False))[1] == [DeletePoints(names=(key(10).point_name,))]
+
+
 def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
     pinned = key(5, attempt=0).point_name
     state = machine(keep_latest=1, points=(pinned,), pinned=pinned)

@@ -1,7 +1,7 @@
-"""Every interleaving of votes, deaths, generations, claims and store answers, against the real commit machine.
+"""Every interleaving of votes, deaths, generations, claims and store answers, for the real commit machine.
 
-Two ranks save two states, of one generation or of two; one rank may die, one store action may fail, a newer claim
-may appear.
+Two ranks save two states, of one generation or of two; one rank may die, one store action may fail,
+a newer claim may appear.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A feed without data: token p of the only source is a formula, so any sample of any shape is known at once."""
+"""A feed without data: token p of the only source is a formula, so any sample of any shape is known at
+once."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def token_at(positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class FormulaFeed:
-    """Serves the first `total_tokens` inputs (None: endless), packed as DATA.md says; may lie in stated ways."""
+    """Serves the first `total_tokens` inputs (None: endless), packed as DATA.md says; may lie in stated
+    ways."""
 
     total_tokens: int | None = None
     wrong_digest_at_sample: int | None = None
@@ -36,7 +38,9 @@ class FormulaFeed:
     def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
         """Nothing to fetch."""
 
-    def get(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor) -> BatchSlice:
+    def get(
+        self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
+    ) -> BatchSlice:
         """The rank's slice, cut out of the whole step."""
         assert step.first_sample == cursor.consumed_samples
         first_token = cursor.consumed_tokens
@@ -47,7 +51,8 @@ class FormulaFeed:
             first_sample=step.first_sample, num_samples=len(ids), num_tokens=num_tokens, seq_len=step.seq_len
         )
         digest = sum(
-            sample_digest(step.first_sample + i, 0, step.seq_len, ids[i], labels[i], documents[i]) for i in range(len(ids))
+            sample_digest(step.first_sample + i, 0, step.seq_len, ids[i], labels[i], documents[i])
+            for i in range(len(ids))
         ) % (1 << 64)
         start, stop = rank_samples(step.first_sample, len(ids), micro_batch_size, rank, world_size)
         mine = slice(start - step.first_sample, stop - step.first_sample)
@@ -71,11 +76,15 @@ class FormulaFeed:
             end_of_data=consumed == self.total_tokens,
         )
 
-    def _arrays(self, first: int, num_tokens: int, step: StepRange) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _arrays(
+        self, first: int, num_tokens: int, step: StepRange
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         num, shape = ceil_div(num_tokens, step.seq_len), (ceil_div(num_tokens, step.seq_len), step.seq_len)
         places = np.arange(num * step.seq_len)
         ids = token_at(first + places).reshape(shape)
-        labels = np.where(places < num_tokens, token_at(first + places + 1), -100).astype(np.int32).reshape(shape)
+        labels = (
+            np.where(places < num_tokens, token_at(first + places + 1), -100).astype(np.int32).reshape(shape)
+        )
         documents = np.where(places < num_tokens, 0, -1).astype(np.int32).reshape(shape)
         if self.poisoned_sample is not None and 0 <= self.poisoned_sample - step.first_sample < num:
             ids[self.poisoned_sample - step.first_sample, 0] = POISON

@@ -1,7 +1,9 @@
-"""A second implementation of `Membership`: a rendezvous in the test's process that members reach over a local socket.
+"""A second implementation of `Membership`: a rendezvous in the test's process that members reach over a local
+socket.
 
-Who is dead is known at once, because a killed process closes its connection. Each member has one connection, and what the meeting sends
-over it arrives in order; so a test can hold a member at a named place, change the world, and let it go on.
+Who is dead is known at once, because a killed process closes its connection. Each member has one connection,
+and what the meeting sends over it arrives in order; so a test can hold a member at a named place, change the
+world, and let it go on.
 """
 
 from __future__ import annotations
@@ -52,10 +54,17 @@ class Point:
 
 
 class Meeting:
-    """Forms generations of all who live, from the newest state over members and points; commits a save when all its votes are in."""
+    """Forms generations of all who live, from the newest state over members and points; commits a save when
+    all its votes are in."""
 
-    def __init__(self, folder: Path, first_size: int, attempt: int = 1, step: int | None = None,
-        points: dict[str, Point] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        first_size: int,
+        attempt: int = 1,
+        step: int | None = None,
+        points: dict[str, Point] | None = None,
+    ) -> None:
         self.storage = Storage(str(folder))
         self.changed = threading.Condition()
         self.records: dict[StateKey, StepRecord] = {}
@@ -78,10 +87,12 @@ class Meeting:
         self.address = self._listener.address
         threading.Thread(target=self._accept, daemon=True).start()
 
-    # ------------------------------------------------------------------------------------------------ for the test
+    # ------------------------------------------------------------------------------------------ for the test
     def wait_for(self, what: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: bool(self.errors) or what(), WAIT_S), "nothing happened in time"
+            assert self.changed.wait_for(lambda: bool(self.errors) or what(), WAIT_S), (
+                "nothing happened in time"
+            )
         assert not self.errors, self.errors
 
     def wish(self, **wishes: bool) -> None:
@@ -181,7 +192,12 @@ class Meeting:
         first = votes[0]
         for vote in votes:
             same = dataclasses.replace(
-                vote, rank=0, files=first.files, tensors=first.tensors, records=first.records, save_blocked_s=first.save_blocked_s
+                vote,
+                rank=0,
+                files=first.files,
+                tensors=first.tensors,
+                records=first.records,
+                save_blocked_s=first.save_blocked_s,
             )
             assert same == first, f"votes of one save differ: {vote} and {first}"
         tensors = sorted((t for vote in votes for t in vote.tensors), key=lambda t: (t.group, t.name))
@@ -266,7 +282,8 @@ class Meeting:
 
 
 class MeetingMembership:
-    """The member's side. `hold` is no part of the protocol: it stops the caller until the test lets it go on."""
+    """The member's side. `hold` is no part of the protocol: it stops the caller until the test lets it go
+    on."""
 
     def __init__(self, address: tuple[str, int], member: str) -> None:
         from orchestrator.train.membership import open_store

@@ -1,4 +1,5 @@
-"""What a member process of the tests runs, and how a test starts one: forked from a server that has imported everything once."""
+"""What a member process of the tests runs, and how a test starts one: forked from a server that has imported
+everything once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  the server imports it for all members
+import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for all members
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 from orchestrator.config import parse_config
 from orchestrator.plan.schedule import budgets_for
@@ -29,8 +31,8 @@ Place = tuple[str, int]  # (place of the fault hook, step)
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the word of a step that is lost on the
-    way to it, although others have it."""
+    """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the word of a
+    step that is lost on the way to it, although others have it."""
 
     kill: Place | None = None
     hold: Place | None = None
@@ -57,7 +59,13 @@ def tiny_job(**changes: Any) -> TrainJob:
                 "tie_word_embeddings": True,
             }
         },
-        "train": {"global_batch_size": 12, "micro_batch_size": 2, "max_steps": 8, "lr": 0.01, "warmup_steps": 2},
+        "train": {
+            "global_batch_size": 12,
+            "micro_batch_size": 2,
+            "max_steps": 8,
+            "lr": 0.01,
+            "warmup_steps": 2,
+        },
         "resume": {"every_steps": None},
     }
     for dotted, value in changes.items():
@@ -93,7 +101,9 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     """A member's whole life; what it came to is told to the meeting."""
     warnings.simplefilter("ignore")
     membership = MeetingMembership(address, name)
-    done: set[str] = set()  # a step is trained again after its word was lost; what was planned for it happens once
+    done: set[str] = (
+        set()
+    )  # a step is trained again after its word was lost; what was planned for it happens once
 
     def fault(place: str, step: int, rank: int) -> None:
         if plan.hold == (place, step) and "hold" not in done:
@@ -124,7 +134,14 @@ class Members:
     def start(self, name: str, plan: Plan | None = None, job: TrainJob | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.train.member"])
-        arguments = (self.meeting.address, name, self.meeting.storage.root, job or self.job, self.feed, plan or Plan())
+        arguments = (
+            self.meeting.address,
+            name,
+            self.meeting.storage.root,
+            job or self.job,
+            self.feed,
+            plan or Plan(),
+        )
         process = context.Process(target=member_main, args=arguments, daemon=True)
         process.start()
         self.processes[name] = process
@@ -133,7 +150,9 @@ class Members:
         """Waits until all are gone; every one that was not killed must have had an outcome."""
         self.join_all()
         self.meeting.wait_for(
-            lambda: all(p.exitcode == -signal.SIGKILL or n in self.meeting.outcomes for n, p in self.processes.items())
+            lambda: all(
+                p.exitcode == -signal.SIGKILL or n in self.meeting.outcomes for n, p in self.processes.items()
+            )
         )
 
     def join_all(self) -> None:
@@ -155,7 +174,9 @@ def members(
     **meeting: Any,
 ) -> Iterator[Members]:
     """A meeting with these members started; whatever happens, no process of theirs is left."""
-    group = Members(Meeting(folder, first_size=len(names), **meeting), job or tiny_job(), feed or FormulaFeed())
+    group = Members(
+        Meeting(folder, first_size=len(names), **meeting), job or tiny_job(), feed or FormulaFeed()
+    )
     try:
         for name in names:
             group.start(name, (plans or {}).get(name))

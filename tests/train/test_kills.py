@@ -1,4 +1,5 @@
-"""Members die, lose the word, and come: the others train on in their processes, and the end is that of the unbroken run, bit by bit."""
+"""Members die, lose the word, and come: the others train on in their processes, and the end is that of the
+unbroken run, bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def unbroken(tmp_path_factory) -> Meeting:
 
 
 def assert_same_training(meeting: Meeting, unbroken: Meeting) -> None:
-    """The history that the last point stands on has every step once, as the unbroken run trained it, and ends in the same bits."""
+    """The history that the last point stands on has every step once, as the unbroken run trained it, and ends
+    in the same bits."""
     assert meeting.last_point().state_digest == unbroken.last_point().state_digest
     assert meeting.last_point().cursor == unbroken.last_point().cursor
     history: dict[int, tuple] = {}
@@ -74,7 +76,10 @@ def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_
         assert killed(group) == set()
         meeting = group.meeting
     late = next(join for name, join in meeting.joins if name == "b" and join.leaves == (1, 1))
-    assert (late.key, late.prepared) == (StateKey(attempt=1, generation=1, step=3), StateKey(attempt=1, generation=1, step=4))
+    assert (late.key, late.prepared) == (
+        StateKey(attempt=1, generation=1, step=3),
+        StateKey(attempt=1, generation=1, step=4),
+    )
     assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=4)
     assert_same_training(meeting, unbroken)
 
@@ -144,7 +149,9 @@ def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
             group.meeting.wait_for(lambda group=group: group.meeting.held("b") is not None)
             group.meeting.release("b")
             group.finish()
-        kept[acknowledge] = [r.step for r in next(j for n, j in group.meeting.joins if n == "b" and j.leaves).records]
+        kept[acknowledge] = [
+            r.step for r in next(j for n, j in group.meeting.joins if n == "b" and j.leaves).records
+        ]
     assert kept[False] == [1, 2, 3, 4, 5]
     assert 5 in kept[True]
     assert len(kept[True]) < 5
@@ -156,7 +163,9 @@ def test_a_member_with_another_configuration_is_told_so_and_harms_nobody(tmp_pat
         group.start("stranger", job=dataclasses.replace(group.job, config_digest="another"))
         group.meeting.wait_for(lambda: group.meeting.waits("stranger"))
         group.meeting.release("b")
-        group.meeting.wait_for(lambda: any("another configuration" in join.reason for _, join in group.meeting.joins))
+        group.meeting.wait_for(
+            lambda: any("another configuration" in join.reason for _, join in group.meeting.joins)
+        )
         group.processes["stranger"].kill()
         group.finish()
         meeting = group.meeting

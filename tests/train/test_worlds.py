@@ -1,8 +1,7 @@
-"""The same training on one, two and three members, and continued on another number of them: bits, ends, stops."""
+"""The same training on one, two and three members, and continued on another number of them: bits, ends,
+stops."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,9 @@ SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole sam
 def trained(meeting: Meeting) -> list[tuple]:
     """What the journal says of the training itself; not the times."""
     records = sorted(meeting.records.values(), key=lambda r: r.step)
-    return [(r.step, r.loss, r.grad_norm, r.lr, r.digest, r.consumed_samples, r.target_tokens) for r in records]
+    return [
+        (r.step, r.loss, r.grad_norm, r.lr, r.digest, r.consumed_samples, r.target_tokens) for r in records
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,11 @@ def test_a_wished_stop_saves_and_leaves(tmp_path):
     [
         (FormulaFeed(wrong_digest_at_sample=30), {}, "the samples trained have digest"),
         (FormulaFeed(wrong_targets_at_sample=30), {}, "trained 96 target tokens, the feed announced 97"),
-        (FormulaFeed(poisoned_sample=30), {"model__factory": "tests.train.member:PoisonModel"}, "on 1 of 2 ranks"),
+        (
+            FormulaFeed(poisoned_sample=30),
+            {"model__factory": "tests.train.member:PoisonModel"},
+            "on 1 of 2 ranks",
+        ),
     ],
 )
 def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(tmp_path, feed, job, message):

@@ -1,0 +1,100 @@
+"""What a run keeps of its data: `manifest/<source>.parquet`, `tokenizer/`, and last `manifest/data.json`.
+
+It reads and writes a run's folder and decides nothing: `spec` and `plan.identity` compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from orchestrator.data.manifest import Manifest, from_parquet, to_parquet
+from orchestrator.data.tokenizer_files import FILES
+from orchestrator.errors import DataIdentityError
+from orchestrator.records import decode, encode
+from orchestrator.storage import Storage
+
+TOKENIZER_FOLDER = "tokenizer"
+_MANIFESTS = "manifest"
+_RECORD = f"{_MANIFESTS}/data.json"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRecord:
+    """`manifest/data.json`: the choices that were made at the first start. Its being there says all is there.
+
+    `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source.
+    """
+
+    version: int = VERSION
+    tokenizer: str
+    tokenizer_digest: str
+    encoder_name: str
+    encoder_version: str
+    fragment_bytes: int
+    window_bytes: int
+    fragments_per_block: dict[str, int]
+    manifests: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenData:
+    """What was read back."""
+
+    record: DataRecord
+    manifests: dict[str, Manifest]
+    tokenizer_files: dict[str, bytes]
+
+
+def write_frozen(
+    folder: Path, record: DataRecord, manifests: Sequence[Manifest], tokenizer_files: dict[str, bytes]
+) -> bool:
+    """Writes all of it durably, the record last. False: another process wrote its record before.
+
+    What a start that was cut off left without a record is replaced.
+    """
+    storage = Storage(str(folder))
+    files = {f"{_MANIFESTS}/{manifest.source}.parquet": to_parquet(manifest) for manifest in manifests}
+    files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
+    for name in FILES:
+        if name not in tokenizer_files:
+            storage.delete(f"{TOKENIZER_FOLDER}/{name}")
+    for path, content in files.items():
+        if storage.exists(path) and storage.read(path) != content:
+            storage.delete(path)
+        storage.create(path, content)
+    return storage.create(_RECORD, orjson.dumps(encode(record), option=orjson.OPT_INDENT_2))
+
+
+def read_frozen(folder: Path) -> FrozenData | None:
+    """What the run has frozen; None if it has not. Raises `DataIdentityError` if a part is gone or
+    altered.
+    """
+    storage = Storage(str(folder))
+    if not storage.exists(_RECORD):
+        return None
+    try:
+        record = decode(DataRecord, orjson.loads(storage.read(_RECORD)), _RECORD)
+        names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
+        tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
+        paths = {source: f"{_MANIFESTS}/{source}.parquet" for source in record.manifests}
+        manifests = {s: from_parquet(storage.read(p), str(folder / p)) for s, p in paths.items()}
+    except (FileNotFoundError, orjson.JSONDecodeError) as error:
+        raise DataIdentityError(
+            f"{folder}: a part of the run's frozen data is gone or altered: {error}; restore the run's folder"
+        ) from error
+    if "tokenizer.json" not in tokenizer_files:
+        raise DataIdentityError(
+            f"{folder / TOKENIZER_FOLDER}: tokenizer.json is gone; restore the run's folder"
+        )
+    for source, digest in record.manifests.items():
+        if manifests[source].digest != digest:
+            raise DataIdentityError(
+                f"{folder / paths[source]}: the manifest was frozen with digest {digest} and has "
+                f"{manifests[source].digest}; restore the file"
+            )
+    return FrozenData(record=record, manifests=manifests, tokenizer_files=tokenizer_files)
