@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 MAX_EXECUTIONS = 4
 # No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that hangs.
 STALL_S = 600.0
+# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
+SLOTS_PER_DATASET = 256
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
 
@@ -76,10 +78,17 @@ class Feeder:
     """
 
     def __init__(
-        self, launch: str, spec: DataSpec, num_tokenizers: int, replay_bytes: int, stall_s: float = STALL_S
+        self,
+        launch: str,
+        spec: DataSpec,
+        num_tokenizers: int,
+        replay_bytes: int,
+        stall_s: float = STALL_S,
+        slots_per_dataset: int = SLOTS_PER_DATASET,
     ) -> None:
         self._launch, self._spec = launch, spec
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._slots_per_dataset = slots_per_dataset
         self._generation = (0, 0)
         self._run: Opening | None = None
         self._error: OrchestratorError | None = None
@@ -99,7 +108,8 @@ class Feeder:
         Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's opening will come to.
         Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for another launch.
         """
-        self._check(launch)
+        if launch != self._launch:
+            raise self._fenced(launch)
         async with self._changed:
             same = generation == self._generation
             if generation < self._generation:
@@ -120,18 +130,20 @@ class Feeder:
         rank: int,
         world_size: int,
         micro_batch_size: int,
-    ) -> BatchSlice | Reopen:
+    ) -> BatchSlice | Reopen | OrchestratorError:
         """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies behind what is held.
 
-        Raises the data's error, `FeedError` if the pipeline stands still for too long, `FencedError` for another launch.
+        An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too long, `FencedError` for
+        another launch.
         """
-        self._check(launch)
+        if launch != self._launch:
+            return self._fenced(launch)
         began, waited = time.monotonic(), False
         async with self._changed:
             while (found := self._find(generation, step)) is None:
                 waited = True
-                await self._wait(step)
-        if isinstance(found, Reopen):
+                await self._changed_or_stalled(step)
+        if not isinstance(found, HeldStep):
             return found
         self._waits += waited
         self._wait_s += time.monotonic() - began
@@ -185,51 +197,56 @@ class Feeder:
     # ------------------------------------------------------------------------------------------------- for tokenizers
     async def slot(self, run_id: int, slot: int) -> WindowTask | None:
         """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead. None: that run is over."""
-        run = await self._room(run_id, lambda run: run.may_begin(slot))
-        if run is None:
-            return None
-        task, executions = run.begin(slot)
-        if executions > MAX_EXECUTIONS:
-            raise FeedError(
-                f"{executions - 1} tokenizers died over block {task.block} of source {task.source} (epoch {task.epoch}); "
-                "most often it is memory: make data.window_bytes smaller or give the tokenizers' machines more"
+        async with self._changed:
+            run = await self._room(run_id, lambda run: run.may_begin(slot))
+            if run is None:
+                return None
+            task, executions = run.begin(slot)
+            if executions <= MAX_EXECUTIONS:
+                return task
+            self._end(
+                FeedError(
+                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} (epoch {task.epoch}); most "
+                    "often it is memory: make data.window_bytes smaller or give the tokenizers' machines more"
+                )
             )
-        return task
+            return None
 
     async def room(self, run_id: int, slot: int, window: int) -> bool:
         """Waits until `window` of a slot that was given may be handed over: a block of many windows is not read ahead as a whole.
 
         A slot that is not being taken yet may bring its first window only. False: that run is over.
         """
-        return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
+        async with self._changed:
+            return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
 
-    async def failed(self, run_id: int, slot: int, error: OrchestratorError) -> None:
+    async def failed(self, run_id: int, error: OrchestratorError) -> None:
         """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at once."""
-        del slot
-        if self._run is not None and self._run.run_id == run_id:
-            await self._fail(error)
+        async with self._changed:
+            if self._run is not None and self._run.run_id == run_id:
+                self._end(error)
 
     async def _room(self, run_id: int, near: Callable[[Opening], bool]) -> Opening | None:
-        self._progress_at = time.monotonic()
-        async with self._changed:
-            while True:
-                run = self._run
-                if run is None or run.run_id != run_id or self._error is not None:
-                    return None
-                if near(run):
-                    self._progress_at = time.monotonic()
-                    return run
-                await self._changed.wait()
+        """Waits, with the lock, until `near` holds; None: that run is over."""
+        while True:
+            run = self._run
+            if run is None or run.run_id != run_id or self._error is not None:
+                return None
+            if near(run):
+                self._progress_at = time.monotonic()
+                return run
+            await self._changed.wait()
 
     # ------------------------------------------------------------------------------------------------- inside
-    def _check(self, launch: str) -> None:
-        if launch != self._launch:
-            raise FencedError(f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end")
+    def _fenced(self, launch: str) -> FencedError:
+        return FencedError(f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end")
 
-    def _find(self, generation: tuple[int, int], step: StepRange) -> HeldStep | Reopen | None:
+    def _find(
+        self, generation: tuple[int, int], step: StepRange
+    ) -> HeldStep | Reopen | OrchestratorError | None:
         """The step, drawn now if its turn has come; None: it is not there yet."""
         if self._error is not None:
-            raise self._error
+            return self._error
         run = self._run
         if run is None:
             return Reopen(generation=self._generation, reason="the feeder has not been opened since its process started")
@@ -263,25 +280,28 @@ class Feeder:
             self._bad_documents += [note for text in drawn.bad_reasons if (note := (end, text)) not in known]
         return run.steps.append(step, drawn)
 
-    async def _wait(self, step: StepRange) -> None:
-        """Until something changed; called with the lock. Raises `FeedError` when no tokenizer has done anything for `stall_s`."""
+    async def _changed_or_stalled(self, step: StepRange) -> None:
+        """Waits, with the lock, until something changed. No tokenizer doing anything for `stall_s` ends the feed."""
         left = self._progress_at + self._stall_s - time.monotonic()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), max(0.0, left))
         if time.monotonic() - self._progress_at >= self._stall_s:
-            raise FeedError(
-                f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for {self._stall_s:.0f} s; "
-                f"the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU each beside the training workers: are they free? "
-                "does the storage answer?"
+            self._end(
+                FeedError(
+                    f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for "
+                    f"{self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU each "
+                    "beside the training workers: are they free? does the storage answer?"
+                )
             )
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _fail(self, error: OrchestratorError) -> None:
+    def _end(self, error: OrchestratorError) -> None:
+        """The first error is the one that every rank hears of; called with the lock."""
         self._error = self._error or error
-        await self._notify()
+        self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------- the pipeline
     def _start(self, cursor: Cursor) -> Opening:
@@ -312,9 +332,9 @@ class Feeder:
             # Ray Data reads this when it is loaded: its other way hands a block on one round of its loop (0.1 s) later
             os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
             os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # a helper process less while everything starts
-            from orchestrator.data.pipeline import SLOTS_PER_DATASET, read_chunks
+            from orchestrator.data.pipeline import read_chunks
 
-            while slots := call(self._list_slots(run, SLOTS_PER_DATASET)):
+            while slots := call(self._list_slots(run)):
                 with closing(read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)) as chunks:
                     for item in chunks:
                         if item is None or not call(self._take(run, *item)):
@@ -322,8 +342,8 @@ class Feeder:
         except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
             call(self._failed_run(run, error))
 
-    async def _list_slots(self, run: Opening, limit: int) -> range:
-        slots = run.list_slots(limit)
+    async def _list_slots(self, run: Opening) -> range:
+        slots = run.list_slots(self._slots_per_dataset)
         await self._notify()  # the end of the data may be known now
         return slots if self._run is run else range(0)
 
@@ -341,11 +361,11 @@ class Feeder:
             return True
 
     async def _failed_run(self, run: Opening, error: Exception) -> None:
-        if self._run is not run:
-            return
         text = "".join(traceback.format_exception(error))
         ours = error if isinstance(error, OrchestratorError) else FeedError(f"the data pipeline ended: {error}\n{text}")
-        await self._fail(ours)
+        async with self._changed:
+            if self._run is run:
+                self._end(ours)
 
 
 def feeder_name(launch: str) -> str:
@@ -360,6 +380,7 @@ def start_feeder(
     num_tokenizers: int,
     replay_bytes: int,
     stall_s: float = STALL_S,
+    slots_per_dataset: int = SLOTS_PER_DATASET,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`: more for Ray's `.options`.
@@ -368,5 +389,5 @@ def start_feeder(
     """
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=MAX_CALLS)(Feeder)
     return actor.options(name=feeder_name(launch), **(options or {})).remote(
-        launch, spec, num_tokenizers, replay_bytes, stall_s
+        launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset
     )

@@ -23,8 +23,6 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import Int32Array, TokenChunk, WindowTask
 
-# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
-SLOTS_PER_DATASET = 256
 # One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that waits for room, which would
 # wait for ever. The feeder's look-ahead hides the gap between two slots.
 SLOTS_PER_TOKENIZER = 1
@@ -92,7 +90,7 @@ class Tokenizer:
         try:
             yield from self._slot(slot)
         except Exception as error:
-            ray.get(self._feeder.failed.remote(self._run_id, slot, _of_ours(error)))
+            ray.get(self._feeder.failed.remote(self._run_id, _of_ours(error)))
             raise
 
     def _slot(self, slot: int) -> Iterator[pa.Table]:

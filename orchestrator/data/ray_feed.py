@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from orchestrator.errors import FeedError, OrchestratorError
@@ -73,8 +73,6 @@ class RayFeed:
         while True:
             try:
                 reply = ray.get(answer)
-            except RayTaskError as error:
-                raise _cause(error) from None
             except RayActorError as error:
                 deaths += 1
                 if deaths > MAX_DEATHS:
@@ -86,6 +84,8 @@ class RayFeed:
             else:
                 if isinstance(reply, BatchSlice):
                     return _own(reply)
+                if isinstance(reply, OrchestratorError):
+                    raise reply
                 self._reopen(reply, step, cursor)
             answer = self._ask(request)
 
@@ -114,12 +114,6 @@ class RayFeed:
                 f"no feeder of launch {self._launch} answered for {self._away_limit_s:.0f} s ({last}); "
                 "start the same command again: it continues from the newest resume point"
             ) from last
-
-
-def _cause(error: RayTaskError) -> BaseException:
-    """The error as the feeder raised it, if it is one of ours; Ray's own wrapping of any other, with its traceback."""
-    cause = error.cause
-    return cause if isinstance(cause, OrchestratorError) else error
 
 
 def _own(reply: BatchSlice) -> BatchSlice:

@@ -535,7 +535,7 @@ class Rendezvous:
         names = set(self._waiting) | set(current.members if current else ())
         everyone: Hashable = (
             self.attempt,
-            tuple((n, f.parent, f.step, f.save_only) for n, f in self._formed.items()),
+            self.generation,
             (current.identity if current else None, self._ended_at, self._judged, self._reached, self._agreed),
             self._point and self._point.key,
             (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),

@@ -33,6 +33,8 @@ from orchestrator.records import RunStatus
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
 COORDINATOR_LIMIT_S = 60.0
+END_S = 5.0  # how long groups may take to end after the run has
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +91,23 @@ class Supervisor:
                     self._act(nodes, status)
             return status
         finally:
-            for group in self._groups.values():
-                group.stop()
+            self._release()
 
     # ------------------------------------------------------------------------------------------------------------ inside
+    def _release(self) -> None:
+        """Ends the groups, those that are about to end by themselves in their own way, and gives their resources back."""
+        deadline = time.monotonic() + END_S
+        running = list(self._groups.values())
+        while running and time.monotonic() < deadline:
+            running = [group for group in running if group.ended() is None]
+            time.sleep(POLL_S)
+        for group in running:
+            group.stop()
+        deadline = time.monotonic() + END_S
+        while running and remove_orphaned_placement_groups() < len(running) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self._groups.clear()
+
     def _status(self, version: int) -> RunStatus:
         since = time.monotonic()
         while True:

@@ -77,9 +77,7 @@ def agree(
     if view.source_rank is not None:
         lacking = [rank for rank, row in enumerate(rows) if not row[0]]
         if view.source_rank in lacking:
-            raise GenerationEnded(
-                f"rank {view.source_rank} should hold {view.parent}, but does not"
-            )
+            raise GenerationEnded(f"rank {view.source_rank} should hold {view.parent}, but does not")
         committed = any(row[1] for row in rows)
         _copy(group, state, lacking, faults)
     else:

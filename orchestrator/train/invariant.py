@@ -1,6 +1,6 @@
 """Invariant numerics: gradients combined over micro-batches in one fixed binary tree, whoever holds them.
 
-Gives the same bits for every division of a step among ranks. It knows model, ranks and collectives, nothing else.
+The same bits for every division of a step among ranks. It knows model, ranks and collectives, nothing else.
 """
 
 from __future__ import annotations

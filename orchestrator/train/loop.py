@@ -257,7 +257,7 @@ class _Trainer:
         problem = word.problem(view.world_size, batch)
         if problem is not None:
             raise TrainingError(
-                f"step {label} (attempt {view.attempt}, generation {view.generation}) is not applied: {problem}"
+                f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
             )
         apply_prepared(self._state, prepared)
         self._faults("applied", label, view.rank)

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -287,11 +287,19 @@ class StaticMembership:
         try:
             yield
         except BaseException as error:
-            self._store.clone().set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            store = self._store.clone()
+            store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            with suppress(
+                RuntimeError
+            ):  # the store ends with this process: the others read it first, if they live
+                heard = [f"{name}/heard/{rank}" for rank in range(1, self._world_size)]
+                store.wait(heard, datetime.timedelta(seconds=STORE_TIMEOUT_S))
             raise
 
     def _answer(self, name: str, store: Store | None = None) -> object:
-        answer = json.loads((store or self._store).get(name))
+        store = store or self._store
+        answer = json.loads(store.get(name))
         if "error" in answer:
+            store.set(f"{name}/heard/{self._rank}", "")
             raise ElasticError(f"rank 0 failed: {answer['error']}")
         return answer["value"]

@@ -96,7 +96,7 @@ def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) 
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=dtype, attn_implementation=attention
             )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers has no common base for what a wrong configuration raises
         what = (
             f"model.pretrained={config.pretrained}"
             if config.pretrained is not None

@@ -152,8 +152,8 @@ def _check_form(point: str, entries: Mapping[str, TensorEntry], state: Mapping[s
     missing, unknown = sorted(set(state) - set(entries)), sorted(set(entries) - set(state))
     if missing or unknown:
         raise ResumePointError(
-            f"resume point {point} has no tensors {missing[:5]} and has {unknown[:5]}, which the model of this job "
-            "has not; use the model that the point was made with"
+            f"resume point {point} has no tensors {missing[:5]} and has {unknown[:5]}, which the model of "
+            "this job has not; use the model that the point was made with"
         )
     for name, entry in entries.items():
         theirs, ours = (entry.dtype, entry.shape), (_dtype(state[name]), tuple(state[name].shape))

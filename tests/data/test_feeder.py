@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from ray._private.state import actors  # the public state API needs a dashboard
 from orchestrator.config import parse_config
 from orchestrator.data.feeder import FeederStats, RayFeed, Reopen, start_feeder
 from orchestrator.data.local_feed import InProcessFeed
+from orchestrator.data.opening import SLOTS_AHEAD
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.data.stream import open_samples
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
@@ -30,12 +33,13 @@ pytestmark = pytest.mark.system
 
 SEQ_LEN, MICRO = 32, 2
 STEP_TOKENS = 8192  # large steps: the tests pass through many slots in few steps
-launches = count()
+launches, generations = count(), count(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.init(
+        "local",  # not another cluster on this machine
         num_cpus=4,
         include_dashboard=False,
         logging_level="ERROR",
@@ -143,16 +147,216 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> None:
         assert time.monotonic() < deadline, "it did not come true in time"
 
 
-@pytest.mark.parametrize(("world_size", "num_samples"), [(1, 256), (2, 100), (3, 511)])
-def test_ranks_together_get_the_canonical_stream_to_its_end(
-    spec: DataSpec, samples: list[Any], world_size: int, num_samples: int
-) -> None:
+@pytest.fixture(scope="module")
+def shared(spec: DataSpec) -> Iterator[tuple[Any, str]]:
+    """A feeder for all tests that leave it whole; each begins a generation of its own."""
     with feeder(spec) as (actor, launch):
-        feeds = [RayFeed(actor, launch) for _ in range(world_size)]
-        for rank, feed in enumerate(feeds):
-            feed.open(view(1, launch, rank, world_size), Cursor())
-        taken, cursor = train(feeds, Cursor(), None, num_samples)
-        assert_stream(taken, samples)
-        assert cursor == samples[-1].cursor
-        beyond = feeds[0].get(following(cursor, num_samples), 0, world_size, MICRO, cursor)
-        assert beyond.end_of_data and beyond.step.num_samples == 0
+        yield actor, launch
+
+
+def open_feeds(shared: tuple[Any, str], cursor: Cursor, world_size: int = 1) -> list[RayFeed]:
+    """Feeds of all ranks, open in a new generation."""
+    actor, launch = shared
+    generation = next(generations)
+    feeds = [RayFeed(actor, launch) for _ in range(world_size)]
+    for rank, feed in enumerate(feeds):
+        feed.open(view(generation, launch, rank, world_size), cursor)
+    return feeds
+
+
+# the second is served from memory; the third, of another shape, is drawn again
+@pytest.mark.parametrize(("world_size", "num_samples"), [(1, 256), (2, 256), (3, 511)])
+def test_ranks_together_get_the_canonical_stream_to_its_end(
+    shared: tuple[Any, str], samples: list[Any], world_size: int, num_samples: int
+) -> None:
+    feeds = open_feeds(shared, Cursor(), world_size)
+    taken, cursor = train(feeds, Cursor(), None, num_samples)
+    assert_stream(taken, samples)
+    assert cursor == samples[-1].cursor
+    beyond = feeds[0].get(following(cursor, num_samples), 0, world_size, MICRO, cursor)
+    assert beyond.end_of_data
+    assert beyond.step.num_samples == 0
+
+
+def test_a_killed_feeder_costs_no_sample(shared: tuple[Any, str], samples: list[Any]) -> None:
+    def kill(step: int) -> None:
+        if step == 2:
+            os.kill(stats_of(shared[0]).pid, signal.SIGKILL)
+
+    taken, _ = train(open_feeds(shared, Cursor(), 2), Cursor(), 12, after_step=kill)
+    assert_stream(taken, samples[: len(taken)])
+    assert len(taken) == 12 * STEP_TOKENS // SEQ_LEN
+
+
+def test_a_killed_tokenizer_costs_no_sample(shared: tuple[Any, str], samples: list[Any]) -> None:
+    killed: list[int] = []
+
+    def kill(step: int) -> None:
+        if step in (1, 6):
+            killed.append(next(pid for pid in tokenizer_pids(shared[0]) if pid not in killed))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    ray.get(shared[0].close.remote())  # so that the stream is read, not remembered
+    taken, _ = train(open_feeds(shared, Cursor()), Cursor(), None, after_step=kill)
+    assert len(killed) == 2
+    assert_stream(taken, samples)
+
+
+def test_any_cursor_is_opened_at_exactly_its_place_and_no_thread_is_left_behind(
+    shared: tuple[Any, str], spec: DataSpec, samples: list[Any]
+) -> None:
+    cursor = samples[len(samples) // 2 + 1].cursor
+    taken, _ = train(open_feeds(shared, cursor), cursor, 1, num_samples=10)
+    assert_stream(taken, samples[cursor.consumed_samples : cursor.consumed_samples + 10])
+    # and at another seq_len: the tokens go on where they were
+    cursor = samples[99].cursor
+    taken, _ = train(open_feeds(shared, cursor), cursor, 2, num_samples=16, seq_len=48)
+    other = [sample for sample, _ in zip(open_samples(spec, cursor, 48), taken, strict=False)]
+    assert_stream(taken, other)
+    eventually(lambda: stats_of(shared[0]).pipeline_threads <= 1)
+
+
+def test_the_tokenizers_do_not_read_further_ahead_than_their_credit(shared: tuple[Any, str]) -> None:
+    def check(_: int) -> None:
+        now = stats_of(shared[0])
+        assert now.slots_given <= now.slots_taken + 2 + SLOTS_AHEAD + 1  # two tokenizers, and the slot being taken
+        assert now.bytes_held <= (1 << 20) + 2 * 5 * STEP_TOKENS
+
+    ray.get(shared[0].close.remote())
+    train(open_feeds(shared, Cursor()), Cursor(), 8, after_step=check)
+    eventually(lambda: stats_of(shared[0]).slots_given > stats_of(shared[0]).slots_taken + 2)
+    check(0)
+
+
+def test_a_feeder_opened_before_the_workers_is_not_opened_again(shared: tuple[Any, str], samples: list[Any]) -> None:
+    actor, launch = shared
+    cursor = samples[500].cursor
+    ray.get(actor.open.remote(launch, (1, next(generations)), cursor))
+    opens = stats_of(actor).opens
+    feeds = open_feeds(shared, cursor, 2)
+    taken, after = train(feeds, cursor, 3, num_samples=8)
+    # a new generation goes on one step back: from memory
+    for rank, feed in enumerate(feeds):
+        feed.open(view(next(generations), launch, rank, 2), samples[516].cursor)
+    again, _ = train(feeds, samples[516].cursor, 1, num_samples=8)
+    assert_stream(taken + again, [*samples[501:525], *samples[517:525]])
+    assert after == samples[524].cursor
+    assert stats_of(actor).opens == opens
+
+
+def test_committed_steps_are_forgotten_and_what_lies_behind_is_answered_by_reopen(
+    shared: tuple[Any, str], samples: list[Any]
+) -> None:
+    actor, launch = shared
+    cursor = samples[500].cursor
+    (feed,) = open_feeds(shared, cursor)
+    train([feed], cursor, 9, num_samples=8)
+    ray.get(actor.committed.remote(525))
+    assert stats_of(actor).first_sample_held == 525
+    answer = ray.get(actor.get.remote(launch, stats_of(actor).generation, following(cursor, 8), 0, 1, MICRO))
+    assert isinstance(answer, Reopen)
+    taken, _ = train([feed], cursor, 1, num_samples=8)
+    assert_stream(taken, samples[501:509])
+
+
+def test_a_rank_that_was_left_behind_and_one_of_another_launch_are_told(
+    shared: tuple[Any, str], samples: list[Any]
+) -> None:
+    cursor = samples[500].cursor
+    (old,) = open_feeds(shared, cursor)
+    (new,) = open_feeds(shared, cursor)
+    train([new], cursor, 1, num_samples=8)
+    with pytest.raises(RuntimeError, match="has begun without this rank"):
+        old.get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+    with pytest.raises(FencedError, match="belongs to another"):
+        RayFeed(shared[0], "another").get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+
+
+def test_a_place_that_the_data_do_not_reproduce_is_refused_by_type(spec: DataSpec, samples: list[Any]) -> None:
+    source = samples[10].cursor.sources["stdlib"]
+    assert source.token > 0
+    wrong = replace(samples[10].cursor, sources={"stdlib": replace(source, prefix_digest="0" * 16)})
+    with feeder(spec, num_tokenizers=1) as (actor, launch):
+        (feed,) = open_feeds((actor, launch), wrong)
+        with pytest.raises(DataIdentityError, match="0000000000000000"):
+            feed.get(following(wrong, 8), 0, 1, MICRO, wrong)
+
+
+def test_a_bad_document_reaches_every_rank_as_the_error_it_is(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    good = json.dumps({"text": "all good " * 500})
+    (tmp_path / "part.jsonl").write_text("\n".join([good] * 200 + ['{"text": 7}'] + [good] * 200), encoding="utf-8")
+    source = {"name": "bad", "path": str(tmp_path / "*.jsonl"), "format": "jsonl", "text_field": "text"}
+    spec = prepare_data(parse_config(tiny_config({"data.sources": [source], "data.shuffle": "none"})))
+    with feeder(spec) as (actor, launch):
+        feeds = open_feeds((actor, launch), Cursor(), 2)
+        began = time.monotonic()
+        with pytest.raises(BadDocumentError, match=r"part\.jsonl.*line 201"):
+            train(feeds, Cursor(), None, num_samples=64)
+        assert time.monotonic() - began < 20
+        for feed in feeds:
+            with pytest.raises(BadDocumentError):
+                feed.get(following(Cursor(), 8), 0, 2, MICRO, Cursor())
+
+
+def test_skipped_documents_are_noted_once(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {number} " * 40}) for number in range(300)]
+    lines[100] = lines[200] = "no json"
+    (tmp_path / "part.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    source = {"name": "bad", "path": str(tmp_path / "*.jsonl"), "format": "jsonl", "text_field": "text"}
+    changes = {"data.sources": [source], "data.on_bad_document": "skip", "data.fragment_bytes": 1 << 12}
+    spec = prepare_data(parse_config(tiny_config({**changes, "data.window_bytes": 1 << 13})))
+    # few slots per dataset: the stream goes on over the border between two datasets
+    with feeder(spec, slots_per_dataset=30) as (actor, launch):
+        taken, cursor = train(open_feeds((actor, launch), Cursor()), Cursor(), None, num_samples=64)
+        assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
+        assert cursor.sources["bad"].bad_documents == 2
+        noted = ray.get(actor.notes.remote(cursor.consumed_samples)).bad_documents
+        assert sorted(line for text in noted for line in re.findall(r"line \d+", text)) == ["line 101", "line 201"]
+        assert ray.get(actor.notes.remote(cursor.consumed_samples)).bad_documents == ()
+
+
+def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shared: tuple[Any, str]) -> None:
+    ray.get(shared[0].close.remote())
+    hog = ray.remote(num_cpus=4)(Hog).remote()
+    ray.get(hog.holds.remote())
+    with feeder(spec, stall_s=2.0) as (actor, launch):
+        (feed,) = open_feeds((actor, launch), Cursor())
+        with pytest.raises(FeedError, match=r"data\.num_tokenizers"):
+            feed.get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+    ray.kill(hog)
+
+
+class Hog:
+    """Holds the cluster's CPUs."""
+
+    def holds(self) -> None: ...
+
+
+def test_the_feed_without_ray_gives_the_same_slices_and_errors(
+    spec: DataSpec, samples: list[Any], tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    feeds = [InProcessFeed(spec) for _ in range(2)]
+    for rank, feed in enumerate(feeds):
+        feed.open(view(1, "", rank, 2), Cursor())
+    taken, _ = train(feeds, Cursor(), None, num_samples=100)
+    assert_stream(taken, samples)
+    back = samples[299].cursor
+    for rank, feed in enumerate(feeds):
+        feed.open(view(2, "", rank, 2), back)
+    again, _ = train(feeds, back, 3, num_samples=7)
+    assert_stream(again, samples[300:321])
+    for feed in feeds:
+        feed.close()
+    (tmp_path / "part.jsonl").write_text('{"text": "good"}\n{"text": null}\n', encoding="utf-8")
+    source = {"name": "bad", "path": str(tmp_path / "*.jsonl"), "format": "jsonl", "text_field": "text"}
+    bad = InProcessFeed(prepare_data(parse_config(tiny_config({"data.sources": [source]}))))
+    with pytest.raises(BadDocumentError, match="line 2"):
+        bad.get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+    bad.close()
+
+
+def test_a_request_that_does_not_begin_where_its_cursor_stands_is_refused(spec: DataSpec) -> None:
+    feed = InProcessFeed(spec)
+    with pytest.raises(FeedError, match="where its cursor stands"):
+        feed.get(following(replace(Cursor(), consumed_samples=7), 8), 0, 1, MICRO, Cursor())
+    feed.close()

@@ -107,6 +107,22 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
     return Result("", (), len(came))
 
 
+def reachable(world: World) -> tuple[frozenset[tuple[Identity, StateKey | None, int]], frozenset[tuple[Identity, int]]]:
+    """The journal's entries that a state which still exists may ever lead back to; the others no longer matter."""
+    table = {entry[0]: entry for entry in world.parents}
+    ends = [m.key for m in world.members] + [p.key for p in world.points]
+    if world.pending is not None:
+        ends.append(world.pending.key)
+    found: set[Identity] = set()
+    for end in ends:
+        at = end
+        while at is not None and (at.attempt, at.generation) not in found:
+            identity = (at.attempt, at.generation)
+            found.add(identity)
+            at = table[identity][1]
+    return frozenset(table[i] for i in found), frozenset(r for r in world.records if r[0] in found)
+
+
 def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
     """The events that lead to the state `at`."""
     events_so_far: list[str] = []
@@ -128,7 +144,7 @@ def identity_of(world: World) -> int:
         tuple(sorted(map(hash, slots))),
         tuple(sorted(map(hash, told.values()))),
         everyone,
-        (world.parents, world.records, world.points, world.pending, world.faults),
+        (len(world.parents), *reachable(world), world.points, world.pending, world.faults),
     ))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 
 import orchestrator
+from orchestrator.attempt import survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.faults import FaultPlan
 from orchestrator.history import Run
 from orchestrator.plan.digest import sample_digest
+from orchestrator.resume.store import RunStore
 from orchestrator.run import RunResult
-from tests.data.reference import reference_stream
+from orchestrator.storage import Storage
+from tests.data import reference
 
 LIMIT_S = 120.0
 
@@ -64,38 +68,57 @@ class Job:
 def assert_exactly_once(job: Job) -> None:
     """Every step of the effective history trained exactly the samples that the reference stream has there, each once, in order.
 
-    The reference reads, orders, tokenizes and cuts by itself; only the sample's digest is the project's own function.
+    The reference reads, orders, tokenizes and cuts by itself; only a sample's digest is the project's own function.
     """
-    tokens, starts = reference_stream(job.config())
-    begins = np.zeros(len(tokens), np.int64)
-    begins[starts] = 1
-    samples = position = 0
-    shapes = {start.id: start.seq_len for start in _generations(job.run)}
-    records = job.run.steps()
+    seen = survey(RunStore(Storage(job.run.uri)))
+    shapes = {start.id: start.seq_len for start in seen.journal.generations}
+    records = seen.lineage.records
     assert records, "nothing was trained"
+    stream = _reference_stream(job, records[-1].consumed_tokens + 1)
+    samples = position = 0
     for record in records:
-        length, expected = shapes[record.attempt, record.generation], 0
+        length, digests = shapes[record.attempt, record.generation], 0
         while position < record.consumed_tokens:
-            stop = min(position + length, record.consumed_tokens, len(tokens) - 1)
-            real = stop - position
-            input_ids, labels = np.zeros(length, np.int32), np.full(length, -100, np.int32)
-            documents = np.full(length, -1, np.int32)
-            input_ids[:real], labels[:real] = tokens[position:stop], tokens[position + 1 : stop + 1]
-            flags = begins[position:stop].copy()
-            flags[0] = 0
-            documents[:real] = np.cumsum(flags)
-            expected += sample_digest(samples, 0, length, input_ids, labels, documents)
-            samples, position = samples + 1, stop
-        assert samples == record.consumed_samples, f"step {record.step} ends at sample {record.consumed_samples}, not {samples}"
-        assert record.digest == f"{expected % 2**64:016x}", f"step {record.step} trained other samples than the reference has"
+            run = stream[position : min(position + length, record.consumed_tokens) + 1]
+            ids, labels, documents = next(reference.cut(run, length))
+            arrays = (np.array(values, np.int32) for values in (ids, labels, documents))
+            digests += sample_digest(samples, 0, length, *arrays)
+            samples, position = samples + 1, position + len(run) - 1
+        assert samples == record.consumed_samples, f"step {record.step} ends at sample {record.consumed_samples}, the reference at {samples}"
+        assert record.digest == f"{digests % 2**64:016x}", f"step {record.step} trained other samples than the reference has"
     report = job.run.audit()
     assert report["exactly_once"], report
 
 
-def _generations(run: Run) -> Any:
-    from orchestrator.attempt import survey
+@functools.cache
+def _reference_documents(pattern: str, data: str) -> tuple[str, ...]:
+    """One epoch of documents in plan order."""
+    settings = json.loads(data)
+    files = sorted(Path(pattern).parent.glob(Path(pattern).name), key=lambda path: path.name.encode())
+    sizes = [path.stat().st_size for path in files]
+    count = sum(max(1, -(-size // settings["fragment_bytes"])) for size in sizes)
+    per_block = max(1, settings["window_bytes"] // (2 * max(1, sum(sizes) // count)))
+    return tuple(reference.texts(files, "jsonl", "stdlib", settings, settings.pop("epoch"), per_block))
 
-    return survey(run._store).journal.generations
+
+def _reference_stream(job: Job, num_tokens: int) -> list[tuple[int, int]]:
+    """The first tokens of the run's stream."""
+    data = job.config().to_json()["data"]
+    stream: list[tuple[int, int]] = []
+    for epoch in range(data["num_epochs"]):
+        keys = ("fragment_bytes", "window_bytes", "seed", "shuffle")
+        settings = json.dumps({**{key: data[key] for key in keys}, "epoch": epoch})
+        documents = _reference_documents(data["sources"][0]["path"], settings)
+        begun = stream[-1][1] + 1 if stream else 0
+        stream += [(token, begun + number) for token, number in _reference_tokens(documents, data["tokenizer"])]
+        if len(stream) >= num_tokens:
+            break
+    return stream
+
+
+@functools.cache
+def _reference_tokens(documents: tuple[str, ...], tokenizer: str) -> list[tuple[int, int]]:
+    return reference.tokens(iter(documents), Path(tokenizer), 1 << 20)
 
 
 def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:

@@ -1,0 +1,135 @@
+"""Bad documents: named with file, byte offset, line and reason, or counted the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from orchestrator.data.stream import open_samples
+from orchestrator.errors import BadDocumentError, DataError
+from orchestrator.records import Cursor
+from tests.data.making import job, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
+GOOD = b'{"text": "a good document"}\n'
+BAD_LINES = {
+    "cut": (b'{"text": "a', "not JSON: unexpected end of data"),
+    "no json": (b"text", "not JSON"),
+    "two values": (b'{"text": "a"} {"text": "b"}', "not JSON"),
+    "nan": (b'{"text": "a", "x": NaN}', "not JSON"),
+    "control character": (b'{"text": "a\x01b"}', "not JSON"),
+    "latin-1": (b'{"text": "gr\xfc\xdfe"}', "not JSON"),
+    "lone surrogate": (rb'{"text": "\ud800"}', "not JSON"),
+    "utf-16": ('{"text": "a"}'.encode("utf-16-le"), "not JSON"),
+    "array": (b'["text"]', "a JSON array, an object is expected"),
+    "string": (b'"text"', "a JSON string, an object is expected"),
+    "null itself": (b"null", "a JSON null, an object is expected"),
+    "no field": (b'{"txt": "a"}', "no field 'text'"),
+    "null": (b'{"text": null}', "'text' is null"),
+    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected"),
+    "boolean": (b'{"text": true}', "'text' is a JSON boolean, a string is expected"),
+    "object": (b'{"text": {"text": "a"}}', "'text' is a JSON object, a string is expected"),
+    "second of two": (b'{"text": "a", "text": null}', "'text' is null"),
+    "a later byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_document_stops_with_its_place_and_reason(case: str, tmp_path: Path, tiny_config: Make) -> None:
+    line, reason = BAD_LINES[case]
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 50 + b"\n" + line + b"\n" + GOOD * 50)
+    config = job(tiny_config, tmp_path / "a.jsonl", encoder="tokenizers")
+    with pytest.raises(BadDocumentError) as caught:
+        samples(spec_of(config), 64)
+    place = f"{tmp_path / 'a.jsonl'}: byte {50 * len(GOOD) + 1}, line 52: "
+    assert str(caught.value).startswith(place + reason)
+    assert str(caught.value).endswith("mend the document, or set data.on_bad_document=skip")
+
+
+def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make) -> None:
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a").write_bytes(b"good\n" * 3 + b"gr\xfc\n")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a").write_bytes(b"gr\xfc")
+    (tmp_path / "parquet").mkdir()
+    column = pa.array([b"good", None, b"gr\xfc"], pa.binary())
+    pq.write_table(pa.table({"text": column}), tmp_path / "parquet" / "a.parquet", row_group_size=2)
+    expected = {
+        "lines": "a: byte 15, line 4: not UTF-8: unexpected end of data at byte 2",
+        "text": "a: byte 0, line 1: not UTF-8",
+        "parquet": "a.parquet: row 1: 'text' is null",
+    }
+    for kind, text in expected.items():
+        config = job(tiny_config, tmp_path / kind, kind, shuffle="none", encoder="tokenizers")
+        with pytest.raises(BadDocumentError, match=text):
+            samples(spec_of(config), 64)
+    skipping = job(tiny_config, tmp_path / "parquet", "parquet", on_bad_document="skip", max_bad_share=1.0)
+    reasons = [r for chunk in spec_of(skipping).chunks(Cursor()) for r in chunk.bad_reasons]
+    assert sorted(r.partition("a.parquet: ")[2] for r in reasons) == [
+        "row 1: 'text' is null",
+        "row 2: not UTF-8: unexpected end of data at byte 2 of the record",
+    ]
+
+
+def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(tmp_path: Path, tiny_config: Make) -> None:
+    raw = pa.array([b"good", b"\xff\xfe"], pa.binary())
+    strings = pa.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
+    pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
+    with pytest.raises(BadDocumentError, match="row 1: not UTF-8: invalid start byte"):
+        samples(spec_of(job(tiny_config, tmp_path, "parquet", encoder="tokenizers")), 64)
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path) -> Path:
+    """Good documents with every kind of bad one between them, in two files."""
+    lines = [line for line, _ in BAD_LINES.values() if b"\n" not in line]
+    for name in ("a.jsonl", "b.jsonl"):
+        parts = [GOOD.replace(b"good", b"good %d" % i) * (i % 4 + 1) + line + b"\n" for i, line in enumerate(lines)]
+        (tmp_path / name).write_bytes(b"".join(parts))
+    return tmp_path
+
+
+def test_skipped_documents_are_counted_the_same_from_every_cursor(spoiled: Path, tiny_config: Make) -> None:
+    config = job(tiny_config, spoiled, on_bad_document="skip", max_bad_share=0.9, num_epochs=2)
+    spec = spec_of(config)
+    whole = samples(spec, 8)
+    for at in range(0, len(whole), 5):
+        rest = list(open_samples(spec, whole[at].cursor, 8))
+        assert [s.cursor for s in rest] == [s.cursor for s in whole[at + 1 :]]
+    one = samples(spec_of(job(tiny_config, spoiled, on_bad_document="skip", max_bad_share=0.9)), 8)
+    more = list(open_samples(spec, one[-1].cursor, 8))
+    last = whole[-1].cursor.sources["made"]
+    # what follows the very last token is not passed, and another seq_len border changes no count
+    assert more[-1].cursor.sources["made"] == last
+    reasons = [r for chunk in spec.chunks(Cursor()) for r in chunk.bad_reasons]
+    assert len(reasons) == 2 * 2 * len(BAD_LINES)
+    assert 0 <= len(reasons) - last.bad_documents <= 4
+
+
+def test_more_bad_documents_than_allowed_stop_the_run(spoiled: Path, tiny_config: Make) -> None:
+    config = job(tiny_config, spoiled, on_bad_document="skip")
+    with pytest.raises(DataError, match=r"are bad, more than data\.max_bad_share=0\.01"):
+        samples(spec_of(config), 8)
+
+
+def test_what_comes_before_and_after_a_skipped_document_is_unmoved(tmp_path: Path, tiny_config: Make) -> None:
+    texts = [b'{"text": "document %d"}\n' % i for i in range(60)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    spoiled = [b"{" + b"x" * (len(t) - 2) + b"\n" if i == 20 else t for i, t in enumerate(texts)]
+    for name, lines in (("a", texts), ("b", spoiled)):
+        (tmp_path / name / "p.jsonl").write_bytes(b"".join(lines))
+    found = []
+    for name in ("a", "b"):
+        spec = spec_of(job(tiny_config, tmp_path / name, on_bad_document="skip", max_bad_share=1.0))
+        eos = spec.settings.eos_id
+        tokens = [t for chunk in spec.chunks(Cursor()) for t in chunk.tokens.tolist()]
+        found.append(" ".join(map(str, tokens)).split(f" {eos}"))
+    assert [d for d in found[0] if d not in found[1]] == [d for d in found[0] if len(d) and d not in found[1]]
+    assert len(set(found[0]) - set(found[1])) == 1
+    assert [d for d in found[0] if d in found[1]] == found[1]

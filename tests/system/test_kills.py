@@ -1,0 +1,70 @@
+"""Kill anything: the result is the same training, to the last bit, as an uninterrupted run with one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.system.harness import Job, assert_exactly_once
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def unbroken(cluster: Any, tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[float]]]:
+    """The weights' digest and the losses of the same job, uninterrupted, on one worker."""
+    job = Job(job_mapping(tiny_config), tmp_path_factory.mktemp("unbroken"))
+    result = job.train(cluster__num_workers=1)
+    assert result.outcome == "done", result.reason
+    assert_exactly_once(job)
+    yield job.final_digest(), job.losses()
+
+
+def job_mapping(tiny_config: Any) -> dict[str, Any]:
+    return tiny_config(
+        {
+            "train.max_steps": 16,
+            "resume.every_steps": 4,
+            "cluster.num_workers": 2,
+            "data.num_tokenizers": 1,
+            "data.window_bytes": 1 << 18,
+            "data.fragment_bytes": 1 << 16,
+        }
+    )
+
+
+def assert_same_training(job: Job, unbroken: tuple[str, list[float]]) -> None:
+    digest, losses = unbroken
+    assert_exactly_once(job)
+    assert job.losses() == losses
+    assert job.final_digest() == digest
+
+
+def test_two_workers_train_the_same_bits_as_one(job: Job, cluster: Any, unbroken: tuple[str, list[float]]) -> None:
+    assert job.train().outcome == "done"
+    assert_same_training(job, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "rank"),
+    [
+        ("step_begin", 6, 1),
+        ("gradient_done", 6, 0),
+        ("word_received", 7, 0),
+        ("applied", 7, 0),
+        ("save_part_written", 8, 1),
+        ("votes_complete", 8, -1),
+        ("commit_sent", 8, -1),
+        ("generation_journalled", -1, -1),
+    ],
+)
+def test_one_kill_changes_nothing(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]], place: str, step: int, rank: int
+) -> None:
+    plan = job.faults().kill(place, step=step, rank=rank)
+    result = job.train(plan)
+    assert result.outcome == "done", result.reason
+    assert plan.struck() == [0]
+    assert_same_training(job, unbroken)

@@ -1,0 +1,126 @@
+"""Models and states are pure functions of configuration and seed; what would make ranks differ is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from orchestrator.config import ModelConfig
+from orchestrator.errors import ConfigError, TrainingError
+from orchestrator.train.model import build_model, loss_sum, seed_micro_batch
+from orchestrator.train.state import TrainState
+from tests.train.feed import VOCABULARY
+from tests.train.member import PoisonModel, tiny_job
+
+CPU = torch.device("cpu")
+POISON_MODEL = "tests.train.member:PoisonModel"
+
+
+def state_of(**changes) -> TrainState:
+    job = tiny_job(**changes)
+    return TrainState(job.model, job.train, CPU, invariant=True)
+
+
+def step(state: TrainState) -> None:
+    for parameter in state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.apply(0.1)
+
+
+def running_mean() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Embedding(VOCABULARY, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+    )
+
+
+def no_module() -> int:
+    return 3
+
+
+def test_the_first_weights_depend_on_the_seed_and_nothing_else():
+    first = state_of()
+    torch.manual_seed(99)
+    assert state_of().digest() == first.digest()
+    assert state_of(train__seed=1).digest() != first.digest()
+
+
+def test_a_state_goes_back_to_its_first_weights():
+    state, first = state_of(), state_of().digest()
+    step(state)
+    assert state.digest() != first
+    state.initialise()
+    assert state.digest() == first
+    assert state.optimizer_steps == 0
+
+
+def test_the_digest_sees_every_item():
+    state = state_of()
+    seen = {state.digest()}
+    for item in state.items():
+        item.tensor.view(-1)[0] += 1
+        seen.add(state.digest())
+    assert len(seen) == len(state.items()) + 1
+
+
+def test_biases_and_norms_do_not_decay():
+    state = state_of(train__weight_decay=0.5, train__lr=0.1)
+    before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state.apply(0.1)
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (parameter.ndim < 2), name
+
+
+def test_a_pretrained_folder_and_a_factory_give_models(tmp_path):
+    config = tiny_job().model
+    model = build_model(config, 5, CPU, True)
+    model.save_pretrained(tmp_path)
+    again = build_model(ModelConfig(pretrained=str(tmp_path)), 0, CPU, True)
+    tokens = torch.arange(8)[None]
+    model.eval(), again.eval()
+    assert torch.equal(model(tokens).logits, again(tokens).logits)
+    made = build_model(ModelConfig(factory=POISON_MODEL, dtype="bfloat16"), 0, CPU, True)
+    assert isinstance(made, PoisonModel)
+    assert made.table.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"factory": "tests.train.member:absent"}, "tests.train.member:absent cannot be called"),
+        ({"factory": POISON_MODEL, "factory_args": {"x": 1}}, "factory_args"),
+        ({"factory": "tests.train.test_model:no_module"}, "returned int"),
+        ({"pretrained": "/nowhere"}, "model.pretrained=/nowhere"),
+        ({"config": {"model_type": "no-such-model"}}, "no-such-model"),
+        ({"config": {"model_type": "llama", "hidden_size": "wide"}}, "hidden_size"),
+    ],
+)
+def test_what_gives_no_model_is_a_config_error(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_model(ModelConfig(**config), 0, CPU, True)
+
+
+def test_the_loss_is_a_sum_over_targets_and_zero_without_any():
+    model = PoisonModel()
+    tokens = torch.arange(16).reshape(2, 8)
+    labels = (tokens + 1).masked_fill(tokens % 2 == 0, -100)
+    parts = [loss_sum(model, tokens[i : i + 1], labels[i : i + 1]) for i in range(2)]
+    assert loss_sum(model, tokens, labels).item() == pytest.approx(sum(part.item() for part in parts))
+    assert loss_sum(model, tokens, torch.full_like(tokens, -100)).item() == 0.0
+
+
+def test_dropout_is_a_function_of_seed_and_first_sample():
+    def mask(seed: int, sample: int) -> list[float]:
+        seed_micro_batch(seed, sample)
+        return torch.rand(4).tolist()
+
+    assert mask(0, 7) == mask(0, 7)
+    assert len({tuple(mask(seed, sample)) for seed in range(3) for sample in range(3)}) == 9
+
+
+def test_a_model_whose_forward_pass_changes_a_buffer_is_refused():
+    state = state_of(model__factory="tests.train.test_model:running_mean")
+    state.model[1](torch.randn(4, 8))
+    with pytest.raises(TrainingError, match="changes its buffers"):
+        step(state)
