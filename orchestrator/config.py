@@ -194,7 +194,7 @@ class ClusterConfig(_Section):
         Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
         free("a whole number >= 1, or [min, max]"),
     ] = 1
-    """Workers, or [min, max]: below min the run waits."""
+    """Workers; while some are missing the run goes on with the others. Or [min, max]: begins with min, waits below it."""
     use_gpu: Annotated[bool, free("true or false")] = False
     """One GPU per worker."""
     address: Annotated[
@@ -214,7 +214,12 @@ class ClusterConfig(_Section):
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that may train."""
+        """The fewest workers that may train: one, unless a minimum is given."""
+        return 1 if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def start_workers(self) -> int:
+        """The fewest workers that must fit on the cluster when the run starts."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property

@@ -139,6 +139,8 @@ class Coordinator:
         # parent of a generation is chosen (rule 15).
         self._commits = asyncio.Lock()
         # One thread for everything that waits for storage: its operations stay in order and the calls of members are answered meanwhile.
+        # The sign of life must not wait behind a long commit: another start would think that this attempt is dead.
+        self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
         self._verifying: set[asyncio.Task[None]] = set()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
         self._joins: dict[str, asyncio.Future[Any]] = {}
@@ -303,6 +305,14 @@ class Coordinator:
         self._ensure_running()
         self._journal.event(kind, **fields)
 
+    async def feed_notes(self, notes: Any) -> None:
+        """What the feeder noticed (`data.feeder.FeedNotes`): bad documents that were skipped, documents that the encoders differ about."""
+        self._ensure_running()
+        for text in notes.bad_documents:
+            self._journal.event("bad document", text=text)
+        for text in notes.encoder_differences:
+            self._journal.event("encoders differ", text=text)
+
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
         self._ensure_running()
@@ -364,7 +374,7 @@ class Coordinator:
                     await self._commit(Tick(now_s=now))
                 if now >= due["heartbeat"]:
                     due["heartbeat"] = now + HEARTBEAT_EVERY_S
-                    await self._storage(self._heartbeat.write, b".")
+                    self._pulse.submit(self._heartbeat.write, b".")
                 await self._sleep_until_woken()
         except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
             await self._end("failed", f"the coordinator failed: {type(error).__name__}: {error}")

@@ -165,6 +165,7 @@ def _limits(job: JobConfig) -> Limits:
 
     cluster = job.cluster
     return Limits(
+        start_workers=cluster.start_workers,
         min_workers=cluster.min_workers,
         max_workers=cluster.max_workers,
         cpus_per_worker=float(cluster.cpus_per_worker),
@@ -280,10 +281,22 @@ def _supervise(
         ray_storage=str(folder / "ray"),
         limits=limits,
     )
-    supervisor = Supervisor(launch, coordinator, _node_facts, progress.show)
+    committed = 0
+
+    def show(status: RunStatus) -> None:
+        nonlocal committed
+        progress.show(status)
+        if status.committed_samples > committed or status.ended:
+            committed = status.committed_samples
+            feeder.committed.remote(committed)
+            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
+
+    supervisor = Supervisor(launch, coordinator, _node_facts, show)
     try:
         with _signals(supervisor.ask_stop, progress):
-            return supervisor.run()
+            status = supervisor.run()
+        _say_end(progress, job, status)
+        return status
     finally:
         progress.close()
         for handle in (feeder, coordinator):
@@ -311,6 +324,18 @@ def _announce(progress: Progress, job: JobConfig, attempt: Attempt, plan: Resume
         )
     for difference in plan.differences:
         progress.say(f"  {difference.field}: {difference.old} -> {difference.new}")
+
+
+def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
+    """Where the results lie, and what to try next."""
+    step, uri = status.last_step, job.run.run_uri
+    where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
+    progress.say(f"{status.ended}: {status.reason}" + (f", loss {step.loss:.4f}" if step else ""))
+    progress.say(f"newest resume point: {where}")
+    progress.say("next:")
+    progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
+    progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
+    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do; `train` does it")
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def test_an_override_reaches_into_mappings_and_lists() -> None:
 
 def test_workers_are_a_number_or_a_range() -> None:
     one = load_config(QUICKSTART, ["cluster.num_workers=3"]).cluster
-    assert (one.min_workers, one.max_workers) == (3, 3)
+    assert (one.min_workers, one.max_workers) == (1, 3)
     two = load_config(QUICKSTART, ["cluster.num_workers=[1,3]"]).cluster
     assert (two.min_workers, two.max_workers) == (1, 3)
 

@@ -1,7 +1,9 @@
-"""The Feeder actor: takes the token chunks of the Ray Data pipeline in order, packs them, and hands out the ranks' shares of steps.
+"""The Feeder actor: takes the token chunks of the Ray Data pipeline in order, packs them, and hands out the
+ranks' shares of steps.
 
-It knows no model and no membership; everything it gives is a pure function of (the run's data, a cursor, a step's range), so it may be
-killed and opened again at any time. Ray Data itself is loaded only in the actor's process.
+It knows no model and no membership; everything it gives is a pure function of (the run's data, a cursor, a
+step's range), so it may be killed and opened again at any time. Ray Data itself is loaded only in the actor's
+process.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
 
+from orchestrator.data.feed_notes import FeederStats, FeedNotes, Notebook
 from orchestrator.data.opening import Opening
 from orchestrator.data.ray_feed import RayFeed, Reopen
 from orchestrator.data.replay import HeldStep
@@ -32,7 +34,8 @@ Result = TypeVar("Result")
 
 # A slot that was begun so often kills its tokenizer each time.
 MAX_EXECUTIONS = 4
-# No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that hangs.
+# No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
+# hangs.
 STALL_S = 600.0
 # One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
@@ -40,41 +43,13 @@ SLOTS_PER_DATASET = 256
 MAX_CALLS = 20_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeedNotes:
-    """What the journal should know of the data: bad documents that were passed (file, place, reason), documents that the two encoder
-    libraries encoded differently."""
-
-    bad_documents: tuple[str, ...]
-    encoder_differences: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeederStats:
-    """What the feeder holds and has done since its process started. `waits`, `wait_s`: calls of `get` that had to wait for tokens."""
-
-    pid: int
-    generation: tuple[int, int]
-    run_id: int
-    opens: int
-    steps_held: int
-    bytes_held: int
-    first_sample_held: int
-    next_sample: int
-    buffered_tokens: int
-    slots_taken: int
-    slots_given: int
-    waits: int
-    wait_s: float
-    pipeline_threads: int
-
-
 class Feeder:
-    """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read by a thread.
+    """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read
+    by a thread.
 
-    Memory: about one step and one chunk of tokens, the pipeline's look-ahead in the object store, and `replay_bytes` of steps that may
-    be asked for again. An error of the data is final: every later `get` raises it. After its process died it is blank, and answers
-    `Reopen` until it is opened.
+    Memory: about one step and one chunk of tokens, the pipeline's look-ahead in the object store, and
+    `replay_bytes` of steps that may be asked for again. An error of the data is final: every later `get`
+    raises it. After its process died it is blank, and answers `Reopen` until it is opened.
     """
 
     def __init__(
@@ -97,16 +72,16 @@ class Feeder:
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
-        self._noted_to = 0
-        self._bad_documents: list[tuple[int, str]] = []  # (sample at which the step that passed it ends, place and reason)
-        self._differences: list[str] = []
+        self._notebook = Notebook()
 
-    # ------------------------------------------------------------------------------------------------- for ranks
+    # -------------------------------------------------------------------------------- for ranks
     async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
-        """Goes on at `cursor`: from memory if those steps are held, else the pipeline is opened there. Returns before data is there.
+        """Goes on at `cursor`: from memory if those steps are held, else the pipeline is opened there.
+        Returns before data is there.
 
-        Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's opening will come to.
-        Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for another launch.
+        Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's
+        opening will come to. Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for
+        another launch.
         """
         if launch != self._launch:
             raise self._fenced(launch)
@@ -117,7 +92,9 @@ class Feeder:
             self._generation = generation
             run = self._run
             held = run is not None and run.steps.serves(cursor)
-            coming = run is not None and same and cursor.consumed_samples > run.steps.next_cursor.consumed_samples
+            coming = (
+                run is not None and same and cursor.consumed_samples > run.steps.next_cursor.consumed_samples
+            )
             if not held and not coming:
                 self._start(cursor)
             self._changed.notify_all()
@@ -131,10 +108,11 @@ class Feeder:
         world_size: int,
         micro_batch_size: int,
     ) -> BatchSlice | Reopen | OrchestratorError:
-        """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies behind what is held.
+        """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies
+        behind what is held.
 
-        An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too long, `FencedError` for
-        another launch.
+        An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
+        long, `FencedError` for another launch.
         """
         if launch != self._launch:
             return self._fenced(launch)
@@ -159,13 +137,10 @@ class Feeder:
             self._run.steps.committed(consumed_samples)
 
     async def notes(self, consumed_samples: int) -> FeedNotes:
-        """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted before the process died and was
-        not asked for is lost; the counts in the cursor are not."""
-        bad = [(end, text) for end, text in self._bad_documents if end <= consumed_samples]
-        self._bad_documents = [(end, text) for end, text in self._bad_documents if end > consumed_samples]
-        differences, self._differences = self._differences, []
-        self._noted_to = max(self._noted_to, consumed_samples)
-        return FeedNotes(bad_documents=tuple(text for _, text in bad), encoder_differences=tuple(differences))
+        """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted
+        before the process died and was not asked for is lost; the counts in the cursor are not.
+        """
+        return self._notebook.give(consumed_samples)
 
     async def stats(self) -> FeederStats:
         """Counts; also the sign of life that a rank waits for after a restart."""
@@ -173,7 +148,6 @@ class Feeder:
         return FeederStats(
             pid=os.getpid(),
             generation=self._generation,
-            run_id=run.run_id if run else 0,
             opens=self._opens,
             steps_held=len(run.steps) if run else 0,
             bytes_held=run.steps.held_bytes if run else 0,
@@ -194,9 +168,11 @@ class Feeder:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
-    # ------------------------------------------------------------------------------------------------- for tokenizers
+    # -------------------------------------------------------------------------------- for tokenizers
     async def slot(self, run_id: int, slot: int) -> WindowTask | None:
-        """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead. None: that run is over."""
+        """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead.
+        None: that run is over.
+        """
         async with self._changed:
             run = await self._room(run_id, lambda run: run.may_begin(slot))
             if run is None:
@@ -213,7 +189,8 @@ class Feeder:
             return None
 
     async def room(self, run_id: int, slot: int, window: int) -> bool:
-        """Waits until `window` of a slot that was given may be handed over: a block of many windows is not read ahead as a whole.
+        """Waits until `window` of a slot that was given may be handed over: a block of many windows is not
+        read ahead as a whole.
 
         A slot that is not being taken yet may bring its first window only. False: that run is over.
         """
@@ -221,7 +198,9 @@ class Feeder:
             return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
 
     async def failed(self, run_id: int, error: OrchestratorError) -> None:
-        """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at once."""
+        """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at
+        once.
+        """
         async with self._changed:
             if self._run is not None and self._run.run_id == run_id:
                 self._end(error)
@@ -237,9 +216,11 @@ class Feeder:
                 return run
             await self._changed.wait()
 
-    # ------------------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------- inside
     def _fenced(self, launch: str) -> FencedError:
-        return FencedError(f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end")
+        return FencedError(
+            f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end"
+        )
 
     def _find(
         self, generation: tuple[int, int], step: StepRange
@@ -249,7 +230,9 @@ class Feeder:
             return self._error
         run = self._run
         if run is None:
-            return Reopen(generation=self._generation, reason="the feeder has not been opened since its process started")
+            return Reopen(
+                generation=self._generation, reason="the feeder has not been opened since its process started"
+            )
         held = run.steps.find(step.first_sample)
         if held is not None and held.asked == step:
             return held
@@ -274,14 +257,13 @@ class Feeder:
             self._changed.notify_all()  # there may be room for the next chunk
         if drawn is None:
             return None
-        end = drawn.cursor.consumed_samples
-        if end > self._noted_to:
-            known = set(self._bad_documents)
-            self._bad_documents += [note for text in drawn.bad_reasons if (note := (end, text)) not in known]
+        self._notebook.drawn(drawn)
         return run.steps.append(step, drawn)
 
     async def _changed_or_stalled(self, step: StepRange) -> None:
-        """Waits, with the lock, until something changed. No tokenizer doing anything for `stall_s` ends the feed."""
+        """Waits, with the lock, until something changed. No tokenizer doing anything for `stall_s` ends the
+        feed.
+        """
         left = self._progress_at + self._stall_s - time.monotonic()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), max(0.0, left))
@@ -303,13 +285,13 @@ class Feeder:
         self._error = self._error or error
         self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------- the pipeline
+    # -------------------------------------------------------------------------------- the pipeline
     def _start(self, cursor: Cursor) -> Opening:
-        """Opens the pipeline at `cursor`. The run before it, if any, ends by itself: its tokenizers are refused and its thread goes."""
+        """Opens the pipeline at `cursor`. The run before it, if any, ends by itself: its tokenizers are
+        refused and its thread goes.
+        """
         self._opens += 1
-        run = self._run = Opening(
-            self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes
-        )
+        run = self._run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
         self._progress_at = time.monotonic()
         context = ray.get_runtime_context()
         reader = threading.Thread(
@@ -323,19 +305,26 @@ class Feeder:
         return run
 
     def _read(self, run: Opening, feeder: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the end of data or of the run."""
+        """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the
+        end of data or of the run.
+        """
 
         def call(what: Coroutine[Any, Any, Result]) -> Result:
             return asyncio.run_coroutine_threadsafe(what, loop).result()
 
         try:
-            # Ray Data reads this when it is loaded: its other way hands a block on one round of its loop (0.1 s) later
+            # Ray Data reads this when it is loaded: its other way hands a block on one round of its loop (0.1
+            # s) later
             os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
-            os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # a helper process less while everything starts
+            os.environ.setdefault(
+                "RAY_DATA_USAGE_DISABLED", "1"
+            )  # a helper process less while everything starts
             from orchestrator.data.pipeline import read_chunks
 
             while slots := call(self._list_slots(run)):
-                with closing(read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)) as chunks:
+                with closing(
+                    read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)
+                ) as chunks:
                     for item in chunks:
                         if item is None or not call(self._take(run, *item)):
                             return
@@ -355,14 +344,18 @@ class Feeder:
             if self._run is not run or self._error is not None:
                 return False
             run.take(slot, chunk)
-            self._differences += chunk.encoder_differences
+            self._notebook.differences(chunk.encoder_differences)
             self._progress_at = time.monotonic()
             self._changed.notify_all()
             return True
 
     async def _failed_run(self, run: Opening, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
-        ours = error if isinstance(error, OrchestratorError) else FeedError(f"the data pipeline ended: {error}\n{text}")
+        ours = (
+            error
+            if isinstance(error, OrchestratorError)
+            else FeedError(f"the data pipeline ended: {error}\n{text}")
+        )
         async with self._changed:
             if self._run is run:
                 self._end(ours)
@@ -383,7 +376,8 @@ def start_feeder(
     slots_per_dataset: int = SLOTS_PER_DATASET,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`: more for Ray's `.options`.
+    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
+    more for Ray's `.options`.
 
     It uses no logical CPU; its pipeline needs one per tokenizer.
     """

@@ -1,6 +1,8 @@
-"""The feed of a process without Ray (plain torchrun): a thread tokenizes ahead, the caller packs and takes its rank's share.
+"""The feed of a process without Ray (plain torchrun): a thread tokenizes ahead, the caller packs and takes
+its rank's share.
 
-It knows no feeder and no other rank; every rank of such a group reads and tokenizes the whole stream for itself.
+It knows no feeder and no other rank; every rank of such a group reads and tokenizes the whole stream for
+itself.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class _Reader:
 
 
 class InProcessFeed:
-    """`train.membership.Feed` of one rank without any other process. `replay_bytes` bounds the steps kept for being asked for again.
+    """`train.membership.Feed` of one rank without any other process. `replay_bytes` bounds the steps kept for
+    being asked for again.
 
     Gives the same slices as the Feeder does. Not for several threads.
     """
@@ -79,7 +82,9 @@ class InProcessFeed:
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
     ) -> BatchSlice:
-        """This rank's share of `step`; `cursor` is the one at `step.first_sample`. Raises the error that the data ended with."""
+        """This rank's share of `step`; `cursor` is the one at `step.first_sample`. Raises the error that the
+        data ended with.
+        """
         held = self._steps.find(step.first_sample)
         if self._packer is None or held is None or held.asked != step:
             if self._packer is None or self._steps.next_cursor != cursor:

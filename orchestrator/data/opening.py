@@ -1,4 +1,5 @@
-"""One opening of the pipeline at a cursor, as plain state: which slot is which task, how far the chunks are taken, what is packed.
+"""One opening of the pipeline at a cursor, as plain state: which slot is which task, how far the chunks are
+taken, what is packed.
 
 It knows no Ray, no thread and no waiting; the feeder asks it what may happen now.
 """
@@ -16,17 +17,21 @@ from orchestrator.records import Cursor, TokenChunk, WindowTask
 SLOTS_AHEAD = 1
 # Windows of the block at hand that may be tokenized beyond the one being taken.
 WINDOWS_AHEAD = 2
-# Slots that are done stay known for so long: Ray may execute one again whose process was killed while it ended.
+# Slots that are done stay known for so long: Ray may execute one again whose process was killed while it
+# ended.
 SLOTS_REMEMBERED = 64
 
 
 class Opening:
     """The stream from `cursor` on. A slot of the pipeline is the slot-th block task from there.
 
-    With one source that is all there is to decide; the tasks are drawn in the order of the slots, as they are listed.
+    With one source that is all there is to decide; the tasks are drawn in the order of the slots, as they are
+    listed.
     """
 
-    def __init__(self, run_id: int, spec: DataSpec, cursor: Cursor, num_tokenizers: int, replay_bytes: int) -> None:
+    def __init__(
+        self, run_id: int, spec: DataSpec, cursor: Cursor, num_tokenizers: int, replay_bytes: int
+    ) -> None:
         self.run_id = run_id
         self.packer: Packer = spec.packer(cursor)
         self.steps = ReplayBuffer(cursor, replay_bytes)
@@ -60,13 +65,17 @@ class Opening:
         return slot <= self.slot + self._slots_ahead
 
     def begin(self, slot: int) -> tuple[WindowTask, int]:
-        """What `slot` is, and how often it was begun, this time included: the same task each time, whoever executes it again."""
+        """What `slot` is, and how often it was begun, this time included: the same task each time, whoever
+        executes it again.
+        """
         executions = self._executions[slot] = self._executions.get(slot, 0) + 1
         self.slots_given = max(self.slots_given, slot + 1)
         return self._tasks[slot], executions
 
     def may_bring(self, slot: int, window: int) -> bool:
-        """Whether chunks of this window may be handed over now: of a slot that is not being taken yet, only its first window."""
+        """Whether chunks of this window may be handed over now: of a slot that is not being taken yet, only
+        its first window.
+        """
         if slot != self.slot:
             return slot < self.slot or window == self._tasks[slot].window
         return window <= max(self.window, self._tasks[slot].window) + WINDOWS_AHEAD

@@ -1,4 +1,5 @@
-"""The Ray Data pipeline: slot numbers go in, the token chunks of the windows behind them come out in the order of the slots.
+"""The Ray Data pipeline: slot numbers go in, the token chunks of the windows behind them come out in the
+order of the slots.
 
 It knows no packing, no step and no rank; what a slot is, and when there is room for it, it asks the feeder.
 """
@@ -23,8 +24,8 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import Int32Array, TokenChunk, WindowTask
 
-# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that waits for room, which would
-# wait for ever. The feeder's look-ahead hides the gap between two slots.
+# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that
+# waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.
 SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
@@ -58,7 +59,9 @@ class SlotSource(Datasource):
         """Bytes of all slot numbers."""
         return 8 * len(self._slots)
 
-    def get_read_tasks(self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None) -> list[ReadTask]:
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
         """A task per slot, whatever parallelism Ray proposes: the blocks must not depend on the cluster."""
         del parallelism, per_task_row_limit, data_context
         one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
@@ -70,10 +73,11 @@ def _slot_block(slot: int) -> list[pa.Table]:
 
 
 class Tokenizer:
-    """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk, as room is given.
+    """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk,
+    as room is given.
 
-    Whatever goes wrong is told to the feeder first, as an error of ours with its full text; the exception then ends the dataset. A slot
-    that is repeated after this process was killed gives the same chunks.
+    Whatever goes wrong is told to the feeder first, as an error of ours with its full text; the exception
+    then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 
     def __init__(self, spec: DataSpec, feeder: Any, run_id: int) -> None:
@@ -95,21 +99,30 @@ class Tokenizer:
 
     def _slot(self, slot: int) -> Iterator[pa.Table]:
         task: WindowTask | None = ray.get(self._feeder.slot.remote(self._run_id, slot))
-        if task is None:  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
+        if (
+            task is None
+        ):  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
             yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
             return
-        for chunk in tokenize_block(task, self._spec.source_plan(task.source), self._encoder, self._spec.settings):
-            # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new window only
+        for chunk in tokenize_block(
+            task, self._spec.source_plan(task.source), self._encoder, self._spec.settings
+        ):
+            # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new
+            # window only
             if not ray.get(self._feeder.room.remote(self._run_id, slot, chunk.window)):
                 return
             yield chunk_to_row(slot, chunk)
 
 
 def _of_ours(error: Exception) -> OrchestratorError:
-    """The error itself if its class says who acts; any other as a `FeedError` with the traceback, because its class may not pickle."""
+    """The error itself if its class says who acts; any other as a `FeedError` with the traceback, because its
+    class may not pickle.
+    """
     if isinstance(error, OrchestratorError):
         return error
-    return FeedError(f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}")
+    return FeedError(
+        f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+    )
 
 
 def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
@@ -125,7 +138,9 @@ def _bytes(array: Int32Array) -> Any:
 
 
 def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
-    """The inverse of `chunk_to_row`: (slot, chunk), None for a refused slot. The arrays are read-only views of the table's memory."""
+    """The inverse of `chunk_to_row`: (slot, chunk), None for a refused slot. The arrays are read-only views
+    of the table's memory.
+    """
     if row["source"][0].as_py() is None:
         return None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
@@ -148,10 +163,12 @@ def _configure() -> None:
 def read_chunks(
     spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int
 ) -> Iterator[tuple[int, TokenChunk] | None]:
-    """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because the run is over.
+    """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
+    the run is over.
 
-    Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go after the chunk at hand.
-    Raises whatever ended the dataset; a killed tokenizer does not: it is replaced and its slots are repeated.
+    Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go
+    after the chunk at hand. Raises whatever ended the dataset; a killed tokenizer does not: it is replaced
+    and its slots are repeated.
     """
     _configure()
     dataset = ray.data.read_datasource(SlotSource(slots), override_num_blocks=len(slots)).map_batches(

@@ -1,4 +1,5 @@
-"""The rank's side of the feeder: `Feed` of the training loop over remote calls, one step ahead, through a restart of the feeder.
+"""The rank's side of the feeder: `Feed` of the training loop over remote calls, one step ahead, through a
+restart of the feeder.
 
 It knows no pipeline and no packing, so that a training process loads neither.
 """
@@ -26,9 +27,11 @@ _Request = tuple[StepRange, int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reopen:
-    """The feeder's answer instead of a slice: it holds nothing at that place; open it with the cursor you hold and ask again.
+    """The feeder's answer instead of a slice: it holds nothing at that place; open it with the cursor you
+    hold and ask again.
 
-    `generation` is the newest (attempt, generation) that it has heard of: a caller of an older one has been left behind.
+    `generation` is the newest (attempt, generation) that it has heard of: a caller of an older one has been
+    left behind.
     """
 
     generation: tuple[int, int]
@@ -38,8 +41,9 @@ class Reopen:
 class RayFeed:
     """`train.membership.Feed` of one rank. `feeder` is the handle of the launch's `Feeder`.
 
-    Every answer is a pure function of the range asked for, so a slice fetched ahead stays good in another generation as long as it is
-    still this rank's, and everything may be asked for again. The arrays of a slice belong to the caller and may be written to.
+    Every answer is a pure function of the range asked for, so a slice fetched ahead stays good in another
+    generation as long as it is still this rank's, and everything may be asked for again. The arrays of a
+    slice belong to the caller and may be written to.
     """
 
     def __init__(self, feeder: Any, launch: str, away_limit_s: float = AWAY_LIMIT_S) -> None:
@@ -48,23 +52,30 @@ class RayFeed:
         self._ahead: tuple[_Request, Any] | None = None
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
-        """A new generation, which goes on at `cursor`. Returns at once; the feeder opens in the background. Idempotent."""
+        """A new generation, which goes on at `cursor`. Returns at once; the feeder opens in the background.
+        Idempotent.
+        """
         self._generation = (view.attempt, view.generation)
-        # what is still this rank's is recognized by its request; a call that fails here shows in the next `get`
+        # what is still this rank's is recognized by its request; a call that fails here shows in the next
+        # `get`
         self._feeder.open.remote(self._launch, self._generation, cursor)
 
     def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Asks for the slice that will probably be wanted next. Never blocks; a failure shows in the `get` for it."""
+        """Asks for the slice that will probably be wanted next. Never blocks; a failure shows in the `get`
+        for it.
+        """
         request = (step, rank, world_size, micro_batch_size)
         self._ahead = (request, self._ask(request))
 
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
     ) -> BatchSlice:
-        """This rank's share of `step`; blocks until it is there. `cursor` is the one at `step.first_sample`, for a feeder that lost its place.
+        """This rank's share of `step`; blocks until it is there. `cursor` is the one at `step.first_sample`,
+        for a feeder that lost its place.
 
-        Raises the error that the data ended with (`DataError`, `DataIdentityError`, …), `FeedError` if no feeder answers, and
-        `RuntimeError` if this rank's generation is over for the others and its samples are gone.
+        Raises the error that the data ended with (`DataError`, `DataIdentityError`, …), `FeedError` if no
+        feeder answers, and `RuntimeError` if this rank's generation is over for the others and its samples
+        are gone.
         """
         request = (step, rank, world_size, micro_batch_size)
         ahead, self._ahead = self._ahead, None
@@ -117,6 +128,11 @@ class RayFeed:
 
 
 def _own(reply: BatchSlice) -> BatchSlice:
-    """The slice with arrays of its own: those that Ray hands out are read-only and keep its object store filled."""
-    arrays = {name: getattr(reply, name).copy() for name in ("source_numbers", "input_ids", "labels", "document_ids")}
+    """The slice with arrays of its own: those that Ray hands out are read-only and keep its object store
+    filled.
+    """
+    arrays = {
+        name: getattr(reply, name).copy()
+        for name in ("source_numbers", "input_ids", "labels", "document_ids")
+    }
     return replace(reply, **arrays)

@@ -1,4 +1,5 @@
-"""The steps that may be asked for again: a bounded row of drawn steps, each beginning where the one before it ends.
+"""The steps that may be asked for again: a bounded row of drawn steps, each beginning where the one before it
+ends.
 
 It knows no pipeline, no Ray and no rank.
 """
@@ -17,7 +18,9 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldStep:
-    """A drawn step beside what was asked for (more than it holds at the end of the data) and the cursor before it."""
+    """A drawn step beside what was asked for (more than it holds at the end of the data) and the cursor
+    before it.
+    """
 
     asked: StepRange
     before: Cursor
@@ -27,8 +30,8 @@ class HeldStep:
 class ReplayBuffer:
     """Holds drawn steps in order, at most about `limit_bytes` of them: the oldest go first.
 
-    `start` is the cursor from which the first step will be drawn. A step that is asked for again gives the same bytes, because it is the
-    same object.
+    `start` is the cursor from which the first step will be drawn. A step that is asked for again gives the
+    same bytes, because it is the same object.
     """
 
     def __init__(self, start: Cursor, limit_bytes: int) -> None:
@@ -52,7 +55,9 @@ class ReplayBuffer:
 
     def append(self, asked: StepRange, drawn: DrawnStep) -> HeldStep:
         """Takes the step drawn at `next_cursor`; drops the oldest ones beyond the limit."""
-        assert asked.first_sample == self._next.consumed_samples, f"{asked} does not follow {self._next.consumed_samples}"
+        assert asked.first_sample == self._next.consumed_samples, (
+            f"{asked} does not follow {self._next.consumed_samples}"
+        )
         held = HeldStep(asked=asked, before=self._next, drawn=drawn)
         self._steps.append(held)
         self._next = drawn.cursor
@@ -66,12 +71,18 @@ class ReplayBuffer:
         return next((held for held in self._steps if held.before.consumed_samples == first_sample), None)
 
     def serves(self, cursor: Cursor) -> bool:
-        """Whether the stream from `cursor` on can be given: a held step, or the next one, begins exactly there."""
+        """Whether the stream from `cursor` on can be given: a held step, or the next one, begins exactly
+        there.
+        """
         return cursor == self._next or any(held.before == cursor for held in self._steps)
 
     def committed(self, consumed_samples: int) -> None:
-        """Drops the steps that end at or before a committed point: nothing goes back behind it while the group lives."""
-        while len(self._steps) > MIN_STEPS and self._steps[0].drawn.cursor.consumed_samples <= consumed_samples:
+        """Drops the steps that end at or before a committed point: nothing goes back behind it while the
+        group lives.
+        """
+        while (
+            len(self._steps) > MIN_STEPS and self._steps[0].drawn.cursor.consumed_samples <= consumed_samples
+        ):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the user asked for: workers, what each takes, tokenizers (a CPU each), and when to give up."""
+    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers (a CPU each), when to give up."""
 
+    start_workers: int
     min_workers: int
     max_workers: int
     cpus_per_worker: float
@@ -151,26 +152,26 @@ def preflight(
 ) -> list[str]:
     """Why the job cannot run on this cluster as it is now: what is needed and what is there; empty if it can.
 
-    Need = workers + tokenizers (they read, too). The minimum of workers must fit at once.
+    Need = workers + tokenizers (they read, too). What the run starts with must fit at once.
     """
     problems = []
     cpus = sum(node.free_cpus for node in nodes)
-    needed = limits.min_workers * limits.cpus_per_worker + limits.num_tokenizers
+    needed = limits.start_workers * limits.cpus_per_worker + limits.num_tokenizers
     if cpus < needed:
         problems.append(
-            f"{needed:g} logical CPUs are needed ({limits.min_workers} workers × {limits.cpus_per_worker:g} + "
+            f"{needed:g} logical CPUs are needed ({limits.start_workers} workers × {limits.cpus_per_worker:g} + "
             f"{limits.num_tokenizers} tokenizers × 1), {cpus:g} of {sum(n.cpus for n in nodes):g} are free in the cluster; "
             "lower cluster.num_workers or data.num_tokenizers, or add nodes"
         )
-    elif sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.min_workers and not limits.gpus_per_worker:
+    elif sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.start_workers and not limits.gpus_per_worker:
         problems.append(
-            f"{limits.min_workers} workers of {limits.cpus_per_worker:g} CPUs are needed, but the free CPUs of the nodes "
+            f"{limits.start_workers} workers of {limits.cpus_per_worker:g} CPUs are needed, but the free CPUs of the nodes "
             f"({', '.join(f'{n.host}: {n.free_cpus:g}' for n in nodes)}) hold fewer; lower cluster.cpus_per_worker, or add nodes"
         )
-    gpus, needed_gpus = sum(node.free_gpus for node in nodes), limits.min_workers * limits.gpus_per_worker
+    gpus, needed_gpus = sum(node.free_gpus for node in nodes), limits.start_workers * limits.gpus_per_worker
     if gpus < needed_gpus:
         problems.append(
-            f"{needed_gpus:g} GPUs are needed (cluster.use_gpu, {limits.min_workers} workers), {gpus:g} are free in the cluster; "
+            f"{needed_gpus:g} GPUs are needed (cluster.use_gpu, {limits.start_workers} workers), {gpus:g} are free in the cluster; "
             "lower cluster.num_workers, set cluster.use_gpu=false, or add nodes"
         )
     if disk_free_bytes < disk_needed_bytes:

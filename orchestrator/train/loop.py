@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from orchestrator.errors import TrainingError
 from orchestrator.plan import batches
 from orchestrator.plan.digest import batch_digest
-from orchestrator.plan.schedule import Budgets, learning_rate
+from orchestrator.plan.schedule import learning_rate
 from orchestrator.records import (
     REFORM,
     SAVE,
@@ -31,6 +29,7 @@ from orchestrator.train.agree import FaultHook, Prepared, agree, apply_prepared
 from orchestrator.train.fast import FastGradient
 from orchestrator.train.group import GenerationEnded, Group, collective
 from orchestrator.train.invariant import InvariantGradient
+from orchestrator.train.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.train.membership import Feed, Membership
 from orchestrator.train.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.train.numerics import Gradient, cut
@@ -39,11 +38,9 @@ from orchestrator.train.state import TrainState
 from orchestrator.train.weights import PointFiles
 from orchestrator.train.word import Share, Word
 
-if TYPE_CHECKING:
-    from orchestrator.config import ModelConfig, ResumeConfig, TrainConfig
+__all__ = ["DONE", "LEFT", "PLACES", "STOPPED", "Outcome", "TrainJob", "no_fault", "train"]
 
 _log = logging.getLogger(__name__)
-DONE, STOPPED, LEFT = "done", "stopped", "left"
 PLACES = (
     "joined",
     "state_half_sent",
@@ -54,44 +51,6 @@ PLACES = (
     "applied",
     "save_part_written",
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainJob:
-    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`,
-    `cuda` or `cuda:N`.
-
-    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits
-    for a peer that says nothing; not shorter than the longest a peer may need for its batch, a save, or a
-    copy of the state.
-    """
-
-    model: ModelConfig
-    train: TrainConfig
-    resume: ResumeConfig
-    seq_len: int
-    budgets: Budgets
-    config_digest: str
-    device: str = "cpu"
-    forming_limit_s: float = 10.0
-    collective_limit_s: float = 60.0
-
-    @property
-    def invariant(self) -> bool:
-        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU."""
-        auto = self.train.numerics == "auto"
-        return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left`
-    (the run was over for it).
-    """
-
-    reason: str
-    key: StateKey | None
-    cursor: Cursor
 
 
 def no_fault(place: str, step: int, rank: int) -> None:

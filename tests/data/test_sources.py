@@ -111,7 +111,7 @@ def frames(press: Callable[[bytes], bytes]) -> bytes:
 
 COMPRESSED = {
     "a.jsonl.gz": (gzip.compress, b"\0" * 8),
-    "a.jsonl.zst": (zstandard.ZstdCompressor().compress, b"\x50\x2a\x4d\x18\x04\0\0\0skip"),
+    "a.jsonl.zst": (zstandard.ZstdCompressor(write_checksum=True).compress, b"\x50\x2a\x4d\x18\x04\0\0\0skip"),
 }
 
 
@@ -219,7 +219,7 @@ def test_a_window_knows_every_records_place(tmp_path: Path) -> None:
         assert seen == set(range(400))
 
 
-def test_bom_carriage_returns_and_blank_lines_are_no_text(tmp_path: Path, tiny_config: Callable[..., dict[str, Any]]) -> None:
+def test_bom_carriage_returns_and_blank_lines_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\r\n\r\n   \n\ntwo\r\r\n\xef\xbb\xbfthree")
     plan = plan_source(freeze("s", str(tmp_path / "a"), "lines", "text"), 1000, 1000)
     settings = StreamSettings(shuffle="none")

@@ -367,8 +367,6 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
             if not actions:
                 return  # a generation runs
             continue
-        if len(world.parents) >= rules.generations:
-            return
         tried = replace(world, machine=machine)
         when = " after a long time" if now else ""
         for name, after in outcomes(tried, form.formation, rules):
@@ -380,7 +378,10 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
 
 
 def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple[str, World]]:
-    """The formation is journalled and answered; then any part of the group agrees on its state, and any member may die meanwhile."""
+    """The formation is journalled and answered; then any part of the group agrees on its state, or some member dies meanwhile.
+
+    One generation more than the bound is formed and checked, but it does nothing.
+    """
     slot_of = {m.name: i for i, m in enumerate(world.members) if m.name}
     group = [slot_of[name] for name in formation.members if name in slot_of]
     identity = (formation.attempt, formation.generation)
@@ -399,6 +400,8 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
     world = replace(world, parents=parents, records=world.records | brought, pending=pending)
     base = base_of(world, formation, title)
     check(world, formation, base, rules, title)
+    if len(world.parents) > rules.generations:
+        return
 
     if world.faults:
         if world.machine.attempt < rules.attempts:

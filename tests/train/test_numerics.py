@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.plan.batches import num_micro_batches, rank_run
@@ -47,6 +47,7 @@ def gradients(num: int) -> torch.Tensor:
     return torch.randn(num, 50, generator=torch.Generator().manual_seed(num)) * torch.logspace(-4, 4, 50)
 
 
+@settings(deadline=None)
 @given(SIZES, WORLDS)
 def test_the_tree_gives_the_same_bits_for_every_world_size(num, world_size):
     values = gradients(num)
@@ -59,6 +60,7 @@ def test_adding_rank_after_rank_does_not_and_is_caught():
     assert torch.allclose(rank_after_rank(values, 3), tree_sum(values, 2))
 
 
+@settings(deadline=None)
 @given(SIZES, WORLDS)
 def test_a_rank_is_left_with_the_nodes_that_the_others_expect_of_it(num, world_size):
     expected = [node for r in range(world_size) for node in tree_nodes(*_bounds(num, r, world_size))]

@@ -17,7 +17,7 @@ import torch
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.storage import Storage
 from orchestrator.train.loop import train
-from orchestrator.train.membership import Start, StaticMembership
+from orchestrator.train.static import Start, StaticMembership
 from tests.train.feed import FormulaFeed
 from tests.train.meeting import WAIT_S
 from tests.train.member import tiny_job

@@ -111,15 +111,18 @@ DAMAGES = {
     "the last byte gone": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "empty": lambda path: path.write_bytes(b""),
     "gone": lambda path: path.unlink(),
-    "a pickle": lambda path: path.write_bytes(pickle.dumps(Hostile())),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps(Hostile(path.with_suffix(".was-run")))),
 }
 
 
 class Hostile:
-    """Unpickling it would leave a mark."""
+    """Unpickling it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
 
     def __reduce__(self):
-        return (Path.touch, (Path("/tmp/hostile-pickle-was-run"),))
+        return (Path.touch, (self.mark,))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -129,7 +132,7 @@ def test_a_damaged_file_is_named_and_not_used(tmp_path, damage, file):
     DAMAGES[damage](tmp_path / f"points/{POINT}/{file}.safetensors")
     with pytest.raises(ResumePointError, match=file):
         loaded(tmp_path)
-    assert not Path("/tmp/hostile-pickle-was-run").exists()
+    assert not list(tmp_path.rglob("*.was-run"))
 
 
 def test_a_file_of_another_step_is_found_out(tmp_path):

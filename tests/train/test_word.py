@@ -1,4 +1,4 @@
-"""The word of a step: integer sums that mean the same however divided, and refuse what must not be applied."""
+"""The word of a step: integer sums that mean the same however divided, and refuse a wrong step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.records import BatchSlice, Cursor, StepRange
@@ -42,6 +42,7 @@ def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(DIGESTS, st.integers(-(2**40), 2**40)), min_size=1, max_size=5))
 def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
     word = said([share(digest=digest, loss=loss) for digest, loss in rows])
@@ -50,6 +51,7 @@ def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
     assert (word.ranks, word.not_finite, word.samples) == (len(rows), 0, len(rows))
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False), st.integers(0, 7), st.integers(-1, 10**9))
 def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowledged):
     first = share(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)

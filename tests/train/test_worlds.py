@@ -92,6 +92,11 @@ def test_saves_come_every_n_steps_and_when_wished_for_and_each_is_committed(tmp_
     assert steps >= {3, 6, 8}
 
 
+def test_saves_come_every_so_many_minutes(tmp_path):
+    meeting = run_to_end(tmp_path, 2, job=tiny_job(resume__every_minutes=1e-9))
+    assert {point.key.step for point in meeting.points.values()} == set(range(1, 9))
+
+
 def test_a_wished_stop_saves_and_leaves(tmp_path):
     with members(tmp_path, ["a", "b"], job=tiny_job(train__max_steps=1000)) as group:
         group.meeting.wait_for(lambda: len(group.meeting.records) >= 2)

@@ -1,0 +1,285 @@
+"""Encoders give the same ids, or the slower one is taken and it is said; pieces; special tokens in texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+from orchestrator.data import encoder as encoder_module
+from orchestrator.data.encoder import (
+    HOSTILE,
+    Encoder,
+    EncoderChoice,
+    SpecialTexts,
+    choose_encoder,
+    find_difference,
+    installed_version,
+    split_pieces,
+)
+from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
+from orchestrator.errors import ConfigError, DataError, DataIdentityError
+from orchestrator.records import Cursor
+from tests.data.making import job, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
+FAST = EncoderChoice(name="gigatoken", version=installed_version("gigatoken") or "")
+SLOW = EncoderChoice(name="tokenizers", version=installed_version("tokenizers") or "")
+
+
+@pytest.fixture(scope="module")
+def facts(corpus: Path) -> TokenizerFacts:
+    return examine("t", fetch(str(corpus / "tokenizer")))
+
+
+@pytest.mark.parametrize("mode", ["text", "parse"])
+def test_both_encoders_agree_on_hostile_texts(facts: TokenizerFacts, mode: str) -> None:
+    texts = [*HOSTILE, "a<|endoftext|>b<|endoftext|><|endoftext", *(chr(i) for i in range(0x20, 0x3000, 7))]
+    assert find_difference(Encoder(facts.model, FAST, mode), texts) is None
+
+
+@given(text=st.text(max_size=60))
+def test_both_encoders_agree_on_any_text(facts: TokenizerFacts, text: str) -> None:
+    encoder = _fast(facts.model)
+    assert np.array_equal(encoder.encode([text])[0], encoder.encode_reference([text])[0])
+
+
+_made: dict[int, Encoder] = {}
+
+
+def _fast(model: TokenizerModel) -> Encoder:
+    return _made.setdefault(id(model), Encoder(model, FAST, "text"))
+
+
+def test_special_tokens_in_a_text_are_text_or_parsed(facts: TokenizerFacts) -> None:
+    for choice in (FAST, SLOW):
+        text = Encoder(facts.model, choice, "text").encode(["a<|endoftext|>b"])[0].tolist()
+        parsed = Encoder(facts.model, choice, "parse").encode(["a<|endoftext|>b"])[0].tolist()
+        assert facts.eos_id in parsed
+        assert facts.eos_id not in text
+        assert len(parsed) == 3
+
+
+def test_special_tokens_in_a_text_stop_the_run_if_asked_and_are_counted_otherwise(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    lines = ["one", "two <|endoftext|> and <|endoftext|><|endoftext|>", "three <|endoftext", "four"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    found = {}
+    for mode in ("text", "parse"):
+        spec = spec_of(job(tiny_config, tmp_path, special_tokens_in_text=mode, num_epochs=2))
+        found[mode] = samples(spec, 8)[-1].cursor.sources["made"].special_texts
+        eos = [int(t) for chunk in spec.chunks(Cursor()) for t in chunk.tokens].count(spec.settings.eos_id or 0)
+        assert eos == (8 if mode == "text" else 14)
+    assert found == {"text": 6, "parse": 6} or found["text"] in (3, 6)
+    with pytest.raises(DataError, match=r"line 2: 3 special tokens of the tokenizer stand in the text"):
+        samples(spec_of(job(tiny_config, tmp_path, special_tokens_in_text="stop")), 8)
+
+
+def test_special_texts_are_counted_longest_first_without_overlaps() -> None:
+    count = SpecialTexts(["<s>", "<s><s>", "</s>", "<|im_start|>", "[CLS]", ""]).count
+    assert count("") == 0
+    assert count("<s><s><s>") == 2
+    assert count("x</s>[CLS]<|im_start|>[cls]") == 3
+    assert SpecialTexts([]).count("<s>") == 0
+
+
+def test_auto_takes_gigatoken_where_it_agrees(facts: TokenizerFacts) -> None:
+    assert choose_encoder(facts.model, "auto", "text", ["some text"]) == (FAST, ())
+    assert choose_encoder(facts.model, "tokenizers", "text", []) == (SLOW, ())
+
+
+def test_a_difference_means_tokenizers_said_aloud_or_a_refusal(
+    facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Encoder.encode
+
+    def wrong(self: Encoder, texts: list[str]) -> Any:
+        ids, lengths = right(self, texts)
+        return np.where(ids == ids[-1], ids + 1, ids), lengths
+
+    monkeypatch.setattr(Encoder, "encode", wrong)
+    choice, notes = choose_encoder(facts.model, "auto", "text", ["some text"])
+    assert choice == SLOW
+    assert "its ids from 0 on are [" in notes[0]
+    assert "those of tokenizers [" in notes[0]
+    with pytest.raises(ConfigError, match=r"data\.encoder=gigatoken cannot be used: for "):
+        choose_encoder(facts.model, "gigatoken", "text", ["some text"])
+
+
+def test_a_tokenizer_that_gigatoken_does_not_take_means_tokenizers(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.train_from_iterator(["a b c hello world"], trainers.WordPieceTrainer(special_tokens=["[UNK]", "[SEP]"]))
+    found = examine("t", saved(tmp_path, tokenizer, eos_token="[SEP]"))
+    choice, notes = choose_encoder(found.model, "auto", "text", ["hello world"])
+    assert choice == SLOW
+    assert "it does not take this tokenizer" in notes[0]
+
+
+def test_another_version_of_the_frozen_encoder_is_refused_with_both(facts: TokenizerFacts) -> None:
+    with pytest.raises(DataIdentityError, match=rf"gigatoken 0\.0\.1, this machine has gigatoken {FAST.version}"):
+        Encoder(facts.model, EncoderChoice(name="gigatoken", version="0.0.1"), "text")
+
+
+def test_the_encoder_is_renewed_and_gives_the_same_ids(facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "RENEW_BYTES", 100)
+    encoder = Encoder(facts.model, FAST, "text")
+    first = [encoder.encode([text * 3])[0].tolist() for text in HOSTILE]
+    made = encoder._fast
+    assert [encoder.encode([text * 3])[0].tolist() for text in HOSTILE] == first
+    assert encoder._fast is not made
+
+
+def test_a_difference_found_while_running_is_reported_and_changes_nothing(
+    corpus: Path, tiny_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(5)))
+    spec = spec_of(job(tiny_config, tmp_path))
+    before = [t for chunk in spec.chunks(Cursor()) for t in chunk.tokens.tolist()]
+    monkeypatch.setattr(Encoder, "encode_reference", lambda self, texts: (np.array([1], np.int32), [1]))
+    chunks = list(spec.chunks(Cursor()))
+    assert [t for chunk in chunks for t in chunk.tokens.tolist()] == before
+    (difference,) = [d for chunk in chunks for d in chunk.encoder_differences]
+    assert difference.startswith(f"{tmp_path / 'a.jsonl'}: byte 0, line 1: gigatoken")
+    assert difference.endswith("those of tokenizers [1]")
+
+
+# ---------------------------------------------------------------------------------------- tokenizer files
+def saved(folder: Path, tokenizer: Tokenizer, **settings: Any) -> dict[str, bytes]:
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return fetch(str(folder))
+
+
+def bpe(**options: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["the quick brown fox"] * 5, trainer)
+    return tokenizer
+
+
+def test_what_cuts_fills_or_randomizes_is_switched_off_and_said(tmp_path: Path) -> None:
+    tokenizer = bpe(dropout=0.9)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=15)
+    files = saved(tmp_path, tokenizer, eos_token="</s>")
+    found = examine("t", files)
+    assert [n.split(" is switched")[0] for n in found.notes] == [
+        "the tokenizer's truncation",
+        "the tokenizer's padding",
+        "the tokenizer's dropout of 0.9",
+    ]
+    texts = ["the quick brown fox jumps over the lazy dog", "x"]
+    for choice in (FAST, SLOW):
+        encoder = Encoder(found.model, choice, "text")
+        ids, lengths = encoder.encode(texts)
+        assert lengths[0] > 15
+        assert lengths[1] == 1
+        assert ids.tolist() == encoder.encode(texts)[0].tolist()
+    assert find_difference(Encoder(found.model, FAST, "text"), texts) is None
+
+
+def test_bos_stands_where_the_tokenizers_own_post_processor_puts_one(tmp_path: Path) -> None:
+    plain = examine("t", saved(tmp_path / "a", bpe(), bos_token="<s>", eos_token={"content": "</s>"}))
+    tokenizer = bpe()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    adding = examine("t", saved(tmp_path / "b", tokenizer, bos_token="<s>", eos_token="</s>"))
+    assert (plain.adds_bos, adding.adds_bos) == (False, True)
+    assert ids_around("t", plain, "auto", True) == (None, 1)
+    assert ids_around("t", adding, "auto", True) == (0, 1)
+    assert ids_around("t", plain, True, False) == (0, None)
+    assert ids_around("t", adding, False, False) == (None, None)
+    assert plain.digest != adding.digest
+    assert Encoder(adding.model, FAST, "text").encode(["a"])[0].tolist() == plain_ids(plain, "a")
+
+
+def plain_ids(facts: TokenizerFacts, text: str) -> list[int]:
+    return Encoder(facts.model, SLOW, "text").encode([text])[0].tolist()
+
+
+def test_a_tokenizer_without_the_needed_token_is_refused(tmp_path: Path) -> None:
+    found = examine("t", saved(tmp_path, bpe(), bos_token="<unknown>"))
+    with pytest.raises(ConfigError, match=r"data\.eos=true, but the tokenizer t declares no eos_token"):
+        ids_around("t", found, "auto", True)
+    with pytest.raises(ConfigError, match=r"data\.bos=true, but the tokenizer t declares no bos_token"):
+        ids_around("t", found, True, False)
+
+
+def test_the_digest_is_that_of_what_makes_ids(tmp_path: Path) -> None:
+    first = examine("t", saved(tmp_path / "a", bpe(), eos_token="</s>"))
+    same = examine("t", saved(tmp_path / "b", bpe(), eos_token="</s>", chat_template="x", model_max_length=5))
+    other_eos = examine("t", saved(tmp_path / "c", bpe(), eos_token="<s>"))
+    normalizing = bpe()
+    normalizing.normalizer = normalizers.Lowercase()
+    assert first.digest == same.digest
+    assert len({first.digest, other_eos.digest, examine("t", saved(tmp_path / "d", normalizing)).digest}) == 3
+
+
+def test_the_vocabulary_counts_added_tokens_and_gaps(tmp_path: Path) -> None:
+    tokenizer = bpe()
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken("extra")])
+    assert examine("t", saved(tmp_path, tokenizer)).vocab_size == size + 1
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c"])
+def test_a_missing_tokenizer_folder_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.tokenizer={name}: there is no such folder \(looked in /"):
+        fetch(name)
+
+
+def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the folder has no tokenizer\.json"):
+        fetch(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="its files are no tokenizer"):
+        examine("t", fetch(str(tmp_path)))
+
+
+# ---------------------------------------------------------------------------------------- pieces
+@given(text=st.text(st.sampled_from("ab é日🏳️\n "), max_size=400), size=st.integers(16, 80))
+def test_pieces_join_to_the_text_and_none_is_too_long(text: str, size: int) -> None:
+    pieces = split_pieces(text, len(text.encode()), size)
+    assert "".join(pieces) == text
+    assert all(0 < len(p.encode()) <= size for p in pieces) or not text
+
+
+def test_pieces_end_behind_a_newline_else_a_space_else_a_character() -> None:
+    size = 160
+    head = "x" * 152
+    assert split_pieces(head + "a\nb c d" + "y" * 300, 500, size)[0] == head + "a\n"
+    assert split_pieces(head + "a b c d" + "y" * 300, 500, size)[0] == head + "a b c "
+    assert split_pieces("\n" + "é" * 300, 601, size)[0] == "\n" + "é" * 79
+    assert split_pieces("x" * size, size, size) == ["x" * size]
+
+
+def test_the_tokens_of_a_piece_do_not_depend_on_the_pieces_after_it(tmp_path: Path, tiny_config: Make) -> None:
+    text = "".join(f"line {i}\n" for i in range(200))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    spec = spec_of(job(tiny_config, tmp_path), piece_bytes=100)
+    (task,) = spec.tasks_from(Cursor())
+    from orchestrator.data.chunks import tokenize_block
+
+    def tokens_from(piece: int) -> list[int]:
+        chunks = tokenize_block(replace(task, piece=piece), spec.plans[0], spec.build_encoder(), spec.settings)
+        return [t for chunk in chunks for t in chunk.tokens.tolist()]
+
+    whole = tokens_from(0)
+    for piece in range(1, 10):
+        rest = tokens_from(piece)
+        assert whole[-len(rest) :] == rest
+    with pytest.raises(DataIdentityError, match="that document has 1[0-9] pieces"):
+        tokens_from(99)
