@@ -15,7 +15,8 @@ class FeederStats:
     """What the feeder holds, and what it did since its process started.
 
     `waits` and `wait_s` are of the calls of `get` that found their samples missing. Slots count from the last
-    opening on; `opens` counts the openings, `pipeline_threads` those whose thread still lives.
+    opening on; `opens` counts the openings; `pipeline_threads` are alive: two while the pipeline runs (ours
+    and Ray Data's).
     """
 
     pid: int

@@ -39,6 +39,8 @@ MAX_EXECUTIONS = 4
 STALL_S = 600.0
 # One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
+# What the threads of a pipeline are called: ours, and Ray Data's.
+_PIPELINE_THREADS = ("pipeline-", "StreamingExecutor")
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
 
@@ -120,7 +122,9 @@ class Feeder:
         async with self._changed:
             while (found := self._find(generation, step)) is None:
                 waited = True
-                await self._changed_or_stalled(step)
+                if not await self._await_change(began):
+                    found = self._stalled(step)
+                    break
         if not isinstance(found, HeldStep):
             return found
         self._waits += waited
@@ -158,7 +162,9 @@ class Feeder:
             slots_given=run.slots_given if run else 0,
             waits=self._waits,
             wait_s=self._wait_s,
-            pipeline_threads=sum(thread.is_alive() for thread in self._threads),
+            pipeline_threads=sum(
+                thread.name.startswith(_PIPELINE_THREADS) for thread in threading.enumerate()
+            ),
         )
 
     async def close(self) -> None:
@@ -182,8 +188,9 @@ class Feeder:
                 return task
             self._end(
                 FeedError(
-                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} (epoch {task.epoch}); most "
-                    "often it is memory: make data.window_bytes smaller or give the tokenizers' machines more"
+                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} (epoch "
+                    f"{task.epoch}); most often it is memory: make data.window_bytes smaller or give the "
+                    "tokenizers' machines more"
                 )
             )
             return None
@@ -245,7 +252,8 @@ class Feeder:
         if step.first_sample < next_sample or generation < self._generation:
             return Reopen(
                 generation=self._generation,
-                reason=f"sample {step.first_sample} is not held: the feeder has {run.steps.first_sample} and follows with {next_sample}",
+                reason=f"sample {step.first_sample} is asked for, the feeder holds those from "
+                f"{run.steps.first_sample} on and goes on with {next_sample}",
             )
         return None
 
@@ -260,21 +268,26 @@ class Feeder:
         self._notebook.drawn(drawn)
         return run.steps.append(step, drawn)
 
-    async def _changed_or_stalled(self, step: StepRange) -> None:
-        """Waits, with the lock, until something changed. No tokenizer doing anything for `stall_s` ends the
-        feed.
-        """
-        left = self._progress_at + self._stall_s - time.monotonic()
+    async def _await_change(self, since: float) -> bool:
+        """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""
+        left = max(since, self._progress_at) + self._stall_s - time.monotonic()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), max(0.0, left))
-        if time.monotonic() - self._progress_at >= self._stall_s:
-            self._end(
-                FeedError(
-                    f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for "
-                    f"{self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU each "
-                    "beside the training workers: are they free? does the storage answer?"
-                )
-            )
+        return time.monotonic() - max(since, self._progress_at) < self._stall_s
+
+    def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
+        run = self._run
+        if run is None or step.first_sample != run.steps.next_cursor.consumed_samples:
+            # it is not the pipeline that is waited for, but a rank that asks for the steps before
+            reason = f"nobody asked for what lies before sample {step.first_sample} in {self._stall_s:.0f} s"
+            return Reopen(generation=self._generation, reason=reason)
+        error = FeedError(
+            f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for "
+            f"{self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU "
+            "each beside the training workers: are they free? does the storage answer?"
+        )
+        self._end(error)
+        return error
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -313,19 +326,16 @@ class Feeder:
             return asyncio.run_coroutine_threadsafe(what, loop).result()
 
         try:
-            # Ray Data reads this when it is loaded: its other way hands a block on one round of its loop (0.1
-            # s) later
+            # Ray Data reads these when it is loaded. The first: its other way hands a block on a round of its
+            # loop (0.1 s) later; the second: a helper process less while everything starts.
             os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
-            os.environ.setdefault(
-                "RAY_DATA_USAGE_DISABLED", "1"
-            )  # a helper process less while everything starts
+            os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
             from orchestrator.data.pipeline import read_chunks
 
             while slots := call(self._list_slots(run)):
-                with closing(
-                    read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)
-                ) as chunks:
-                    for item in chunks:
+                items = read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)
+                with closing(items):
+                    for item in items:
                         if item is None or not call(self._take(run, *item)):
                             return
         except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
@@ -381,7 +391,16 @@ def start_feeder(
 
     It uses no logical CPU; its pipeline needs one per tokenizer.
     """
-    actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=MAX_CALLS)(Feeder)
-    return actor.options(name=feeder_name(launch), **(options or {})).remote(
-        launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset
+    wanted: dict[str, Any] = {
+        "name": feeder_name(launch),
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,  # the ranks ask again themselves
+        "max_concurrency": MAX_CALLS,
+        **(options or {}),
+    }
+    return (
+        ray.remote(Feeder)
+        .options(**wanted)
+        .remote(launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset)
     )

@@ -109,18 +109,20 @@ class InProcessFeed:
         self._reader = _Reader(self._spec.chunks(cursor))
 
     def _draw(self, step: StepRange) -> HeldStep:
-        assert self._packer is not None and self._reader is not None, "the feed is open"
+        packer, reader = self._packer, self._reader
+        assert packer is not None, "the feed is open"
+        assert reader is not None, "the feed is open"
         if step.first_sample != self._steps.next_cursor.consumed_samples:
             raise FeedError(
                 f"samples from {step.first_sample} on were asked for with the cursor of sample "
                 f"{self._steps.next_cursor.consumed_samples}; a step begins where its cursor stands"
             )
-        while (drawn := self._packer.draw(step)) is None:
-            chunk = self._reader.queue.get()
+        while (drawn := packer.draw(step)) is None:
+            chunk = reader.queue.get()
             if isinstance(chunk, Exception):
                 raise chunk
             if chunk is None:
-                self._packer.finish()
+                packer.finish()
             else:
-                self._packer.feed(chunk)
+                packer.feed(chunk)
         return self._steps.append(step, drawn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class SlotSource(Datasource):
     """Slot numbers, one block each. Reading one opens no file; Ray does it inside the tokenizer."""
 
     def __init__(self, slots: range) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
 
     def estimate_inmemory_data_size(self) -> int:
@@ -83,6 +83,7 @@ class Tokenizer:
     def __init__(self, spec: DataSpec, feeder: Any, run_id: int) -> None:
         self._spec, self._feeder, self._run_id = spec, feeder, run_id
         os.nice(TOKENIZER_NICENESS)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
     @cached_property
     def _encoder(self) -> Any:
@@ -90,6 +91,7 @@ class Tokenizer:
         return self._spec.build_encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """The chunks of one slot, a table of one row each."""
         slot = int(batch["slot"][0].as_py())
         try:
             yield from self._slot(slot)
@@ -162,7 +164,7 @@ def _configure() -> None:
 
 def read_chunks(
     spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int
-) -> Iterator[tuple[int, TokenChunk] | None]:
+) -> Generator[tuple[int, TokenChunk] | None]:
     """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
     the run is over.
 

@@ -88,8 +88,9 @@ class RayFeed:
                 deaths += 1
                 if deaths > MAX_DEATHS:
                     raise FeedError(
-                        f"the feeder died {deaths} times over the samples from {step.first_sample} on ({error}); "
-                        "its log says why, often it is memory: make data.window_bytes or train.global_batch_size smaller"
+                        f"the feeder died {deaths} times over the samples from {step.first_sample} on "
+                        f"({error}); its log says why, often it is memory: make data.window_bytes or "
+                        "train.global_batch_size smaller"
                     ) from error
                 self._await_feeder(error)
             else:
@@ -106,8 +107,8 @@ class RayFeed:
     def _reopen(self, reply: Reopen, step: StepRange, cursor: Cursor) -> None:
         if reply.generation > self._generation:
             raise RuntimeError(
-                f"generation {self._generation} asked for the samples from {step.first_sample} on, but generation {reply.generation} has "
-                "begun without this rank"
+                f"generation {self._generation} asked for the samples from {step.first_sample} on, but "
+                f"generation {reply.generation} has begun without this rank"
             )
         self._feeder.open.remote(self._launch, self._generation, cursor)
 

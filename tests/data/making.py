@@ -19,7 +19,7 @@ from orchestrator.data.stream import Sample, open_samples
 from orchestrator.records import Cursor
 from tests.data import reference
 
-WORDS = "def return über naïve 日本 import x=1 🏳️‍🌈 <|endoftext|> the of and\tto in".split(" ")
+WORDS = "def return über naïve 日本 import x=1 🏳️\u200d🌈 <|endoftext|> the of and\tto in".split(" ")
 SUFFIX = {"jsonl": "jsonl", "jsonl.gz": "jsonl.gz", "jsonl.zst": "jsonl.zst", "parquet": "parquet"}
 
 
@@ -65,7 +65,9 @@ def job(make: Callable[..., dict[str, Any]], folder: Path, kind: str = "jsonl", 
     return parse_config(make({"data.sources": [source], **{f"data.{k}": v for k, v in small.items()}}))
 
 
-def spec_of(config: JobConfig, piece_bytes: int = 256, chunk_tokens: int = 700, folder: Path | None = None) -> DataSpec:
+def spec_of(
+    config: JobConfig, piece_bytes: int = 256, chunk_tokens: int = 700, folder: Path | None = None
+) -> DataSpec:
     """The spec of a job with small pieces and chunks, so that a small corpus has many."""
     spec = prepare_data(config, folder)
     return replace(spec, settings=replace(spec.settings, piece_bytes=piece_bytes, chunk_tokens=chunk_tokens))

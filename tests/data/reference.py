@@ -1,6 +1,6 @@
 """The stream once more, written independently: read, order, tokenize with `tokenizers`, concatenate, cut.
 
-It shares with the package the order's hash and permutation, whose values stand in golden vectors, nothing else.
+It shares with the package the order's hash and permutation, whose values stand in golden vectors.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def tokens(documents: Iterator[str], tokenizer: Path, limit: int) -> list[tuple[
     eos = encoder.token_to_id("<|endoftext|>")
     stream: list[tuple[int, int]] = []
     for number, text in enumerate(t for t in documents if t):
-        ids = [i for piece in pieces(text, limit) for i in encoder.encode(piece, add_special_tokens=False).ids]
+        ids = [
+            i for piece in pieces(text, limit) for i in encoder.encode(piece, add_special_tokens=False).ids
+        ]
         stream += [(i, number) for i in [*ids, eos]]
     return stream
 

@@ -76,7 +76,9 @@ def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make)
     ]
 
 
-def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(tmp_path: Path, tiny_config: Make) -> None:
+def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(
+    tmp_path: Path, tiny_config: Make
+) -> None:
     raw = pa.array([b"good", b"\xff\xfe"], pa.binary())
     strings = pa.StringArray.from_buffers(2, raw.buffers()[1], raw.buffers()[2])
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
@@ -89,7 +91,9 @@ def spoiled(tmp_path: Path) -> Path:
     """Good documents with every kind of bad one between them, in two files."""
     lines = [line for line, _ in BAD_LINES.values() if b"\n" not in line]
     for name in ("a.jsonl", "b.jsonl"):
-        parts = [GOOD.replace(b"good", b"good %d" % i) * (i % 4 + 1) + line + b"\n" for i, line in enumerate(lines)]
+        parts = [
+            GOOD.replace(b"good", b"good %d" % i) * (i % 4 + 1) + line + b"\n" for i, line in enumerate(lines)
+        ]
         (tmp_path / name).write_bytes(b"".join(parts))
     return tmp_path
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.stream import Packer
+from orchestrator.data.stream import DrawnStep, Packer
 from orchestrator.errors import DataError, FeedError
 from orchestrator.plan.batches import ceil_div
 from orchestrator.plan.digest import sample_digest
@@ -20,7 +20,9 @@ from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRa
 ONE = StreamSettings(num_epochs=1)
 
 
-def chunk(documents: list[list[int]], block: int = 0, epoch: int = 0, first: int = 0, ends: bool = True) -> TokenChunk:
+def chunk(
+    documents: list[list[int]], block: int = 0, epoch: int = 0, first: int = 0, ends: bool = True
+) -> TokenChunk:
     """A chunk with a document of one piece per list; an empty list is an empty document, [-1] a bad one."""
     kinds = [EMPTY if not d else BAD if d == [-1] else PIECE for d in documents]
     tokens = [d if kind == PIECE else [] for d, kind in zip(documents, kinds, strict=True)]
@@ -43,7 +45,9 @@ def chunk(documents: list[list[int]], block: int = 0, epoch: int = 0, first: int
     )
 
 
-def packer_of(*chunks: TokenChunk, settings: StreamSettings = ONE, blocks: int = 1, done: bool = True) -> Packer:
+def packer_of(
+    *chunks: TokenChunk, settings: StreamSettings = ONE, blocks: int = 1, done: bool = True
+) -> Packer:
     packer = Packer(Cursor(), "s", blocks, settings)
     for one in chunks:
         packer.feed(one)
@@ -52,28 +56,39 @@ def packer_of(*chunks: TokenChunk, settings: StreamSettings = ONE, blocks: int =
     return packer
 
 
+def draw(packer: Packer, asked: StepRange) -> DrawnStep:
+    """The step, which must be there."""
+    drawn = packer.draw(asked)
+    assert drawn is not None
+    return drawn
+
+
 def step(first: int, tokens: int, seq_len: int) -> StepRange:
-    return StepRange(first_sample=first, num_samples=ceil_div(tokens, seq_len), num_tokens=tokens, seq_len=seq_len)
+    return StepRange(
+        first_sample=first, num_samples=ceil_div(tokens, seq_len), num_tokens=tokens, seq_len=seq_len
+    )
 
 
 def test_inputs_labels_and_document_ids_are_those_of_the_rules() -> None:
-    drawn = packer_of(chunk([[1, 2, 3], [], [4, 5], [6, 7, 8, 9]])).draw(step(0, 8, 4))
-    assert drawn is not None
+    drawn = draw(packer_of(chunk([[1, 2, 3], [], [4, 5], [6, 7, 8, 9]])), step(0, 8, 4))
     batch = drawn.slice(0, 2)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.labels.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1]]
     assert drawn.end_of_data
     assert batch.cursor.sources["s"] == SourceCursor(
-        record=3, token=3, prefix_digest=drawn.cursor.sources["s"].prefix_digest, documents=2, empty_documents=1
+        record=3,
+        token=3,
+        prefix_digest=drawn.cursor.sources["s"].prefix_digest,
+        documents=2,
+        empty_documents=1,
     )
     assert batch.step_targets == 8
 
 
 def test_a_token_budget_shortens_the_last_sample_and_the_stream_goes_on_behind_it() -> None:
     packer = packer_of(chunk([list(range(1, 30))]))
-    first, second = packer.draw(step(0, 6, 4)), packer.draw(step(2, 4, 4))
-    assert first is not None and second is not None
+    first, second = draw(packer, step(0, 6, 4)), draw(packer, step(2, 4, 4))
     batch = first.slice(0, 2)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert batch.labels.tolist() == [[2, 3, 4, 5], [6, 7, -100, -100]]
@@ -84,15 +99,16 @@ def test_a_token_budget_shortens_the_last_sample_and_the_stream_goes_on_behind_i
 
 def test_the_end_gives_fewer_samples_and_says_so_also_when_it_is_exact() -> None:
     packer = packer_of(chunk([list(range(11))]))  # ten positions
-    exact = packer.draw(step(0, 10, 5))
-    assert exact is not None and exact.end_of_data and exact.step == step(0, 10, 5)
-    nothing = packer.draw(step(2, 10, 5))
-    assert nothing is not None and nothing.end_of_data
+    exact = draw(packer, step(0, 10, 5))
+    assert exact.end_of_data
+    assert exact.step == step(0, 10, 5)
+    nothing = draw(packer, step(2, 10, 5))
+    assert nothing.end_of_data
     assert (nothing.step.num_samples, nothing.step.num_tokens, nothing.digest) == (0, 0, 0)
     assert nothing.cursor == exact.cursor
     assert nothing.slice(2, 2).input_ids.shape == (0, 5)
-    fewer = packer_of(chunk([list(range(11))])).draw(step(0, 40, 4))
-    assert fewer is not None and fewer.step == step(0, 10, 4)
+    fewer = draw(packer_of(chunk([list(range(11))])), step(0, 40, 4))
+    assert fewer.step == step(0, 10, 4)
     assert fewer.end_of_data
 
 
@@ -101,8 +117,8 @@ def test_a_step_waits_until_it_is_known_whether_something_follows() -> None:
     assert packer.buffered_tokens == 2
     assert packer.draw(step(0, 2, 2)) is None
     packer.feed(chunk([[1, 2, 3]], epoch=1))
-    drawn = packer.draw(step(0, 2, 2))
-    assert drawn is not None and not drawn.end_of_data
+    drawn = draw(packer, step(0, 2, 2))
+    assert not drawn.end_of_data
     packer.finish()
     packer.finish()  # once more says the same
     assert packer.buffered_tokens == 4
@@ -121,8 +137,7 @@ def test_any_steps_hold_every_token_once(documents: list[list[int]], shapes: lis
     first, turn = 0, 0
     while True:
         seq_len, tokens = shapes[turn % len(shapes)]
-        drawn = packer.draw(step(first, tokens, seq_len))
-        assert drawn is not None
+        drawn = draw(packer, step(first, tokens, seq_len))
         _, ids, targets, marks = drawn.arrays(0, drawn.step.num_samples)
         assert ((targets == -100) == (marks == -1)).all()
         inputs += ids[targets != -100].tolist()
@@ -136,8 +151,7 @@ def test_any_steps_hold_every_token_once(documents: list[list[int]], shapes: lis
 
 def test_a_drawn_step_is_not_touched_by_later_ones_and_serves_slices_again() -> None:
     packer = packer_of(chunk([list(range(100))]))
-    first = packer.draw(step(0, 20, 5))
-    assert first is not None
+    first = draw(packer, step(0, 20, 5))
     before = pickle.dumps(first.slice(1, 3))
     packer.draw(step(4, 20, 5))
     assert pickle.dumps(first.slice(1, 3)) == before
@@ -145,8 +159,7 @@ def test_a_drawn_step_is_not_touched_by_later_ones_and_serves_slices_again() -> 
 
 
 def test_a_steps_digest_is_the_sum_over_its_samples_however_it_is_sliced() -> None:
-    drawn = packer_of(chunk([[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]])).draw(step(0, 10, 4))
-    assert drawn is not None
+    drawn = draw(packer_of(chunk([[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]])), step(0, 10, 4))
     total = 0
     for start in range(3):
         batch = drawn.slice(start, start + 1)
@@ -156,14 +169,15 @@ def test_a_steps_digest_is_the_sum_over_its_samples_however_it_is_sliced() -> No
 
 
 def test_samples_outside_the_step_are_refused() -> None:
-    drawn = packer_of(chunk([list(range(30))])).draw(step(0, 20, 5))
-    assert drawn is not None
+    drawn = draw(packer_of(chunk([list(range(30))])), step(0, 20, 5))
     with pytest.raises(FeedError, match=r"samples \[2, 5\) were asked of a step that holds \[0, 4\)"):
         drawn.slice(2, 5)
 
 
 def test_a_step_that_does_not_begin_where_the_stream_stands_is_refused() -> None:
-    with pytest.raises(FeedError, match="a step from sample 3 on was asked for, the stream stands at sample 0"):
+    with pytest.raises(
+        FeedError, match="a step from sample 3 on was asked for, the stream stands at sample 0"
+    ):
         packer_of(chunk([list(range(30))])).draw(step(3, 5, 5))
 
 
@@ -214,8 +228,7 @@ def test_bad_documents_are_named_once_by_the_step_that_passes_them() -> None:
     )
     named = []
     for first in range(5):
-        drawn = packer.draw(step(first, 2, 2))
-        assert drawn is not None
+        drawn = draw(packer, step(first, 2, 2))
         named.append((drawn.bad_reasons, drawn.cursor.sources["s"].bad_documents))
     # position 2; 4; 6 (the second epoch's token 1); 8; the last
     assert named == [(("bad 0",), 1), (("bad 2",), 2), (("bad 4", "bad 0"), 4), ((), 4), ((), 4)]
@@ -227,8 +240,7 @@ def test_a_border_of_epochs_leaves_the_next_epochs_first_documents_uncounted() -
         chunk([[], [-1], [1, 2]], epoch=1),
         settings=StreamSettings(num_epochs=2, max_bad_share=1.0),
     )
-    first, second = packer.draw(step(0, 2, 2)), packer.draw(step(1, 1, 2))
-    assert first is not None and second is not None
+    first, second = draw(packer, step(0, 2, 2)), draw(packer, step(1, 1, 2))
     assert first.cursor.sources["s"] == SourceCursor(epoch=1, documents=1, bad_documents=1)
     assert first.bad_reasons == ("bad 1",)
     assert second.bad_reasons == ("bad 1",)
@@ -236,10 +248,11 @@ def test_a_border_of_epochs_leaves_the_next_epochs_first_documents_uncounted() -
 
 
 def test_a_document_begins_with_its_first_token_even_behind_a_piece_without_any() -> None:
-    first = replace(chunk([[1, 2], []], ends=False), kind=np.zeros(2, np.int32), last_piece=np.array([1, 0], np.int32))
+    first = replace(
+        chunk([[1, 2], []], ends=False), kind=np.zeros(2, np.int32), last_piece=np.array([1, 0], np.int32)
+    )
     second = replace(chunk([[3, 4, 5]], first=1), piece=np.ones(1, np.int32))
-    drawn = packer_of(first, second).draw(step(0, 4, 4))
-    assert drawn is not None
+    drawn = draw(packer_of(first, second), step(0, 4, 4))
     assert drawn.slice(0, 1).document_ids.tolist() == [[0, 0, 1, 1]]
 
 
@@ -247,8 +260,7 @@ def test_the_prefix_digest_grows_over_steps_as_if_hashed_at_once() -> None:
     def digests(size: int) -> dict[int, str]:
         packer, found = packer_of(chunk([[1], list(range(200)), [1, 2]])), {}
         for first in range(0, 200 // size - 1):
-            drawn = packer.draw(step(first, size, size))
-            assert drawn is not None
+            drawn = draw(packer, step(first, size, size))
             found[drawn.cursor.consumed_tokens] = drawn.cursor.sources["s"].prefix_digest
         return found
 

@@ -1,4 +1,4 @@
-"""What the feeder keeps for being asked again, and what it lets the tokenizers do: plain state, without Ray."""
+"""What the feeder keeps for being asked again, and what it allows the tokenizers: plain state, no Ray."""
 
 from __future__ import annotations
 

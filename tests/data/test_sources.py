@@ -16,6 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.fragments import SourcePlan, plan_source
 from orchestrator.data.manifest import freeze
 from orchestrator.data.readers import read_fragment, read_range, split_lines
@@ -111,7 +112,10 @@ def frames(press: Callable[[bytes], bytes]) -> bytes:
 
 COMPRESSED = {
     "a.jsonl.gz": (gzip.compress, b"\0" * 8),
-    "a.jsonl.zst": (zstandard.ZstdCompressor(write_checksum=True).compress, b"\x50\x2a\x4d\x18\x04\0\0\0skip"),
+    "a.jsonl.zst": (
+        zstandard.ZstdCompressor(write_checksum=True).compress,
+        b"\x50\x2a\x4d\x18\x04\0\0\0skip",
+    ),
 }
 
 
@@ -130,7 +134,11 @@ def test_compressed_files_that_are_cut_off_or_damaged_stop(name: str, tmp_path: 
     middle = second + (len(whole) - second) // 2
     damages = {
         "cut": [whole[:middle], whole[:-1], whole[:-5], whole[: second + 3], whole[:5], b""],
-        "other": [b"no compressed file", whole[:middle] + b"\xff\x00\xff" + whole[middle + 3 :], whole + b"more"],
+        "other": [
+            b"no compressed file",
+            whole[:middle] + b"\xff\x00\xff" + whole[middle + 3 :],
+            whole + b"more",
+        ],
     }
     for data in [d for group in damages.values() for d in group]:
         plan = made(tmp_path, {name: data})
@@ -139,7 +147,9 @@ def test_compressed_files_that_are_cut_off_or_damaged_stop(name: str, tmp_path: 
 
 
 def test_a_damaged_parquet_file_stops(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": [str(i) * 50 for i in range(500)]}), tmp_path / "a.parquet", compression="zstd")
+    pq.write_table(
+        pa.table({"text": [str(i) * 50 for i in range(500)]}), tmp_path / "a.parquet", compression="zstd"
+    )
     plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 100, 1000)
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[200:400] = bytes(200)
@@ -235,7 +245,6 @@ def test_reopening_in_a_large_block_parses_nothing_before_the_cursor(
     spec = spec_of(job(tiny_config, tmp_path / "data", window_bytes=1 << 20, fragment_bytes=1 << 20))
     (task,) = spec.tasks_from(Cursor())
     whole = [n for chunk in spec.chunks(Cursor()) for n in chunk.record.tolist()]
-    from orchestrator.data.chunks import tokenize_block
 
     encoder = spec.build_encoder()
     rest = tokenize_block(replace(task, record=40), spec.plans[0], encoder, spec.settings)

@@ -96,7 +96,9 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
     assert prepare_data(config, run) == quicker[0]
 
 
-def test_copied_files_with_other_times_are_the_same(data: Path, run: Path, tiny_config: Make, tmp_path: Path) -> None:
+def test_copied_files_with_other_times_are_the_same(
+    data: Path, run: Path, tiny_config: Make, tmp_path: Path
+) -> None:
     spec = prepare_data(job(tiny_config, data), run)
     for file in data.iterdir():
         os.utime(file, ns=(1, 1))
@@ -133,8 +135,11 @@ def test_changed_files_are_refused_with_both_values(
         prepare_data(job(tiny_config, data), run)
 
 
-def test_changed_files_can_be_accepted_and_keep_their_frozen_places(data: Path, run: Path, tiny_config: Make) -> None:
+def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
     spec = prepare_data(job(tiny_config, data), run)
+    before = plain(samples(spec, 64))
     grown(data / "part-1.jsonl")
     accepted = prepare_data(accepting(tiny_config, data), run)
     assert accepted.plans == spec.plans
@@ -143,10 +148,12 @@ def test_changed_files_can_be_accepted_and_keep_their_frozen_places(data: Path, 
     assert old.manifests != new.manifests
     assert compare(old, new, accept_changed=True) == ()
     assert "the files of source made have changed" in compare(old, new)[0]
-    assert plain(samples(accepted, 64)) == plain(samples(spec, 64))  # what was appended is not read
+    assert plain(samples(accepted, 64)) == before  # what was appended is not read
 
 
-def test_files_that_came_later_are_not_read_and_that_is_said(data: Path, run: Path, tiny_config: Make) -> None:
+def test_files_that_came_later_are_not_read_and_that_is_said(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
     spec = prepare_data(job(tiny_config, data), run)
     (data / "later.jsonl").write_text('{"text": "later"}\n')
     again = prepare_data(job(tiny_config, data), run)
@@ -187,7 +194,9 @@ def test_a_damaged_or_lost_part_of_the_frozen_data_is_named(
         prepare_data(job(tiny_config, data), run)
 
 
-def test_the_encoder_stays_until_another_is_asked_for_by_name(data: Path, run: Path, tiny_config: Make) -> None:
+def test_the_encoder_stays_until_another_is_asked_for_by_name(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
     first = prepare_data(job(tiny_config, data, encoder="tokenizers"), run)
     assert first.encoder.name == "tokenizers"
     assert prepare_data(job(tiny_config, data), run).encoder == first.encoder
@@ -236,7 +245,9 @@ def test_files_without_any_token_stop_with_a_reason(tmp_path: Path, tiny_config:
         samples(endless, 8)
 
 
-def test_a_parquet_column_that_is_missing_or_no_text_is_a_config_error(tmp_path: Path, tiny_config: Make) -> None:
+def test_a_parquet_column_that_is_missing_or_no_text_is_a_config_error(
+    tmp_path: Path, tiny_config: Make
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -249,7 +260,16 @@ def test_a_parquet_column_that_is_missing_or_no_text_is_a_config_error(tmp_path:
 
 
 def test_folders_are_read_below_hidden_files_are_not_and_the_order_is_by_bytes(tmp_path: Path) -> None:
-    for name in ("b/x.jsonl", "b.jsonl", "a/y.jsonl.gz", "B.jsonl", "é.jsonl", ".hidden.jsonl", ".d/z.jsonl", "c.txt"):
+    for name in (
+        "b/x.jsonl",
+        "b.jsonl",
+        "a/y.jsonl.gz",
+        "B.jsonl",
+        "é.jsonl",
+        ".hidden.jsonl",
+        ".d/z.jsonl",
+        "c.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     names = [row.path for row in freeze("s", str(tmp_path), "jsonl", "text").files]
@@ -268,8 +288,10 @@ def test_a_manifest_is_the_same_after_storage_and_an_altered_one_is_refused(data
 
     import pyarrow.parquet as pq
 
-    table = pq.read_table(io.BytesIO(stored)).slice(1).replace_schema_metadata(
-        pq.read_schema(io.BytesIO(stored)).metadata
+    table = (
+        pq.read_table(io.BytesIO(stored))
+        .slice(1)
+        .replace_schema_metadata(pq.read_schema(io.BytesIO(stored)).metadata)
     )
     sink = io.BytesIO()
     pq.write_table(table, sink)

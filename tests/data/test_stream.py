@@ -68,11 +68,12 @@ def test_a_real_corpus_with_default_sizes_gives_the_samples_of_the_reference(
 def test_a_stream_opened_at_any_samples_cursor_goes_on_exactly(
     kind: str, tmp_path: Path, tiny_config: Make
 ) -> None:
-    write_corpus(tmp_path / "data", [*some_texts(17), "y z\n" * 200], kind)
+    write_corpus(tmp_path / "data", [*some_texts(12), "y z\n" * 200], kind)
     spec = spec_of(job(tiny_config, tmp_path / "data", kind, num_epochs=2))
     whole = samples(spec, 100)
-    for at, sample in enumerate(whole):
-        cursor = decode(Cursor, encode(sample.cursor))
+    every = 1 if kind == "jsonl" else 7
+    for at in range(0, len(whole), every):
+        cursor = decode(Cursor, encode(whole[at].cursor))
         rest = samples(spec, 100, cursor)
         assert plain(rest) == plain(whole[at + 1 :])
         assert [s.cursor for s in rest] == [s.cursor for s in whole[at + 1 :]]
@@ -135,7 +136,9 @@ def test_the_cursor_at_an_epochs_border_is_the_epochs_beginning(tmp_path: Path, 
     assert rest[-1].cursor.sources["made"].empty_documents == 3 + 2
 
 
-def test_fewer_epochs_than_the_cursor_has_seen_give_nothing_and_no_error(made: Path, tiny_config: Make) -> None:
+def test_fewer_epochs_than_the_cursor_has_seen_give_nothing_and_no_error(
+    made: Path, tiny_config: Make
+) -> None:
     three, one = (spec_of(job(tiny_config, made, num_epochs=n)) for n in (3, 1))
     cursor = samples(three, 64)[-1].cursor
     assert samples(one, 64, cursor) == []
@@ -178,7 +181,9 @@ def test_a_document_changed_before_the_cursor_is_refused_with_both_digests(
 ) -> None:
     spec = spec_of(job(tiny_config, made))
     found = next(s for s in samples(spec, 50) if s.cursor.sources["made"].token > 20)
-    other = replace(spec, settings=replace(spec.settings, bos_id=5))  # every document begins with another token
+    other = replace(
+        spec, settings=replace(spec.settings, bos_id=5)
+    )  # every document begins with another token
     with pytest.raises(DataIdentityError, match="had digest [0-9a-f]{16} and now have [0-9a-f]{16}"):
         samples(other, 50, found.cursor)
 

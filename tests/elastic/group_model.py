@@ -8,7 +8,7 @@ lab/model_generations.py, but every decision about who trains, and from which st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
@@ -107,6 +107,11 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
     return Result("", (), len(came))
 
 
+def kinds(world: World, told: dict[str, Hashable]) -> list[int]:
+    """A number for each member, equal for members that differ in nothing but their names; takes their entries out of `told`."""
+    return [hash((m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))) for m in world.members]
+
+
 def reachable(world: World) -> tuple[frozenset[tuple[Identity, StateKey | None, int]], frozenset[tuple[Identity, int]]]:
     """The journal's entries that a state which still exists may ever lead back to; the others no longer matter."""
     table = {entry[0]: entry for entry in world.parents}
@@ -136,12 +141,9 @@ def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
 def identity_of(world: World) -> int:
     """Equal for states that differ only in the names of the members; 64 bits, so that a million states fit into memory."""
     everyone, told = world.machine.snapshot()
-    slots = [
-        (m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))  # its name is only a name
-        for m in world.members
-    ]
+    slots = kinds(world, told)
     return hash((
-        tuple(sorted(map(hash, slots))),
+        tuple(sorted(slots)),
         tuple(sorted(map(hash, told.values()))),
         everyone,
         (len(world.parents), *reachable(world), world.points, world.pending, world.faults),
@@ -194,17 +196,19 @@ def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         # nothing can happen to them any more, and no generation forms before they have come: the order does not matter
         yield joined(world, late[0])
         return
-    yield from of_the_group(world, rules)
+    alike = kinds(world, world.machine.snapshot()[1])
+    yield from of_the_group(world, rules, alike)
     if world.pending is not None:
         yield "COMMIT", commit(world, world.pending)
     for slot, member in enumerate(world.members):
-        yield from of_a_member(world, slot, member)
+        if alike.index(alike[slot]) == slot:
+            yield from of_a_member(world, slot, member)
     yield from forming(world, rules)
     if world.faults and world.machine.attempt < rules.attempts:
         yield "coordinator restarts", restarted(world, rules)
 
 
-def of_the_group(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple[str, World]]:
     """A step of the running generation, or its end by what the coordinator wants of it."""
     inside = [i for i, m in enumerate(world.members) if m.life == IN]
     if not inside:
@@ -223,7 +227,7 @@ def of_the_group(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
         yield "the generation is aborted", thrown_out(world, inside)
     if len(first.history) >= rules.steps:
         return
-    for applied in subsets(inside):
+    for applied in subsets(inside, alike):
         whole = len(applied) == len(inside)
         if not whole and not world.faults:
             continue
@@ -412,14 +416,15 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
             machine.formed(formation.generation, 0.0)
             dead = Member(DEAD, "", None, None, False, None)
             yield f"{title}: {world.members[i].name} dies while it is formed", put(world, i, dead, machine, fault=True)
-    machine = world.machine.copy()
+    before, machine = world.machine, world.machine.copy()
     machine.formed(formation.generation, 0.0)
     world = replace(world, machine=machine)
+    alike = kinds(world, before.snapshot()[1])
     can = [i for i in group if world.members[i].life == WAITS]
     if len(can) == len(group):
         yield f"{title}: agreed by all", agreed(world, formation, base, group, group, rules)
     if world.faults or len(can) < len(group):
-        for some in subsets(can):
+        for some in subsets(can, alike):
             if len(some) < len(group):
                 names = [world.members[i].name for i in some]
                 yield f"{title}: agreed by {names} only", agreed(world, formation, base, can, list(some), rules)
@@ -512,7 +517,12 @@ def agreed(
     )
 
 
-def subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
-    """All subsets, the largest first."""
-    for size in range(len(items), -1, -1):
-        yield from combinations(items, size)
+def subsets(slots: list[int], alike: list[int]) -> Iterator[tuple[int, ...]]:
+    """All subsets, the largest first; of those that differ only in members of one kind, one."""
+    seen = set()
+    for size in range(len(slots), -1, -1):
+        for some in combinations(slots, size):
+            key = tuple(sorted(alike[i] for i in some))
+            if key not in seen:
+                seen.add(key)
+                yield some

@@ -11,14 +11,14 @@ import pytest
 
 from tests.system.harness import Job
 
-_HEALTH = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
+# a dead raylet is noticed after 2 to 3 s; read by Ray when a node is started
+for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
+    os.environ.setdefault(f"RAY_health_check_{_name}", _value)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head with room for workers and tokenizers; this process is connected to it."""
-    for name, value in _HEALTH.items():
-        os.environ.setdefault(f"RAY_health_check_{name}", value)
     import ray
     from ray.cluster_utils import Cluster
 

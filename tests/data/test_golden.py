@@ -1,0 +1,122 @@
+"""Golden vectors of order, packing and digest: a stream that was trained must come out the same for ever.
+
+If one of these fails, runs that exist cannot be continued: raise the version that names what changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from orchestrator.data.drawn import DrawnStep
+from orchestrator.data.manifest import freeze
+from orchestrator.data.spec import DataSpec
+from orchestrator.plan.digest import batch_digest, sample_digest, token_hasher
+from orchestrator.plan.order import ORDER_VERSION, block_at, record_order
+from orchestrator.records import Cursor, SourceCursor, StepRange
+from tests.data.making import job, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
+
+
+def test_the_order_of_blocks_and_records() -> None:
+    assert ORDER_VERSION == 1
+    assert [block_at(7, "web", 0, p, 10, "block") for p in range(10)] == BLOCKS
+    assert record_order([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, 7, "web", 2, "block").tolist() == RECORDS
+
+
+def test_the_digest_of_a_sample() -> None:
+    ids, labels, documents = (np.array(a, np.int32) for a in ([5, 6, 0], [6, 7, -100], [0, 1, -1]))
+    assert sample_digest(12345678901, 0, 3, ids, labels, documents) == SAMPLE_DIGEST
+    table = [np.stack([a, a]) for a in (ids, labels, documents)]
+    two = batch_digest(12345678901, np.zeros(2, np.int32), *table)
+    assert two == (SAMPLE_DIGEST + sample_digest(12345678902, 0, 3, ids, labels, documents)) % 2**64
+    assert token_hasher(ids).hexdigest() == "ec3b4ce2f3d2b3d6"
+    assert sample_digest(12345678901, 1, 3, ids, labels, documents) != SAMPLE_DIGEST
+
+
+def test_the_digest_does_not_depend_on_how_an_array_lies_in_memory() -> None:
+    table = np.arange(12, dtype=np.int32).reshape(3, 4)
+    turned = np.asfortranarray(table)
+    expected = sample_digest(0, 0, 4, table[1], table[1], table[1])
+    assert sample_digest(0, 0, 4, turned[1], turned[1].astype(">i4"), table[1]) == expected
+
+
+@pytest.fixture
+def spec(tmp_path: Path, tiny_config: Make) -> DataSpec:
+    """40 numbered documents; the tokenizer has a token per byte, so that no training decides the ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<eos>"])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<eos>"])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (tmp_path / "data").mkdir()
+    for part in range(2):
+        lines = [json.dumps({"text": f"document {i} " * (i % 5)}) + "\n" for i in range(part, 40, 2)]
+        (tmp_path / "data" / f"{part}.jsonl").write_text("".join(lines))
+    tokenizer_folder = str(tmp_path / "tokenizer")
+    return spec_of(job(tiny_config, tmp_path / "data", tokenizer=tokenizer_folder, num_epochs=2, seed=3))
+
+
+def test_the_packing_of_a_small_corpus(spec: DataSpec) -> None:
+    found = samples(spec, 64)
+    digests = [
+        sample_digest(s.index, 0, 64, s.input_ids, s.labels, s.document_ids) for s in found
+    ]
+    assert len(found) == NUM_SAMPLES
+    assert f"{digests[0]:016x} {digests[17]:016x} {sum(digests) % 2**64:016x}" == DIGESTS
+    assert found[17].cursor == CURSOR
+
+
+def test_the_frozen_list_of_its_files(spec: DataSpec, tmp_path: Path) -> None:
+    manifest = freeze("made", str(tmp_path / "data"), "jsonl", "text")
+    assert manifest.digest == MANIFEST
+    assert spec.plans[0].manifest == manifest
+    assert (spec.plans[0].num_fragments, spec.plans[0].fragments_per_block) == (FRAGMENTS, PER_BLOCK)
+
+
+def test_the_layout_of_a_drawn_step() -> None:
+    step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
+    tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
+    drawn = DrawnStep(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
+    batch = drawn.slice(3, 5)
+    assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, 0]]
+    assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]
+    assert batch.document_ids.tolist() == [[0, 0, 1], [0, 1, -1]]
+    assert f"{drawn.digest:016x}" == STEP_DIGEST
+
+
+BLOCKS = []
+RECORDS = []
+SAMPLE_DIGEST = 0
+NUM_SAMPLES = 0
+DIGESTS = ""
+CURSOR = None
+MANIFEST = ""
+FRAGMENTS, PER_BLOCK = 0, 0
+STEP_DIGEST = ""
+
+def test_print(spec, tmp_path):
+    print(repr([block_at(7, "web", 0, p, 10, "block") for p in range(10)]))
+    print(record_order([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, 7, "web", 2, "block").tolist())
+    ids, labels, documents = (np.array(a, np.int32) for a in ([5, 6, 0], [6, 7, -100], [0, 1, -1]))
+    print(hex(sample_digest(12345678901, 0, 3, ids, labels, documents)), token_hasher(ids).hexdigest())
+    found = samples(spec, 64)
+    digests = [sample_digest(s.index, 0, 64, s.input_ids, s.labels, s.document_ids) for s in found]
+    print(len(found), f"{digests[0]:016x} {digests[17]:016x} {sum(digests) % 2**64:016x}")
+    print(found[17].cursor)
+    print(freeze("made", str(tmp_path / "data"), "jsonl", "text").digest, spec.plans[0].num_fragments, spec.plans[0].fragments_per_block)
+    step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
+    tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
+    drawn = DrawnStep(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
+    print(f"{drawn.digest:016x}")
+    import xxhash, struct
+    print(hex(xxhash.xxh3_64_intdigest(struct.pack("<QQQ3i3i3i",12345678901,0,3,5,6,0,6,7,-100,0,1,-1))))

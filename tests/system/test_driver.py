@@ -1,0 +1,56 @@
+"""The command itself: killed, interrupted, submitted as a Ray job; the same command again continues."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.system.harness import Job, assert_exactly_once, when_step
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
+    """`orchestrator train` as a process of its own on the module's cluster."""
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address).to_json()))
+    command = [sys.executable, "-m", "orchestrator.cli", "train", str(path), "--json"]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "RAY_AUTH_MODE": "token"}
+    )
+
+
+def test_the_driver_is_killed_and_the_same_command_continues(job: Job, cluster: Any, tmp_path: Path) -> None:
+    driver = start(job, cluster, tmp_path)
+    watch = when_step(job, 6, driver.kill)
+    assert driver.wait(timeout=120) == -signal.SIGKILL
+    watch.join()
+    driver.communicate()
+    assert job.run.points(), "the point of step 4 was committed before the kill"
+    result = job.train()
+    assert (result.outcome, result.step) == ("done", 16), result.reason
+    assert len({record.attempt for record in job.run.steps()}) == 2
+    assert_exactly_once(job)
+
+
+def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_path: Path) -> None:
+    driver = start(job, cluster, tmp_path)
+    watch = when_step(job, 5, lambda: driver.send_signal(signal.SIGINT))
+    out, err = driver.communicate(timeout=120)
+    watch.join()
+    assert driver.returncode == 0, err
+    stopped = json.loads(out)
+    assert stopped["outcome"] == "stopped"
+    newest = job.run.points()[-1]
+    assert newest["consumed_samples"] == stopped["consumed_samples"]
+    assert job.train().outcome == "done"
+    assert_exactly_once(job)

@@ -1,0 +1,65 @@
+"""A node dies, and comes back: the others go on at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from orchestrator.run import RunResult
+from tests.system.harness import Job, assert_exactly_once, when_step
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def three_nodes() -> Iterator[Any]:
+    """A head that holds the tokenizer, and two nodes that hold a worker each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20}
+    )
+    made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
+    ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) -> None:
+    results: list[RunResult] = []
+    changes = {"train__max_steps": 400, "cluster__cpus_per_worker": 2, "resume__every_steps": 100}
+    training = threading.Thread(target=lambda: results.append(job.train(**changes)))
+    training.start()
+    when_step(job, 5, lambda: None).join()
+    # raylets are ended and started from the main thread only
+    three_nodes.remove_node(three_nodes.workers.pop(), allow_graceful=False)
+    alone = _wait_for_world(job, 1)
+    three_nodes.workers.append(three_nodes.add_node(num_cpus=2, object_store_memory=100 << 20))
+    together = _wait_for_world(job, 2, after=alone)
+    training.join(timeout=200)
+    assert results, "the run did not end"
+    assert results[0].outcome == "done", results[0].reason
+    assert alone < together
+    assert len({record.attempt for record in job.run.steps()}) == 1, "no coordinator was restarted"
+    assert_exactly_once(job)
+
+
+def _wait_for_world(job: Job, size: int, after: int = -1) -> int:
+    """The first generation of this size that began after generation `after`."""
+    from orchestrator.attempt import survey
+    from orchestrator.resume.store import RunStore
+    from orchestrator.storage import Storage
+
+    never = threading.Event()
+    for _ in range(1200):
+        starts = survey(RunStore(Storage(job.run.uri))).journal.generations
+        found = [s.generation for s in starts if s.world_size == size and s.generation > after]
+        if found:
+            return found[0]
+        never.wait(0.1)
+    raise AssertionError(f"no generation of {size} members was formed")

@@ -1,0 +1,83 @@
+"""What cannot begin is refused within seconds, with what is needed and what is there, before anything is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+from tests.system.harness import Job
+
+pytestmark = pytest.mark.system
+LIMIT_S = 20.0
+
+
+def refused(job: Job, kind: type[OrchestratorError], pattern: str, **changes: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(kind, match=pattern):
+        job.train(**changes)
+    assert time.monotonic() - began < LIMIT_S
+    folder = Path(job.config(**changes).run.run_uri)
+    assert not folder.exists(), f"{folder} was written although the start was refused"
+
+
+def test_missing_files_and_tokenizers_are_named(job: Job, tmp_path: Path) -> None:
+    source = {"name": "stdlib", "path": str(tmp_path / "*.jsonl"), "format": "jsonl"}
+    refused(job, ConfigError, r"\*\.jsonl", data__sources=[source])
+    refused(job, ConfigError, "no-such-tokenizer", data__tokenizer=str(tmp_path / "no-such-tokenizer"))
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_with_both_numbers(job: Job) -> None:
+    model = {**(job.config().model.config or {}), "vocab_size": 10}
+    refused(job, ConfigError, "vocab_size=10.*1000", model__config=model)
+
+
+def test_a_storage_path_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    refused(job, StorageError, "file is no writable folder", run__storage=str(tmp_path / "file" / "runs"))
+
+
+def test_a_cluster_that_does_not_answer_is_named_with_what_to_do(job: Job) -> None:
+    import ray
+
+    assert not ray.is_initialized(), "this test comes before the module's cluster"
+    refused(job, ResourceError, r"no Ray cluster answers at cluster\.address=127\.0\.0\.1:9 ", cluster__address="127.0.0.1:9")
+
+
+def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
+    refused(job, ResourceError, r"21 logical CPUs are needed \(20 workers × 1 \+ 1 tokenizers.*5 of 5 are free", cluster__num_workers=20)
+    refused(job, ResourceError, "2 GPUs are needed.*0 are free", cluster__use_gpu=True)
+
+
+@pytest.fixture
+def beating(job: Job) -> Callable[[], None]:
+    """Makes the run look alive: a claim of another launch whose heartbeat goes on with every call."""
+    store = RunStore(Storage(job.config().run.run_uri))
+    store.claim(1, "another-launch", "start", "another-host")
+    heartbeat = store.heartbeat(1)
+    return lambda: heartbeat.write(b".")
+
+
+def test_a_run_that_another_launch_works_on_is_busy(job: Job, cluster: Any, beating: Callable[[], None]) -> None:
+    import threading
+
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.2):
+            beating()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(BusyError, match="attempt 1 of launch another-launch on host another-host is alive"):
+            job.train()
+    finally:
+        over.set()
+        thread.join()
