@@ -52,9 +52,8 @@ def tokenize_block(
 def _absent(task: WindowTask, found: str) -> DataIdentityError:
     return DataIdentityError(
         f"the cursor names block {task.block} of source {task.source} in epoch {task.epoch}, window "
-        f"{task.window}, "
-        f"record {task.record}, piece {task.piece}, but {found}; the data are not those that the run was "
-        "started with"
+        f"{task.window}, record {task.record}, piece {task.piece}, but {found}; "
+        "the data are not those that the run was started with"
     )
 
 

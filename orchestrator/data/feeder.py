@@ -41,6 +41,8 @@ STALL_S = 600.0
 SLOTS_PER_DATASET = 256
 # What the threads of a pipeline are called: ours, and Ray Data's.
 _PIPELINE_THREADS = ("pipeline-", "StreamingExecutor")
+# By launch: Ray starts an actor again only while its creator holds what it was made from.
+_SPECS: dict[str, Any] = {}
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
 
@@ -188,9 +190,9 @@ class Feeder:
                 return task
             self._end(
                 FeedError(
-                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} (epoch "
-                    f"{task.epoch}); most often it is memory: make data.window_bytes smaller or give the "
-                    "tokenizers' machines more"
+                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
+                    f"(epoch {task.epoch}); most often it is memory: make data.window_bytes smaller or give "
+                    "the tokenizers' machines more"
                 )
             )
             return None
@@ -399,8 +401,9 @@ def start_feeder(
         "max_concurrency": MAX_CALLS,
         **(options or {}),
     }
+    held = _SPECS[launch] = ray.put(spec)
     return (
         ray.remote(Feeder)
         .options(**wanted)
-        .remote(launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset)
+        .remote(launch, held, num_tokenizers, replay_bytes, stall_s, slots_per_dataset)
     )

@@ -29,7 +29,7 @@ from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 if TYPE_CHECKING:
     from orchestrator.config import JobConfig
 
-__all__ = ["DataSpec", "prepare_data", "public_stream"]
+__all__ = ["DataSpec", "Sample", "prepare_data", "public_stream"]
 
 # The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
 _SAMPLE_DOCUMENTS = 64
@@ -84,8 +84,7 @@ class DataSpec:
             if begin >= plan.num_blocks:
                 raise DataIdentityError(
                     f"the cursor names block {begin} of source {plan.source}, which has {plan.num_blocks} "
-                    "blocks; "
-                    "the data are not those that the run was trained with"
+                    "blocks; the data are not those that the run was trained with"
                 )
             for block in range(begin, plan.num_blocks):
                 task = WindowTask(source=plan.source, epoch=epoch, block=block)
@@ -143,8 +142,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
     if not plan.num_blocks:
         raise ConfigError(
             f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
-            "records; "
-            "mend the path"
+            "records; mend the path"
         )
     encoder, notes = _choose(config, settings, facts, plan)
     record = DataRecord(
@@ -176,8 +174,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     if source.name not in frozen.manifests:
         raise DataIdentityError(
             f"the run was started with data.sources {sorted(frozen.manifests)}, the job asks for "
-            f"{source.name}; "
-            "keep the source's name, or start a new run"
+            f"{source.name}; keep the source's name, or start a new run"
         )
     facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
     if facts.digest != record.tokenizer_digest:
@@ -287,8 +284,7 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
     return (
         f"{large} of {len(files)} files of source {plan.source} are compressed, or have row groups, beyond "
         f"data.window_bytes={settings.window_bytes}: they are shuffled within windows of that size only, "
-        "and a "
-        "resume inside one decodes it up to there",
+        "and a resume inside one decodes it up to there",
     )
 
 

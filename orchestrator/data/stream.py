@@ -30,8 +30,7 @@ _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 class Packer:
-    """Chunks in, steps out, from a cursor on. Holds the chunks that are not drawn yet; not for several
-    threads.
+    """Chunks in, steps out, from a cursor on. Holds the chunks not drawn yet; not for several threads.
 
     `feed` every chunk of the tasks from the cursor on, in order, then `finish`; `draw` consecutive steps.
     """
@@ -59,8 +58,8 @@ class Packer:
 
     @property
     def buffered_tokens(self) -> int:
-        """Tokens that are there and not drawn. Until the end of the data is known, the last one is not
-        counted:
+        """Tokens that are there and not drawn; until the end of the data is known, without the last one.
+
         `draw(step)` answers exactly when `step.num_tokens + 1` are counted, or after `finish`.
         """
         return self._fed - self._taken if self._finished else max(0, self._fed - self._taken - 1)
@@ -99,8 +98,7 @@ class Packer:
         if not (at_border if num_epochs is None else epoch >= num_epochs):
             raise FeedError(
                 f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window "
-                f"{window} was "
-                "there to its end; a part of the data was not delivered"
+                f"{window} was there to its end; a part of the data was not delivered"
             )
         self._finished = True
 
@@ -144,8 +142,8 @@ class Packer:
         if self._finished or found != self._expected or chunk.source != self._source:
             raise FeedError(
                 f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
-                "came where that "
-                f"of {self._source}, {self._expected} was due{' (after the end)' if self._finished else ''}"
+                f"came where that of {self._source}, {self._expected} was due"
+                f"{' (after the end)' if self._finished else ''}"
             )
 
     def _go_on(self, chunk: TokenChunk) -> None:
@@ -161,8 +159,7 @@ class Packer:
             if self._epoch_tokens < 2:
                 raise DataError(
                     f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the "
-                    "least; "
-                    "look at data.sources: its path, its text_field"
+                    "least; look at data.sources: its path, its text_field"
                 )
             epoch, block = epoch + 1, 0
             self._epoch_tokens, self._epoch_counts = 0, self._counts
@@ -177,8 +174,7 @@ class Packer:
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
             raise DataError(
                 f"{bad} of the first {seen} documents of source {self._source} are bad, more than "
-                "data.max_bad_share="
-                f"{self._settings.max_bad_share}; mend them, or allow a larger share"
+                f"data.max_bad_share={self._settings.max_bad_share}; mend them, or allow a larger share"
             )
 
     def _verify_start(self, chunk: TokenChunk) -> int:
@@ -206,10 +202,8 @@ class Packer:
     def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
         return DataIdentityError(
             f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source "
-            f"{self._source}, epoch "
-            f"{start.epoch}, block {start.block}, window {start.window}), but {found}; the data, the "
-            "tokenizer or the encoder are not "
-            "those that the run was trained with"
+            f"{self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but {found}; "
+            "the data, the tokenizer or the encoder are not those that the run was trained with"
         )
 
     # ------------------------------------------------------------------------------------ drawing

@@ -192,7 +192,7 @@ def ids_around(name: str, facts: TokenizerFacts, bos: str | bool, eos: bool) -> 
         if wanted and found is None:
             raise ConfigError(
                 f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} "
-                "declares no "
-                f"{field}_token that it knows; add it to its tokenizer_config.json, or set data.{field}=false"
+                f"declares no {field}_token that it knows; add it to its tokenizer_config.json, or set "
+                f"data.{field}=false"
             )
     return (facts.bos_id if wants_bos else None), (facts.eos_id if eos else None)

@@ -1,1 +1,1 @@
-"""Who trains: the pure rendezvous and supervisor policy, and the Ray-side shells that carry out what they decide."""
+"""Who trains: the pure rendezvous and the pure policy, and the Ray side that carries out what they decide."""

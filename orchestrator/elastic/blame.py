@@ -1,4 +1,4 @@
-"""Why generations fail in a row: who has to wait, when members should try each other's ports, and when the run must stop.
+"""What follows when generations fail in a row: who has to wait, who should try ports, when the run must stop.
 
 Counts and times only; it knows nothing of joins, of states, or of how a generation is formed.
 """
@@ -13,7 +13,8 @@ from orchestrator.elastic.formation import RendezvousSettings
 class Blame:
     """Bounds every repetition of a failed generation (I6).
 
-    Newcomers are blamed by node, not by name: the process that replaces a killed one has a new name and the same broken network.
+    Newcomers are blamed by node, not by name: the process that replaces a killed one has a new name and the
+    same broken network.
     """
 
     def __init__(self, settings: RendezvousSettings) -> None:
@@ -33,7 +34,7 @@ class Blame:
         return self._delays.get(node, (0, float("-inf")))[1]
 
     def blame(self, nodes: Iterable[str], now: float) -> None:
-        """A generation with newcomers from `nodes` ended before its first step: they wait, each time twice as long."""
+        """A generation with newcomers from `nodes` came to nothing: they wait, each time twice as long."""
         for node in sorted(set(nodes)):
             times = self._delays.get(node, (0, 0.0))[0]
             delay = min(self._settings.forming_s * 2**times, self._settings.longest_delay_s)
@@ -66,8 +67,9 @@ class Blame:
             )
         if self._formless >= self._settings.forming_failures:
             return (
-                f"{self._formless} generations in a row ended before their first step although no member was lost "
-                f"(allowed: {self._settings.forming_failures - 1}); check that the nodes reach each other on all ports"
+                f"{self._formless} generations in a row ended before their first step, with no member lost "
+                f"(allowed: {self._settings.forming_failures - 1}); check that the nodes reach each other on "
+                "all ports"
             )
         return None
 

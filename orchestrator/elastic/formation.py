@@ -1,4 +1,4 @@
-"""The words of the rendezvous: its settings, what it answers to a join, what it decides, and what a formed generation is.
+"""The words of the rendezvous: its settings, its answers to a join, its decisions, and what a generation is.
 
 Pure values without behaviour; it knows no Ray, no torch, no clock and no storage.
 """
@@ -14,12 +14,16 @@ from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
 class RendezvousSettings:
     """Times (seconds) and counts of the rendezvous; the defaults are those of MEMBERSHIP.md.
 
-    `start_grace_s`: how long a group without survivors waits for the expected number, from its first join on.
-    `missing_grace_s`: the least time a live member of an ended generation has to come (2 median steps if that is more).
-    `forming_s`: how long members try to form; also a blamed newcomer's first delay, doubled up to `longest_delay_s`.
-    `join_debounce_s`: a joiner interrupts a running generation only after nobody else joined for this long (at most five times it).
-    `same_step_failures`: so many generations in a row that lost a member at one step stop the run.
-    `forming_failures`: so many generations in a row that ended before a first step, nobody lost, nobody to blame, stop the run.
+    - `start_grace_s`: how long a group without survivors waits, from its first join, for the expected number.
+    - `missing_grace_s`: the least time that a live member of an ended generation has to come (two median
+      steps if that is more).
+    - `forming_s`: how long members try to form; also a blamed newcomer's first delay, doubled each time up to
+      `longest_delay_s`.
+    - `join_debounce_s`: a joiner interrupts a running generation once nobody else has joined for this long,
+      at the latest after five times as long.
+    - `same_step_failures`: so many generations in a row that lost a member at one step stop the run.
+    - `forming_failures`: so many generations in a row that ended before their first step, with nobody lost
+      and nobody to blame, stop the run.
     """
 
     start_grace_s: float = 60.0
@@ -33,7 +37,10 @@ class RendezvousSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreviousGeneration:
-    """The newest generation that an older attempt of this launch journalled: whom a restarted coordinator waits for, by rank."""
+    """The newest generation that an older attempt of this launch journalled, `members` by rank.
+
+    They are whom a restarted coordinator waits for.
+    """
 
     attempt: int
     generation: int
@@ -49,7 +56,7 @@ class NewestPoint:
     name: str
 
 
-# ------------------------------------------------------------------------------------------------------------- answers to a join
+# ---- answers to a join
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
     """This member has no place here; it exits and `reason` says why."""
@@ -59,7 +66,9 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ignored:
-    """A late copy of an older call: nothing changed. Whoever still waits for its answer asks again, with fresh arguments."""
+    """A late copy of an older call: nothing changed. Who still waits for an answer asks again, with fresh
+    arguments.
+    """
 
     reason: str
 
@@ -67,16 +76,19 @@ class Ignored:
 JoinAnswer = Refused | Ignored | GenerationView
 
 
-# ------------------------------------------------------------------------------------------------------------- decisions
+# ---- decisions
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formation:
-    """The next generation: journal it, call `formed`, then answer each of `members` with `view_for`.
+    """The next generation: journal it, call `formed`, then answer each of its members with `view_for`.
 
-    `members` by rank. `parent` is the state that it continues (None: from nothing), held by `source` (rank 0) or, when that is None,
-    by the point `point`. `cursor` belongs to the parent. `step` is the label from which this generation counts; it differs from
-    `parent.step` only where `rebase` changed it. `newcomers` were not in the generation before. `probe_ports`: two generations in a
-    row came to nothing without anybody to blame, so members should try each other's ports first. `save_only`: formed below the
-    minimum so that nothing is lost while the group waits; its `wishes` ask for a save and a re-form from its first step on.
+    - `members` by rank; `newcomers` are those that were not in the generation before.
+    - `parent` is the state that it continues (None: from nothing), held by `source`, which is rank 0, or,
+      when that is None, by the point `point`. `cursor` belongs to the parent.
+    - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
+    - `probe_ports`: two generations in a row came to nothing with nobody to blame, so members should try each
+      other's ports first.
+    - `save_only`: formed below the minimum, so that nothing is lost while the group waits; its `wishes` ask
+      for a save and a re-form from its first step on.
     """
 
     attempt: int
@@ -109,7 +121,9 @@ class LeaveOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """No generation can be formed since `since` (seconds), because of `reason`; repeated by every tick while it holds."""
+    """No generation can be formed since `since` (seconds), because of `reason`; said by every tick while it
+    holds.
+    """
 
     reason: str
     since: float
@@ -125,7 +139,7 @@ class StopRun:
 Action = Form | LeaveOut | Waiting | StopRun
 
 
-# ------------------------------------------------------------------------------------------------------------- inside the rendezvous
+# ---- inside the rendezvous
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
     """A member that waits for the next generation: its newest request, and when it first came."""
@@ -136,7 +150,10 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """A generation that was formed and answered, with the requests it was formed from (those of an older attempt are not known)."""
+    """A generation that was formed and answered, with the requests it was formed from.
+
+    Formation and requests are not known for one of an older attempt.
+    """
 
     attempt: int
     number: int

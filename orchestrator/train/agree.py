@@ -38,11 +38,9 @@ def apply_prepared(state: TrainState, prepared: Prepared) -> None:
 
 
 def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -> bool:
-    """Whether this member holds the parent's state by itself, after applying the prepared step if the parent
-    is just that.
+    """Whether this member holds the parent's state by itself, if need be by applying its prepared step.
 
-    Needs no collective: that the step belongs to the history was decided
-    before the view was given.
+    Needs no collective: that the step belongs to the history was decided before the view was given.
     """
     if prepared is not None and prepared.key == view.parent:
         apply_prepared(state, prepared)
@@ -50,8 +48,7 @@ def settle(state: TrainState, view: GenerationView, prepared: Prepared | None) -
     if holds and view.cursor is not None and state.cursor != view.cursor:
         raise TrainingError(
             f"the state {view.parent} stands at {state.cursor} here and at {view.cursor} in the view of "
-            f"generation {view.generation}; "
-            "start again from the newest resume point"
+            f"generation {view.generation}; start again from the newest resume point"
         )
     return holds
 
@@ -86,8 +83,7 @@ def agree(
             _from_storage(state, view, files)
     if view.cursor is not None:
         state.cursor = view.cursor
-    # a member that fell out before this has the old key still, or none, and is told what to do by the next
-    # view
+    # who falls out before this still has its old key, or none, and is told what to do by the next view
     group.gather([1], "agreeing on the state")
     state.committed = committed
     state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)

@@ -1,5 +1,4 @@
-"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again;
-the process never restarts.
+"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again.
 
 It is written against `Membership`, `Feed` and `PointFiles` and knows neither Ray nor who answers them.
 """
@@ -60,8 +59,7 @@ def no_fault(place: str, step: int, rank: int) -> None:
 def train(
     job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook = no_fault
 ) -> Outcome:
-    """Trains until the budget or the data is exhausted, a stop is wished for, or the membership says that the
-    run is over.
+    """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
 
     `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there
     (of the last one done, for `joined` and `state_half_…`). Raises `TrainingError` if a step is wrong; it was
@@ -71,20 +69,13 @@ def train(
 
 
 class _Trainer:
-    """One member's life. `_prepared` is the step whose word is awaited; `_records` are those nobody has
-    acknowledged.
-    """
+    """One member's life. `_prepared`: the step whose word is awaited. `_records`: not acknowledged yet."""
 
     def __init__(
         self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook
     ) -> None:
-        self._job, self._membership, self._feed, self._files, self._faults = (
-            job,
-            membership,
-            feed,
-            files,
-            faults,
-        )
+        self._job, self._membership, self._feed = job, membership, feed
+        self._files, self._faults = files, faults
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
         self._state = TrainState(job.model, job.train, self._device, job.invariant)
@@ -171,7 +162,7 @@ class _Trainer:
         )
 
     def _slice(self, view: GenerationView, step: StepRange) -> BatchSlice:
-        """This rank's samples of the step; those of the next one are fetched while it trains."""
+        """This rank's samples of the step; those of the next are fetched meanwhile."""
         micro = self._job.train.micro_batch_size
         self._faults("step_begin", self._label, view.rank)
         began = time.monotonic()
@@ -184,9 +175,7 @@ class _Trainer:
         return batch
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
-        """Trains the step on all ranks and applies it here; returns the word's control. Raises
-        `TrainingError` if it must not be applied.
-        """
+        """Trains and applies the step; gives the word's control. `TrainingError`: it must not be applied."""
         view, job, label = group.view, self._job, self._label
         loss, norm = self._reduce(view, batch)
         self._faults("gradient_done", label, view.rank)
@@ -247,9 +236,7 @@ class _Trainer:
         return self._state.key.step + 1
 
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
-        """The control and the acknowledged step that rank 0 puts into the word; what another rank computes
-        here counts for nothing.
-        """
+        """The control and the acknowledged step for the word; only rank 0's are used."""
         wishes = self._membership.wishes(view)
         every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
         due = every_steps is not None and label % every_steps == 0
@@ -281,8 +268,7 @@ class _Trainer:
         self._votes = waiting
 
     def _finish(self, group: Group, reason: str) -> Outcome:
-        """Saves the last state unless a point holds it already, waits until every vote is answered, and
-        leaves.
+        """Saves the last state unless a point holds it, waits until all votes are answered, and leaves.
 
         Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name.
         """

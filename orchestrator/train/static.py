@@ -1,6 +1,6 @@
-"""The membership of a group that never changes: the ranks that torchrun started, one generation, no coordinator.
+"""The membership of a group that never changes: the ranks that torchrun started, in one generation.
 
-It knows torchrun's environment and store; claims, commits and the journal are the keeper's, in rank 0's process.
+It knows torchrun's environment and store; claims, commits and journal are the keeper's, in rank 0's process.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from orchestrator.data.stream import Sample, open_samples
 from orchestrator.records import Cursor
 from tests.data import reference
 
-WORDS = "def return über naïve 日本 import x=1 🏳️\u200d🌈 <|endoftext|> the of and\tto in".split(" ")
+WORDS = ["def", "return", "über", "naïve", "日本", "import", "x=1", "\U0001f3f3\ufe0f\u200d\U0001f308"]
+WORDS += ["<|endoftext|>", "the", "of", "and\tto", "in"]
 SUFFIX = {"jsonl": "jsonl", "jsonl.gz": "jsonl.gz", "jsonl.zst": "jsonl.zst", "parquet": "parquet"}
 
 

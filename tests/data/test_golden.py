@@ -6,12 +6,14 @@ If one of these fails, runs that exist cannot be continued: raise the version th
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.data.drawn import DrawnStep
@@ -23,6 +25,25 @@ from orchestrator.records import Cursor, SourceCursor, StepRange
 from tests.data.making import job, samples, spec_of
 
 Make = Callable[..., dict[str, Any]]
+
+
+BLOCKS = [5, 4, 9, 6, 1, 2, 0, 7, 8, 3]
+RECORDS = [3, 6, 4, 2, 7, 5, 0, 1]
+SAMPLE_DIGEST = 0x992EF2E732D3F638
+STEP_DIGEST = 0xC1702674829709B2
+MANIFEST = "a0148bdd18fded892fe5002464158603c95c791bdbcd7beec3233fa07dd71bff"
+NUM_SAMPLES = 31
+DIGESTS = (0x533F53D37CCF02E1, 0x130C503A75E2AACD, 0xD849EFD5D8ACEF36)  # of samples 0 and 17, of all
+CURSOR = Cursor(  # behind sample 17
+    consumed_samples=18,
+    consumed_tokens=1152,
+    target_tokens=1152,
+    sources={
+        "made": SourceCursor(
+            epoch=1, record=7, token=11, prefix_digest="f88393762aeebaa3", documents=38, empty_documents=9
+        )
+    },
+)
 
 
 def test_the_order_of_blocks_and_records() -> None:
@@ -37,7 +58,9 @@ def test_the_digest_of_a_sample() -> None:
     table = [np.stack([a, a]) for a in (ids, labels, documents)]
     two = batch_digest(12345678901, np.zeros(2, np.int32), *table)
     assert two == (SAMPLE_DIGEST + sample_digest(12345678902, 0, 3, ids, labels, documents)) % 2**64
-    assert token_hasher(ids).hexdigest() == "ec3b4ce2f3d2b3d6"
+    assert token_hasher(ids).hexdigest() == "9681b404a81fce5d"
+    layout = struct.pack("<QQQ9i", 12345678901, 0, 3, 5, 6, 0, 6, 7, -100, 0, 1, -1)
+    assert xxhash.xxh3_64_intdigest(layout) == SAMPLE_DIGEST
     assert sample_digest(12345678901, 1, 3, ids, labels, documents) != SAMPLE_DIGEST
 
 
@@ -68,11 +91,9 @@ def spec(tmp_path: Path, tiny_config: Make) -> DataSpec:
 
 def test_the_packing_of_a_small_corpus(spec: DataSpec) -> None:
     found = samples(spec, 64)
-    digests = [
-        sample_digest(s.index, 0, 64, s.input_ids, s.labels, s.document_ids) for s in found
-    ]
+    digests = [sample_digest(s.index, 0, 64, s.input_ids, s.labels, s.document_ids) for s in found]
     assert len(found) == NUM_SAMPLES
-    assert f"{digests[0]:016x} {digests[17]:016x} {sum(digests) % 2**64:016x}" == DIGESTS
+    assert (digests[0], digests[17], sum(digests) % 2**64) == DIGESTS
     assert found[17].cursor == CURSOR
 
 
@@ -80,7 +101,7 @@ def test_the_frozen_list_of_its_files(spec: DataSpec, tmp_path: Path) -> None:
     manifest = freeze("made", str(tmp_path / "data"), "jsonl", "text")
     assert manifest.digest == MANIFEST
     assert spec.plans[0].manifest == manifest
-    assert (spec.plans[0].num_fragments, spec.plans[0].fragments_per_block) == (FRAGMENTS, PER_BLOCK)
+    assert (spec.plans[0].num_fragments, spec.plans[0].fragments_per_block) == (2, 1)
 
 
 def test_the_layout_of_a_drawn_step() -> None:
@@ -91,32 +112,4 @@ def test_the_layout_of_a_drawn_step() -> None:
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, 0]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]
     assert batch.document_ids.tolist() == [[0, 0, 1], [0, 1, -1]]
-    assert f"{drawn.digest:016x}" == STEP_DIGEST
-
-
-BLOCKS = []
-RECORDS = []
-SAMPLE_DIGEST = 0
-NUM_SAMPLES = 0
-DIGESTS = ""
-CURSOR = None
-MANIFEST = ""
-FRAGMENTS, PER_BLOCK = 0, 0
-STEP_DIGEST = ""
-
-def test_print(spec, tmp_path):
-    print(repr([block_at(7, "web", 0, p, 10, "block") for p in range(10)]))
-    print(record_order([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, 7, "web", 2, "block").tolist())
-    ids, labels, documents = (np.array(a, np.int32) for a in ([5, 6, 0], [6, 7, -100], [0, 1, -1]))
-    print(hex(sample_digest(12345678901, 0, 3, ids, labels, documents)), token_hasher(ids).hexdigest())
-    found = samples(spec, 64)
-    digests = [sample_digest(s.index, 0, 64, s.input_ids, s.labels, s.document_ids) for s in found]
-    print(len(found), f"{digests[0]:016x} {digests[17]:016x} {sum(digests) % 2**64:016x}")
-    print(found[17].cursor)
-    print(freeze("made", str(tmp_path / "data"), "jsonl", "text").digest, spec.plans[0].num_fragments, spec.plans[0].fragments_per_block)
-    step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
-    tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
-    drawn = DrawnStep(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
-    print(f"{drawn.digest:016x}")
-    import xxhash, struct
-    print(hex(xxhash.xxh3_64_intdigest(struct.pack("<QQQ3i3i3i",12345678901,0,3,5,6,0,6,7,-100,0,1,-1))))
+    assert drawn.digest == STEP_DIGEST

@@ -1,8 +1,10 @@
-"""A model of members, network, journal and points around the real `Rendezvous`, and a search over all their interleavings.
+"""A model of members, network, journal and points around the real `Rendezvous`, and a search over all their
+interleavings.
 
-What members do is modelled by the identity of their weights: the tuple of the generations that trained each step. With fast
-numerics another generation gives other bits, so two histories are equal only if they are the same history. It follows
-lab/model_generations.py, but every decision about who trains, and from which state, is made by the class under test.
+What members do is modelled by the identity of their weights: the tuple of the generations that trained each
+step. With fast numerics another generation gives other bits, so two histories are equal only if they are the
+same history. It follows lab/model_generations.py, but every decision about who trains, and from which state,
+is made by the class under test.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.formation import Form, Formation, StopRun
+from orchestrator.elastic.formation import Form, Formation, RendezvousSettings, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records import GenerationView, JoinRequest, StateKey
 
@@ -70,6 +72,7 @@ class Rules:
     chained_parents: bool = True  # False: a generation supersedes every record at or after its first step
     receiver_is_blank: bool = True  # False: state is received over the old one
     gives_up: bool = True  # False: a voted save is committed whatever was formed meanwhile
+    settings: RendezvousSettings = RendezvousSettings()
     machine: type[Rendezvous] = Rendezvous
 
 
@@ -79,7 +82,9 @@ class Broken(Exception):  # noqa: N818 - it is what the search looks for
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a search found: the rule that broke and the events that lead there (empty: none), and how many states it saw."""
+    """What a search found: the rule that broke and the events that lead there (empty: none), and how many
+    states it saw.
+    """
 
     broken: str
     trace: tuple[str, ...]
@@ -108,12 +113,20 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
 
 
 def kinds(world: World, told: dict[str, Hashable]) -> list[int]:
-    """A number for each member, equal for members that differ in nothing but their names; takes their entries out of `told`."""
-    return [hash((m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))) for m in world.members]
+    """A number for each member, equal for members that differ in nothing but their names; takes their entries
+    out of `told`.
+    """
+    return [
+        hash((m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))) for m in world.members
+    ]
 
 
-def reachable(world: World) -> tuple[frozenset[tuple[Identity, StateKey | None, int]], frozenset[tuple[Identity, int]]]:
-    """The journal's entries that a state which still exists may ever lead back to; the others no longer matter."""
+def reachable(
+    world: World,
+) -> tuple[frozenset[tuple[Identity, StateKey | None, int]], frozenset[tuple[Identity, int]]]:
+    """The journal's entries that a state which still exists may ever lead back to; the others no longer
+    matter.
+    """
     table = {entry[0]: entry for entry in world.parents}
     ends = [m.key for m in world.members] + [p.key for p in world.points]
     if world.pending is not None:
@@ -139,15 +152,19 @@ def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
 
 
 def identity_of(world: World) -> int:
-    """Equal for states that differ only in the names of the members; 64 bits, so that a million states fit into memory."""
+    """Equal for states that differ only in the names of the members; 64 bits, so that a million states fit
+    into memory.
+    """
     everyone, told = world.machine.snapshot()
     slots = kinds(world, told)
-    return hash((
-        tuple(sorted(slots)),
-        tuple(sorted(map(hash, told.values()))),
-        everyone,
-        (len(world.parents), *reachable(world), world.points, world.pending, world.faults),
-    ))
+    return hash(
+        (
+            tuple(sorted(slots)),
+            tuple(sorted(map(hash, told.values()))),
+            everyone,
+            (len(world.parents), *reachable(world), world.points, world.pending, world.faults),
+        )
+    )
 
 
 def first_world(rules: Rules) -> World:
@@ -159,14 +176,25 @@ def first_world(rules: Rules) -> World:
     (form,) = machine.tick(0.0)
     assert isinstance(form, Form), f"all have come: {form}"
     world = World(members, (), frozenset(), frozenset(), None, rules.faults, machine)
-    (only,) = (after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all"))
+    (only,) = (
+        after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all")
+    )
     return only
 
 
 def new_machine(rules: Rules, attempt: int) -> Rendezvous:
-    """The rendezvous of an attempt; what the older attempt journalled about its generation is not told (the harder case)."""
+    """The rendezvous of an attempt; what the older attempt journalled about its generation is not told (the
+    harder case).
+    """
     n = rules.num_members
-    return rules.machine(attempt=attempt, launch="l", min_workers=rules.min_workers, max_workers=n, expected=n)
+    return rules.machine(
+        attempt=attempt,
+        launch="l",
+        min_workers=rules.min_workers,
+        max_workers=n,
+        expected=n,
+        settings=rules.settings,
+    )
 
 
 def request(slot: int, member: Member) -> JoinRequest:
@@ -322,7 +350,9 @@ def put(
     *,
     fault: bool = False,
 ) -> World:
-    """The world with another member in `slot`; a group that loses a member is at its end, all others see a failing collective."""
+    """The world with another member in `slot`; a group that loses a member is at its end, all others see a
+    failing collective.
+    """
     members = [*world.members[:slot], member, *world.members[slot + 1 :]]
     if world.members[slot].life == IN:
         members = [m._replace(life=OUT) if m.life == IN else m for m in members]
@@ -335,7 +365,9 @@ def put(
 
 
 def commit(world: World, point: Point) -> World:
-    """COMMIT is written: the records of its chain, which came with the votes, are durable before it (rule 14)."""
+    """COMMIT is written: the records of its chain, which came with the votes, are durable before it (rule
+    14).
+    """
     machine = world.machine.copy()
     points = world.points | {point}
     newest = max(points, key=lambda p: p.key)
@@ -382,7 +414,8 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
 
 
 def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple[str, World]]:
-    """The formation is journalled and answered; then any part of the group agrees on its state, or some member dies meanwhile.
+    """The formation is journalled and answered; then any part of the group agrees on its state, or some
+    member dies meanwhile.
 
     One generation more than the bound is formed and checked, but it does nothing.
     """
@@ -390,15 +423,10 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
     group = [slot_of[name] for name in formation.members if name in slot_of]
     identity = (formation.attempt, formation.generation)
     # joiners bring their unacknowledged records
-    brought = {
-        (g, t)
-        for i in group
-        for t, g in enumerate(world.members[i].history or ())
-        if g != TORN
-    }
+    brought = {(g, t) for i in group for t, g in enumerate(world.members[i].history or ()) if g != TORN}
     parents = (*world.parents, (identity, formation.parent, formation.step))
     pending = world.pending
-    if rules.gives_up and pending and not world.machine.on_path(pending.key, formation.parent):
+    if rules.gives_up and pending and not on_path(world, pending.key, formation.parent):
         pending = None
     title = f"generation {identity} of {list(formation.members)} from {formation.source or formation.point or 'nothing'}"
     world = replace(world, parents=parents, records=world.records | brought, pending=pending)
@@ -415,7 +443,10 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
             machine.dead(world.members[i].name, 0.0)
             machine.formed(formation.generation, 0.0)
             dead = Member(DEAD, "", None, None, False, None)
-            yield f"{title}: {world.members[i].name} dies while it is formed", put(world, i, dead, machine, fault=True)
+            yield (
+                f"{title}: {world.members[i].name} dies while it is formed",
+                put(world, i, dead, machine, fault=True),
+            )
     before, machine = world.machine, world.machine.copy()
     machine.formed(formation.generation, 0.0)
     world = replace(world, machine=machine)
@@ -427,7 +458,10 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
         for some in subsets(can, alike):
             if len(some) < len(group):
                 names = [world.members[i].name for i in some]
-                yield f"{title}: agreed by {names} only", agreed(world, formation, base, can, list(some), rules)
+                yield (
+                    f"{title}: agreed by {names} only",
+                    agreed(world, formation, base, can, list(some), rules),
+                )
 
 
 def base_of(world: World, formation: Formation, title: str) -> History:
@@ -458,8 +492,21 @@ def check(world: World, formation: Formation, base: History, rules: Rules, title
             raise Broken("the history goes on without a committed point", title)
 
 
+def on_path(world: World, key: StateKey, parent: StateKey | None) -> bool:
+    """Does the history that ends in `parent` contain the state `key`?"""
+    table = {identity: before for identity, before, _ in world.parents}
+    while parent is not None:
+        at = (parent.attempt, parent.generation)
+        if at == (key.attempt, key.generation):
+            return key.step <= parent.step
+        parent = table[at]
+    return False
+
+
 def chained(world: World) -> dict[int, Identity]:
-    """Which generation trained each step before the newest generation's first, by following the parents back (rule 2)."""
+    """Which generation trained each step before the newest generation's first, by following the parents back
+    (rule 2).
+    """
     table = {identity: (parent, first) for identity, parent, first in world.parents}
     history: dict[int, Identity] = {}
     parent = world.parents[-1][1]
@@ -474,7 +521,9 @@ def chained(world: World) -> dict[int, Identity]:
 
 
 def superseding(world: World) -> dict[int, Identity]:
-    """The wrong reading: a generation that starts at step s supersedes every record at or after s of earlier ones."""
+    """The wrong reading: a generation that starts at step s supersedes every record at or after s of earlier
+    ones.
+    """
     history: dict[int, Identity] = {}
     for number, (identity, _, _) in enumerate(world.parents):
         for g, t in world.records:
