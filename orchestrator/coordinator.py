@@ -274,7 +274,7 @@ class Coordinator:
             world_size=view.world_size if view else 0,
             last_step=self._last_step,
             newest_point=newest.name if newest else None,
-            committed_samples=newest.cursor.consumed_samples if newest else 0,
+            committed=newest.cursor if newest else Cursor(),
             waiting_since=None if below is None else time.monotonic() - below,
             ended=self._ended[0] if self._ended else None,
             reason=self._ended[1] if self._ended else "",

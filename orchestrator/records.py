@@ -360,7 +360,7 @@ class RunStatus:
     world_size: int
     last_step: StepRecord | None
     newest_point: str | None
-    committed_samples: int
+    committed: Cursor  # of that point, zeros without one
     waiting_since: float | None  # seconds that the run has been below its minimum
     ended: str | None
     reason: str

@@ -26,6 +26,7 @@ from orchestrator.config import JobConfig, field_rules, load_config
 from orchestrator.errors import BusyError, ConfigError, RefusedError, ResourceError, StorageError
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import Cursor, RunStatus
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 
@@ -78,6 +79,8 @@ def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, faul
         plan = _plan(store, job, spec)
         if plan.action == "refuse":
             raise RefusedError("\n".join(plan.refusals))
+        if plan.action == "resume" and plan.remaining_steps == 0:
+            return _already_done(job, plan, time.monotonic() - began)
         from orchestrator.cluster import ClusterConnection
 
         limits = _limits(job)
@@ -286,8 +289,8 @@ def _supervise(
     def show(status: RunStatus) -> None:
         nonlocal committed
         progress.show(status)
-        if status.committed_samples > committed or status.ended:
-            committed = status.committed_samples
+        if status.committed.consumed_samples > committed or status.ended:
+            committed = status.committed.consumed_samples
             feeder.committed.remote(committed)
             coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
 
@@ -362,17 +365,41 @@ def _signals(stop: Any, progress: Progress) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
+    """A stop that was reached before is no failure, and nothing is started for it."""
+    assert plan.point is not None and plan.step_before is not None, "a resume has a point"
+    return RunResult(
+        outcome="done",
+        reason=f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on",
+        run_uri=job.run.run_uri,
+        attempt=_attempt_of(plan.point),
+        step=plan.step_before,
+        consumed_samples=plan.consumed_samples,
+        consumed_tokens=plan.consumed_tokens,
+        loss=None,
+        point=plan.point,
+        seconds=seconds,
+    )
+
+
 def _result(job: JobConfig, status: RunStatus, seconds: float) -> RunResult:
     step = status.last_step
+    at = step or status.committed
     return RunResult(
         outcome=status.ended or "failed",
         reason=status.reason,
         run_uri=job.run.run_uri,
         attempt=status.attempt,
         step=step.step if step else None,
-        consumed_samples=step.consumed_samples if step else status.committed_samples,
-        consumed_tokens=step.consumed_tokens if step else 0,
+        consumed_samples=at.consumed_samples,
+        consumed_tokens=at.consumed_tokens,
         loss=step.loss if step else None,
         point=status.newest_point,
         seconds=seconds,
     )
+
+
+def _attempt_of(point: str) -> int:
+    key = parse_point_name(point)
+    assert key is not None, f"{point} is a point's name"
+    return key.attempt
