@@ -69,6 +69,8 @@ class ClusterConnection:
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
         ray.init(
+            # without the word it would join any cluster that runs on this machine
+            address="local",
             num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
             include_dashboard=False,
             object_store_memory=_local_object_store(),

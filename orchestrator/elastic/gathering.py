@@ -118,9 +118,10 @@ class Gathering:
             until = max(self.ended_at + self._grace_s(), self._excused.get(member, float("-inf")))
             if now >= until:
                 self.gone[member] = SILENT
+                took, allowed = now - self.ended_at, until - self.ended_at
                 reason = (
-                    f"member {member} did not come for {now - self.ended_at:.1f} s after its generation ended "
-                    f"(allowed {until - self.ended_at:.1f} s); it is left out and killed"
+                    f"member {member} did not come for {took:.1f} s after its generation ended "
+                    f"(allowed {allowed:.1f} s); it is left out and killed"
                 )
                 left_out.append(LeaveOut(member=member, reason=reason))
         return left_out
@@ -186,7 +187,7 @@ class Gathering:
         return twin
 
     def snapshot(self, blame: Blame) -> tuple[Hashable, dict[str, Hashable]]:
-        """What later answers depend on: what concerns nobody in particular, and what concerns each by name."""
+        """What later answers depend on: what concerns nobody in particular, then each member by name."""
         current = self.current
         names = {*self.waiting, *(current.members if current else ())}
         identity = current.identity if current else None

@@ -84,21 +84,15 @@ class Rendezvous:
         `Ignored` (rule 20), unless it comes from the very port that was answered: then the answer is given
         again. Raises `FencedError` if the member knows a newer attempt than this one.
         """
-        if request.launch != self.launch:
-            reason = f"member {request.member} belongs to launch {request.launch}, the run is now launch {self.launch}"
-            return Refused(reason=f"{reason}; it exits")
-        self._check_fence(request)
+        refused = self._refusal(request)
+        if refused is not None:
+            return refused
         leaves = request.leaves or (0, 0)
-        if leaves[0] == self.attempt and leaves[1] not in self._formed:
-            reason = (
-                f"member {request.member} leaves generation {leaves}, the newest one is {self.generation}"
-            )
-            return Refused(reason=f"{reason}; it exits")
         if leaves < self._newest_left(request.member):
             return self._repeated(request)
         if leaves[0] < self.attempt:
             self._older_ended.add(leaves)
-        # a member may not have heard of an older attempt's last generation: whatever it leaves, that one lost it
+        # it may never have heard of an older attempt's last generation, which has lost it nevertheless
         if self._group.is_inside(request.member):
             self._end(now)
         self._group.observe(request.key, self._blame)
@@ -289,12 +283,23 @@ class Rendezvous:
         return not known and member not in self._group.waiting
 
     # ---- events, inside
-    def _check_fence(self, request: JoinRequest) -> None:
-        newest = max(request.leaves[0] if request.leaves else 0, request.key.attempt if request.key else 0)
+    def _refusal(self, request: JoinRequest) -> Refused | None:
+        who, named = f"member {request.member}", (request.leaves or (0, 0), _generation_of(request))
+        if request.launch != self.launch:
+            return Refused(
+                reason=f"{who} is of launch {request.launch}, the run is now {self.launch}; it exits"
+            )
+        newest = max(attempt for attempt, _ in named)
         if newest > self.attempt:
             raise FencedError(
-                f"member {request.member} knows attempt {newest}, this one is attempt {self.attempt}; it ends"
+                f"{who} knows attempt {newest}, this coordinator is attempt {self.attempt}; it ends"
             )
+        if any(attempt == self.attempt and number not in self._formed for attempt, number in named):
+            formed = f"attempt {self.attempt} has formed {self.generation} generations"
+            return Refused(
+                reason=f"{who} leaves generation {request.leaves} with {request.key}, but {formed}; it exits"
+            )
+        return None
 
     def _newest_left(self, member: str) -> tuple[int, int]:
         """The newest generation that `member` is known to have been in; it cannot leave an older one any
@@ -343,7 +348,9 @@ class Rendezvous:
         return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
 
     def _close(self, now: float) -> Form | Waiting | StopRun:
-        """All have come that will: form the next generation, unless too few are there or the run must stop."""
+        """All that will come are there: forms the next generation, unless they are too few or the run must
+        stop.
+        """
         if self._group.judge(self._blame, now):
             self._saved_below = False
         verdict = self._blame.verdict()
@@ -475,6 +482,10 @@ class Rendezvous:
             self._blame.snapshot(),
         )
         return everyone, told
+
+
+def _generation_of(request: JoinRequest) -> tuple[int, int]:
+    return (request.key.attempt, request.key.generation) if request.key is not None else (0, 0)
 
 
 def _key_of(request: JoinRequest) -> StateKey:

@@ -216,12 +216,12 @@ def request(slot: int, member: Member) -> JoinRequest:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- what may happen
+# ---- what may happen
 def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """Every event that is possible now, and the world after it."""
     late = [i for i, m in enumerate(world.members) if m.life == OUT]
     if late and not world.faults:
-        # nothing can happen to them any more, and no generation forms before they have come: the order does not matter
+        # nothing can happen to them, and no generation forms before they have come: the order does not matter
         yield joined(world, late[0])
         return
     alike = kinds(world, world.machine.snapshot()[1])
@@ -290,7 +290,7 @@ def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
         trained = members[inside[0]]
         assert trained.leaves is not None, "who trains was answered"
         assert trained.history is not None, "who trains holds a state"
-        # reported at once, unless to a coordinator that did not form the generation: then the members bring it when they join
+        # reported at once, unless the coordinator did not form the generation: then members bring it along
         reported = trained.leaves[0] == world.machine.attempt
         record = {(trained.leaves, len(trained.history) - 1)} if reported else set()
         return replace(world, members=tuple(members), records=world.records | record)
@@ -305,12 +305,12 @@ def thrown_out(world: World, slots: list[int]) -> World:
 
 
 def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
-    """What happens to one member: it joins, dies, is cut off, comes back, or a new process takes its place."""
+    """What happens to one member: it joins, dies, is cut off, comes back, or is replaced by a new process."""
     if member.life == OUT:
         yield joined(world, slot)
     if member.life == AWAY:
         machine = world.machine.copy()
-        # it does not know whether its last join was answered: it gets that answer now, or joins, or asks in vain
+        # it does not know whether its last join was answered: it gets that now, or joins, or asks in vain
         answer = machine.join(request(slot, member), 0.0)
         if isinstance(answer, GenerationView):
             late = member._replace(life=OUT, leaves=(answer.attempt, answer.generation))
@@ -377,7 +377,7 @@ def commit(world: World, point: Point) -> World:
 
 
 def restarted(world: World, rules: Rules) -> World:
-    """A new attempt; it adopts nothing but what storage holds, and asks the members to join again (rule 10)."""
+    """A new attempt; it adopts only what storage holds, and asks the members to join again (rule 10)."""
     machine = new_machine(rules, world.machine.attempt + 1)
     newest = max(world.points, key=lambda p: p.key, default=None)
     if newest is not None:
@@ -386,7 +386,7 @@ def restarted(world: World, rules: Rules) -> World:
     return replace(world, members=members, pending=None, faults=world.faults - 1, machine=machine)
 
 
-# ------------------------------------------------------------------------------------------------------------- forming
+# ---- forming
 def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """The coordinator's tick, at once or after a long time in which nobody came."""
     if not any(m.life == WAITS for m in world.members):
@@ -428,7 +428,8 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
     pending = world.pending
     if rules.gives_up and pending and not on_path(world, pending.key, formation.parent):
         pending = None
-    title = f"generation {identity} of {list(formation.members)} from {formation.source or formation.point or 'nothing'}"
+    origin = formation.source or formation.point or "nothing"
+    title = f"generation {identity} of {list(formation.members)} from {origin}"
     world = replace(world, parents=parents, records=world.records | brought, pending=pending)
     base = base_of(world, formation, title)
     check(world, formation, base, rules, title)
@@ -535,7 +536,7 @@ def superseding(world: World) -> dict[int, Identity]:
 def agreed(
     world: World, formation: Formation, base: History, group: list[int], some: list[int], rules: Rules
 ) -> World:
-    """The members of `some` have agreed on the state; if these are all, the group runs, else it has failed."""
+    """The members of `some` have agreed on the state; if that is everybody the group runs, else it failed."""
     identity = (formation.attempt, formation.generation)
     key = StateKey(attempt=identity[0], generation=identity[1], step=formation.step)
     whole = len(some) == len(formation.members)

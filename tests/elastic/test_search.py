@@ -69,21 +69,15 @@ class AttemptsIgnored(Rendezvous):
         return key, member, None
 
 
-class OldJoinsTaken(Rendezvous):
-    """A silent member is counted as one that came."""
-
-    def _newest_left(self, member: str) -> tuple[int, int]:  # noqa: ARG002
-        return 0, 0
-
-
 @pytest.mark.parametrize(
     ("rules", "at_least"),
     [
         (Rules(), 200_000),
         # two members need a fault less to get as far, so these see a fourth generation
         (Rules(num_members=2), 50_000),
+        (Rules(min_workers=2, faults=2), 10_000),
     ],
-    ids=["three members", "two members"],
+    ids=["three members", "two members", "at least two of three"],
 )
 def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
     result = search(rules)

@@ -144,3 +144,12 @@ def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
 def sigkill(pid: int) -> None:
     """A real SIGKILL."""
     os.kill(pid, signal.SIGKILL)
+
+
+def feeder_pid() -> int:
+    """The process of the feeder that lives now."""
+    from ray._private.state import actors
+
+    rows = [row for row in actors().values() if row["Name"].startswith("feeder-") and row["State"] == "ALIVE"]
+    assert len(rows) == 1, f"{len(rows)} feeders live"
+    return int(rows[0]["Pid"])

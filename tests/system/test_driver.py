@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
     path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address).to_json()))
     command = [sys.executable, "-m", "orchestrator.cli", "train", str(path), "--json"]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "RAY_AUTH_MODE": "token"}
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.harness import Job, assert_exactly_once
+from tests.system.harness import Job, assert_exactly_once, feeder_pid, sigkill, when_step
 
 pytestmark = pytest.mark.system
 
@@ -68,3 +68,29 @@ def test_one_kill_changes_nothing(
     assert result.outcome == "done", result.reason
     assert plan.struck() == [0]
     assert_same_training(job, unbroken)
+
+
+def test_kills_in_a_row_also_while_the_state_is_sent_change_nothing(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
+    # the first kill leaves one worker; its replacement dies while it receives the state; then the coordinator dies
+    plan = job.faults().kill("step_begin", step=5, rank=1).kill("state_half_received").kill("commit_sent", step=12)
+    result = job.train(plan, train__max_steps=16, cluster__num_workers=[2, 2])
+    assert result.outcome == "done", result.reason
+    assert plan.struck() == [0, 1, 2]
+    assert_same_training(job, unbroken)
+
+
+def test_the_feeder_is_killed_and_training_goes_on(job: Job, cluster: Any, unbroken: tuple[str, list[float]]) -> None:
+    killed: list[int] = []
+
+    def kill() -> None:
+        killed.append(feeder_pid())
+        sigkill(killed[0])
+
+    watch = when_step(job, 2, kill)
+    result = job.train(train__max_steps=400, resume__every_steps=200)
+    watch.join()
+    assert result.outcome == "done", result.reason
+    assert killed, "the feeder lived to the end"
+    assert_exactly_once(job)

@@ -1,0 +1,199 @@
+"""The supervisor's policy: facts in, decisions out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.elastic.policy import (
+    ExpectWorkers,
+    Facts,
+    Failure,
+    GroupFacts,
+    Limits,
+    NodeFacts,
+    StartGroup,
+    StopGroup,
+    StopRun,
+    decide,
+    placement,
+    preflight,
+)
+
+LIMITS = Limits(
+    start_workers=3,
+    min_workers=1,
+    max_workers=3,
+    cpus_per_worker=1.0,
+    gpus_per_worker=0.0,
+    num_tokenizers=2,
+    wait_s=600.0,
+    max_failures=3,
+)
+
+
+def node(
+    name: str, cpus: float, free: float | None = None, gpus: float = 0.0, *, head: bool = False
+) -> NodeFacts:
+    return NodeFacts(
+        node_id=name,
+        host=f"host-{name}",
+        is_head=head,
+        cpus=cpus,
+        gpus=gpus,
+        free_cpus=cpus if free is None else free,
+        free_gpus=gpus,
+    )
+
+
+def group(name: str, workers: int) -> GroupFacts:
+    return GroupFacts(node_id=name, num_workers=workers, running=True, started_at=0.0)
+
+
+def facts(nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...] = (), **other: object) -> Facts:
+    return replace(
+        Facts(now=100.0, nodes=nodes, groups=groups, failures=(), last_step=7, below_minimum_s=None),
+        **other,  # type: ignore[arg-type]
+    )
+
+
+PLACES = {
+    "one node keeps two CPUs for the tokenizers": ((node("a", 8),), (), 3, {"a": 3}),
+    "one node that is just large enough": ((node("a", 5),), (), 3, {"a": 3}),
+    "one node that is too small for all": ((node("a", 4),), (), 3, {"a": 2}),
+    "the roomiest first, the tokenizers' CPUs on the others": ((node("a", 2), node("b", 3)), (), 3, {"b": 3}),
+    "over all nodes": ((node("a", 2), node("b", 2), node("c", 2)), (), 3, {"a": 2, "b": 1}),
+    "the head before an equal one": ((node("a", 5), node("b", 5, head=True)), (), 3, {"b": 3}),
+    "a node that came": ((node("a", 3, free=0), node("b", 2)), (group("a", 2),), 1, {"b": 1}),
+    "no room": ((node("a", 3, free=0), node("b", 2, free=0.5)), (group("a", 2),), 1, {}),
+    "nothing is missing": ((node("a", 9), node("b", 9)), (group("a", 3),), 0, {}),
+    "a hair less than a CPU is a CPU": ((node("a", 3, free=0.9999999),), (group("b", 2),), 1, {"a": 1}),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_workers_are_placed_where_there_is_room(case: str):
+    nodes, groups, missing, expected = PLACES[case]
+    made = placement(nodes, groups, LIMITS, missing)
+    assert {d.node_id: d.num_workers for d in made} == expected
+    assert placement(nodes[::-1], groups, LIMITS, missing) == made, "the order of the facts must not matter"
+
+
+def test_workers_that_need_a_gpu_go_where_gpus_are():
+    limits = replace(LIMITS, gpus_per_worker=1.0)
+    made = placement((node("a", 64), node("b", 8, gpus=2)), (), limits, 3)
+    assert made == (StartGroup(node_id="b", num_workers=2),)
+
+
+def test_a_start_expects_all_that_it_starts():
+    assert decide(facts((node("a", 8),)), LIMITS) == (
+        StartGroup(node_id="a", num_workers=3),
+        ExpectWorkers(num_workers=3),
+    )
+
+
+def test_a_dead_nodes_group_is_stopped_and_its_workers_started_elsewhere():
+    nodes, groups = (node("a", 2, free=0), node("c", 4)), (group("a", 2), group("b", 1))
+    assert decide(facts(nodes, groups), LIMITS) == (
+        StopGroup(node_id="b", reason="its node is gone"),
+        StartGroup(node_id="c", num_workers=1),
+        ExpectWorkers(num_workers=3),
+    )
+
+
+def test_without_room_the_others_go_on_and_are_what_is_expected():
+    assert decide(facts((node("a", 2, free=0),), (group("a", 2), group("b", 1))), LIMITS) == (
+        StopGroup(node_id="b", reason="its node is gone"),
+        ExpectWorkers(num_workers=2),
+    )
+
+
+def test_the_maximum_is_never_exceeded():
+    nodes = tuple(node(f"n{i}", 16) for i in range(9))
+    groups = (group("n0", 2),)
+    started = [d for d in decide(facts(nodes, groups), LIMITS) if isinstance(d, StartGroup)]
+    assert sum(d.num_workers for d in started) == 1
+
+
+def failed(*steps: int) -> tuple[Failure, ...]:
+    return tuple(Failure(step=step, time=float(i), reason=f"failure {i}") for i, step in enumerate(steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "last_step", "stops"),
+    [
+        ((), 7, False),
+        ((7, 7, 7), 7, False),
+        ((7, 7, 7, 7), 7, True),
+        ((1, 2, 3, 4, 5, 6, 7), 7, False),
+        ((7, 7, 7, 7), 8, False),
+        ((3, 3, 3, 7, 7), 7, False),
+        ((0, 0, 0, 0), 0, True),
+    ],
+)
+def test_only_failures_without_a_step_between_them_count(
+    steps: tuple[int, ...], last_step: int, *, stops: bool
+):
+    made = decide(
+        facts((node("a", 8),), (group("a", 3),), failures=failed(*steps), last_step=last_step), LIMITS
+    )
+    assert any(isinstance(d, StopRun) for d in made) == stops
+    if stops:
+        (stop,) = made
+        assert isinstance(stop, StopRun)
+        assert "failure 3" in stop.reason
+        assert "cluster.max_failures=3" in stop.reason
+
+
+@pytest.mark.parametrize(("below", "stops"), [(None, False), (599.0, False), (601.0, True)])
+def test_below_the_minimum_the_run_waits_and_then_stops_with_a_reason(below: float | None, *, stops: bool):
+    made = decide(facts((node("a", 8),), (group("a", 3),), below_minimum_s=below), LIMITS)
+    assert any(isinstance(d, StopRun) for d in made) == stops
+
+
+FITS = {"disk_free_bytes": 10, "disk_needed_bytes": 5, "object_store_needed_bytes": 5}
+PROBLEMS = {
+    "it fits": ((node("a", 5),), LIMITS, FITS, []),
+    "it fits on two nodes": ((node("a", 3), node("b", 2)), LIMITS, FITS, []),
+    "too few CPUs": ((node("a", 4),), LIMITS, FITS, ["5 logical CPUs are needed", "4 of 4 are free"]),
+    "CPUs that others hold": ((node("a", 8, free=2),), LIMITS, FITS, ["2 of 8 are free"]),
+    "CPUs in pieces": (
+        (node("a", 3), node("b", 3), node("c", 3), node("d", 3)),
+        replace(LIMITS, cpus_per_worker=3.2),
+        FITS,
+        ["3 workers of 3.2 CPUs", "host-a: 3"],
+    ),
+    "too few GPUs": (
+        (node("a", 9, gpus=1),),
+        replace(LIMITS, gpus_per_worker=1.0),
+        FITS,
+        ["3 GPUs are needed", "1 are free"],
+    ),
+    "too little disk": (
+        (node("a", 5),),
+        LIMITS,
+        {**FITS, "disk_needed_bytes": 2**21},
+        ["2 MiB of disk", "0 MiB are free"],
+    ),
+    "a small object store": (
+        (replace(node("a", 5), object_store_bytes=2**20),),
+        LIMITS,
+        {**FITS, "object_store_needed_bytes": 2**22},
+        ["4 MiB of Ray's object store", "has 1 MiB"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_what_does_not_fit_is_named_with_both_values(case: str):
+    nodes, limits, resources, expected = PROBLEMS[case]
+    found = preflight(nodes, limits, **resources)
+    assert bool(found) == bool(expected)
+    for text in expected:
+        assert text in "\n".join(found)
+
+
+def test_all_problems_are_named_at_once():
+    limits = replace(LIMITS, gpus_per_worker=1.0)
+    assert len(preflight((node("a", 1),), limits, **{**FITS, "disk_free_bytes": 1})) == 3
