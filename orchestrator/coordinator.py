@@ -152,6 +152,7 @@ class Coordinator:
         self._steps: list[float] = []
         self._last_step: StepRecord | None = None
         self._acknowledged = -1
+        self._save_wish = ""
         self._view: GenerationView | None = None
         self._finished: dict[str, tuple[str, str]] = {}
         self._ended: tuple[str, str] | None = self._attempt.ended
@@ -231,6 +232,7 @@ class Coordinator:
         if vote.key.attempt != self._attempt.number:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
+        self._rendezvous.save_answered(self._save_wish)
         slot = (vote.key, vote.rank)
         future = self._votes.get(slot)
         if future is None:
@@ -296,7 +298,8 @@ class Coordinator:
         if what == "stop":
             self._rendezvous.wish_stop()
         else:
-            self._rendezvous.wish_save(f"{what}-{time.monotonic()}")
+            self._save_wish = f"save-{time.monotonic()}"
+            self._rendezvous.wish_save(self._save_wish)
         self._poke()
         await self._tell()
 

@@ -227,6 +227,7 @@ def _supervise(
 ) -> RunStatus:
     """Starts coordinator, feeder and node groups, and stays until the run has ended; everything started here ends here."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from orchestrator.coordinator import Coordinator, CoordinatorStart
     from orchestrator.data.feeder import start_feeder
@@ -237,7 +238,10 @@ def _supervise(
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
     _announce(progress, job, attempt, plan, spec.notes)
+    # beside the driver, which the run cannot outlive anyway: another node's death then costs workers only
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     options: dict[str, Any] = {
+        "scheduling_strategy": here,
         "name": f"coordinator-{attempt.launch}",
         "num_cpus": 0,
         "max_restarts": -1,
@@ -261,7 +265,11 @@ def _supervise(
         )
     )
     feeder = start_feeder(
-        attempt.launch, spec, num_tokenizers=job.data.num_tokenizers, replay_bytes=job.data.replay_bytes
+        attempt.launch,
+        spec,
+        num_tokenizers=job.data.num_tokenizers,
+        replay_bytes=job.data.replay_bytes,
+        options={"scheduling_strategy": here},
     )
     cursor = attempt.point.cursor if attempt.point else Cursor()
     # opened before the workers exist: their first batch is ready when they are
