@@ -5,25 +5,17 @@ The driver's side only. Importing it loads neither Ray nor torch; they are impor
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import signal
-import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blake3 import blake3
-
-from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, survey
-from orchestrator.config import JobConfig, field_rules, load_config
-from orchestrator.errors import BusyError, ConfigError, RefusedError, ResourceError, StorageError
+from orchestrator import starting
+from orchestrator.attempt import Attempt
+from orchestrator.config import JobConfig, load_config
+from orchestrator.errors import ResourceError
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
@@ -35,11 +27,9 @@ if TYPE_CHECKING:
     from orchestrator.elastic.policy import Limits, NodeFacts
     from orchestrator.progress import Progress
 
-BUSY_WATCH_S = 10.0
 # A state is weights, two moments and, while it is written, nothing else: 12 bytes per parameter in float32.
 _BYTES_PER_PARAMETER = 12
 _TOKENIZER_OBJECT_BYTES = 16 << 20
-_RNG = "every micro-batch seeds its random numbers with (train.seed, index of its first sample); no other state is kept"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +60,14 @@ def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, faul
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     began = time.monotonic()
-    folder = _local_folder(job)
+    folder = starting.run_folder(job)
     store = RunStore(Storage(str(folder)))
-    _check_writable(folder)
+    starting.check_writable(folder)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(_watch_busy, store)
-        spec = _prepare(job, folder, freeze=False)
-        plan = _plan(store, job, spec)
-        if plan.action == "refuse":
-            raise RefusedError("\n".join(plan.refusals))
-        if plan.action == "resume" and plan.remaining_steps == 0:
+        busy = watcher.submit(starting.refuse_busy, store)
+        spec = starting.prepare(job, folder, freeze=False)
+        plan = starting.look_ahead(store, job, spec)
+        if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began)
         from orchestrator.cluster import ClusterConnection
 
@@ -87,12 +75,8 @@ def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, faul
         with ClusterConnection(job, limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers):
             _preflight(job, limits, folder)
             busy.result()
-            launch = secrets.token_hex(8)
-            run = store.read_run()
-            if run is None:
-                run = store.create_run(job.run.name, spec.identity())
-            attempt, plan = begin_launch(store, job, launch, socket.gethostname(), (run.identity, spec.identity()))
-            spec = _prepare(job, folder, freeze=True)
+            attempt, plan = starting.claim(store, job, spec)
+            spec = starting.prepare(job, folder, freeze=True)
             status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
     return _result(job, status, time.monotonic() - began)
 
@@ -103,8 +87,8 @@ def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Resum
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
-    folder = _local_folder(job)
-    return _plan(RunStore(Storage(str(folder))), job, _prepare(job, folder, freeze=False))
+    folder = starting.run_folder(job)
+    return starting.look_ahead(RunStore(Storage(str(folder))), job, starting.prepare(job, folder, freeze=False))
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
@@ -119,50 +103,6 @@ def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) ->
 
 
 # ------------------------------------------------------------------------------------------------------------- before anything starts
-def _local_folder(job: JobConfig) -> Path:
-    if "://" in job.run.storage:
-        raise ConfigError(f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; give a path")
-    return Path(os.path.abspath(job.run.run_uri))
-
-
-def _check_writable(folder: Path) -> None:
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise StorageError(f"run.storage: {folder} cannot be written, because {parent} is no writable folder; correct its rights, or take another run.storage")
-
-
-def _prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
-    from orchestrator.data.frozen import read_frozen
-    from orchestrator.data.spec import prepare_data
-
-    spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
-    vocab = (job.model.config or {}).get("vocab_size")
-    if vocab is not None and vocab < spec.vocab_size:
-        raise ConfigError(
-            f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} ids; "
-            f"set model.config.vocab_size to {spec.vocab_size} or more"
-        )
-    return spec
-
-
-def _plan(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
-    run = store.read_run()
-    seen = survey(store)
-    point, _ = choose_point(store, seen, job.resume.from_, fast=True)
-    return decide(store, job, point, (run.identity, spec.identity()) if run else None)
-
-
-def _watch_busy(store: RunStore) -> None:
-    claim = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)
-    if claim is not None:
-        raise BusyError(
-            f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host {claim.host} is alive; "
-            "wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or take another run.name"
-        )
-
-
 def _limits(job: JobConfig) -> Limits:
     from orchestrator.elastic.policy import Limits
 
@@ -231,13 +171,16 @@ def _supervise(
 
     from orchestrator.coordinator import Coordinator, CoordinatorStart
     from orchestrator.data.feeder import start_feeder
+    from orchestrator.elastic.policy import tokenizer_node
     from orchestrator.elastic.supervisor import Launch, Supervisor
     from orchestrator.progress import Progress
     from orchestrator.worker import WorkerTask, train_function
 
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
-    _announce(progress, job, attempt, plan, spec.notes)
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    starting.announce(progress.say, job, attempt, plan)
     # beside the driver, which the run cannot outlive anyway: another node's death then costs workers only
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     options: dict[str, Any] = {
@@ -260,7 +203,7 @@ def _supervise(
             global_batch_size=job.train.global_batch_size,
             seq_len=job.pack.seq_len,
             flat_config=job.flat(),
-            rng={"rule": _RNG, "seed": job.train.seed},
+            rng=starting.rng_document(job),
             fault_plan=fault_plan,
         )
     )
@@ -269,6 +212,7 @@ def _supervise(
         spec,
         num_tokenizers=job.data.num_tokenizers,
         replay_bytes=job.data.replay_bytes,
+        tokenizer_node=tokenizer_node(_node_facts(), limits),
         options={"scheduling_strategy": here},
     )
     cursor = attempt.point.cursor if attempt.point else Cursor()
@@ -280,7 +224,7 @@ def _supervise(
         feeder=feeder,
         config=job,
         budgets=attempt.budgets,
-        config_digest=_config_digest(job),
+        config_digest=starting.config_digest(job),
         storage=str(folder),
         fault_plan=fault_plan,
     )
@@ -304,7 +248,7 @@ def _supervise(
 
     supervisor = Supervisor(launch, coordinator, _node_facts, show)
     try:
-        with _signals(supervisor.ask_stop, progress):
+        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
         _say_end(progress, job, status)
         return status
@@ -312,29 +256,6 @@ def _supervise(
         progress.close()
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
-
-
-def _config_digest(job: JobConfig) -> str:
-    """blake3 of everything that has an influence on what is trained: members compare it when a generation forms."""
-    rules = {rule.path: rule.rule for rule in field_rules()}
-    decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
-    return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
-def _announce(progress: Progress, job: JobConfig, attempt: Attempt, plan: ResumePlan, notes: Sequence[str]) -> None:
-    for note in notes:
-        progress.say(f"note: {note}")
-    for damage in attempt.damages:
-        progress.say(f"warning: {damage}; falling back to an older resume point")
-    if attempt.point is None:
-        progress.say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
-    else:
-        progress.say(
-            f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample {plan.consumed_samples}, "
-            f"step label {plan.step_before} -> {plan.step_after}"
-        )
-    for difference in plan.differences:
-        progress.say(f"  {difference.field}: {difference.old} -> {difference.new}")
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
@@ -347,30 +268,6 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
     progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
     progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do; `train` does it")
-
-
-@contextmanager
-def _signals(stop: Any, progress: Progress) -> Iterator[None]:
-    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main thread can do this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen = False
-
-    def handle(number: int, _: object) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-        progress.say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
-        stop()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:

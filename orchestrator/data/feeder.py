@@ -64,9 +64,11 @@ class Feeder:
         replay_bytes: int,
         stall_s: float = STALL_S,
         slots_per_dataset: int = SLOTS_PER_DATASET,
+        tokenizer_node: str | None = None,
     ) -> None:
         self._launch, self._spec = launch, spec
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._tokenizer_node = tokenizer_node
         self._slots_per_dataset = slots_per_dataset
         self._generation = (0, 0)
         self._run: Opening | None = None
@@ -335,7 +337,9 @@ class Feeder:
             from orchestrator.data.pipeline import read_chunks
 
             while slots := call(self._list_slots(run)):
-                items = read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers)
+                items = read_chunks(
+                    self._spec, feeder, run.run_id, slots, self._num_tokenizers, self._tokenizer_node
+                )
                 with closing(items):
                     for item in items:
                         if item is None or not call(self._take(run, *item)):
@@ -386,10 +390,11 @@ def start_feeder(
     replay_bytes: int,
     stall_s: float = STALL_S,
     slots_per_dataset: int = SLOTS_PER_DATASET,
+    tokenizer_node: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
-    more for Ray's `.options`.
+    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives.
 
     It uses no logical CPU; its pipeline needs one per tokenizer.
     """
@@ -405,5 +410,5 @@ def start_feeder(
     return (
         ray.remote(Feeder)
         .options(**wanted)
-        .remote(launch, held, num_tokenizers, replay_bytes, stall_s, slots_per_dataset)
+        .remote(launch, held, num_tokenizers, replay_bytes, stall_s, slots_per_dataset, tokenizer_node)
     )

@@ -18,6 +18,7 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.spec import DataSpec
@@ -163,7 +164,7 @@ def _configure() -> None:
 
 
 def read_chunks(
-    spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int
+    spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int, node_id: str | None = None
 ) -> Generator[tuple[int, TokenChunk] | None]:
     """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
     the run is over.
@@ -173,6 +174,10 @@ def read_chunks(
     and its slots are repeated.
     """
     _configure()
+    # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node is gone
+    placed: dict[str, Any] = {}
+    if node_id is not None:
+        placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)
     dataset = ray.data.read_datasource(SlotSource(slots), override_num_blocks=len(slots)).map_batches(
         Tokenizer,
         batch_size=None,
@@ -183,6 +188,7 @@ def read_chunks(
         ),
         fn_constructor_args=(spec, feeder, run_id),
         num_cpus=1,
+        **placed,
     )
     for bundle in dataset.iter_internal_ref_bundles():
         for reference in bundle.block_refs:

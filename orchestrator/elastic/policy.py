@@ -121,18 +121,25 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     return (*lost, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
+def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
+    """The node on which the tokenizers run: of those that have room for all of them, the one with the fewest CPUs free, so that the roomy
+    nodes are left to workers; the head where several are equal. None: no node has that much room, and they go wherever there is some."""
+    fitting = [node for node in nodes if node.free_cpus >= limits.num_tokenizers]
+    return min(fitting, key=lambda n: (n.free_cpus, not n.is_head, n.node_id)).node_id if fitting else None
+
+
 def placement(
     nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...], limits: Limits, missing: int
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    Before any group exists the tokenizers have no CPU yet: theirs is kept free, from the least roomy nodes on.
+    Before any group exists the tokenizers have no CPU yet: theirs is kept free, on `tokenizer_node` or from the least roomy nodes on.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
     if not groups:
-        owed = float(limits.num_tokenizers)
-        for node in reversed(by_room):
+        owed, chosen = float(limits.num_tokenizers), tokenizer_node(nodes, limits)
+        for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
             taken = min(owed, float(int(rooms[node.node_id])))
             rooms[node.node_id] -= taken
             owed -= taken

@@ -23,8 +23,10 @@ def three_nodes() -> Iterator[Any]:
     made = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20}
     )
-    made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
+    # connected while there is only the head: a driver attaches to any raylet of its machine, and this one shall outlive the others
     ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
+    made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
+    made.wait_for_nodes()
     yield made
     ray.shutdown()
     made.shutdown()

@@ -1,0 +1,166 @@
+"""What every start does, with Ray or without: look at folder, data and plan, watch for another launch, claim,
+say what it continues.
+
+It knows neither cluster nor group, and imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, survey
+from orchestrator.config import JobConfig, field_rules
+from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
+from orchestrator.plan.resume import ResumePlan
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+BUSY_WATCH_S = 10.0
+_RNG = (
+    "every micro-batch seeds its random numbers with (train.seed, index of its first sample); "
+    "no other state is kept"
+)
+
+
+def run_folder(job: JobConfig) -> Path:
+    """The run's folder, absolute. Raises `ConfigError` for a URI."""
+    if "://" in job.run.storage:
+        raise ConfigError(
+            f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; "
+            "give a path"
+        )
+    return Path(os.path.abspath(job.run.run_uri))
+
+
+def check_writable(folder: Path) -> None:
+    """Raises `StorageError` if the run's folder can neither be made nor written."""
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"run.storage: {folder} cannot be written, because {parent} is no writable folder; "
+            "correct its rights, or take another run.storage"
+        )
+
+
+def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
+    """The job's data, as the run has frozen them; where it has not yet, nothing is written unless `freeze`.
+
+    Raises as `data.spec.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
+    """
+    from orchestrator.data.frozen import read_frozen
+    from orchestrator.data.spec import prepare_data
+
+    spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
+    vocab = (job.model.config or {}).get("vocab_size")
+    if vocab is not None and vocab < spec.vocab_size:
+        raise ConfigError(
+            f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} "
+            f"ids; set model.config.vocab_size to {spec.vocab_size} or more"
+        )
+    return spec
+
+
+def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
+    """What a start would do now; the newest point is trusted by sizes."""
+    run = store.read_run()
+    seen = survey(store)
+    point, _ = choose_point(store, seen, job.resume.from_, fast=True)
+    return decide(store, job, point, (run.identity, spec.identity()) if run else None)
+
+
+def refuse_busy(store: RunStore) -> None:
+    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one."""
+    claim = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)
+    if claim is not None:
+        raise BusyError(
+            f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
+            f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
+            "take another run.name"
+        )
+
+
+def claim(store: RunStore, job: JobConfig, spec: DataSpec) -> tuple[Attempt, ResumePlan]:
+    """Makes the run if it is new, and claims its next attempt for a new launch; see `attempt.begin_launch`."""
+    run = store.read_run()
+    if run is None:
+        run = store.create_run(job.run.name, spec.identity())
+    launch = secrets.token_hex(8)
+    return begin_launch(store, job, launch, socket.gethostname(), (run.identity, spec.identity()))
+
+
+def reached(plan: ResumePlan) -> bool:
+    """Whether there is nothing left to train: the stop was reached by an earlier start."""
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    return plan.action == "resume" and plan.remaining_steps == 0
+
+
+def config_digest(job: JobConfig) -> str:
+    """blake3 of everything that has an influence on what is trained: members compare it when a generation
+    forms.
+    """
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
+    return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def rng_document(job: JobConfig) -> dict[str, Any]:
+    """All that a resume needs to know of random numbers; stands in every point."""
+    return {"rule": _RNG, "seed": job.train.seed}
+
+
+def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
+    """Says what this start continues, what it found damaged, and what differs."""
+    for damage in attempt.damages:
+        say(f"warning: {damage}; falling back to an older resume point")
+    if attempt.point is None:
+        say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
+    else:
+        say(
+            f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
+            f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
+        )
+    for difference in plan.differences:
+        say(f"  {difference.field}: {difference.old} -> {difference.new}")
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main
+    thread can do this; in another nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = False
+
+    def handle(number: int, _: object) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+        say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
