@@ -181,8 +181,9 @@ def _supervise(
     for note in spec.notes:
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
-    # beside the driver, which the run cannot outlive anyway: another node's death then costs workers only
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not soft: Ray 2.60 does not
+    # heed a soft affinity of actors without CPUs.
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "scheduling_strategy": here,
         "name": f"coordinator-{attempt.launch}",

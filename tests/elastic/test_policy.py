@@ -63,7 +63,7 @@ PLACES = {
     "one node that is just large enough": ((node("a", 5),), (), 3, {"a": 3}),
     "one node that is too small for all": ((node("a", 4),), (), 3, {"a": 2}),
     "the roomiest first, the tokenizers' CPUs on the others": ((node("a", 2), node("b", 3)), (), 3, {"b": 3}),
-    "over all nodes": ((node("a", 2), node("b", 2), node("c", 2)), (), 3, {"a": 2, "b": 1}),
+    "over all nodes": ((node("a", 2), node("b", 2), node("c", 2)), (), 3, {"b": 2, "c": 1}),
     "the head before an equal one": ((node("a", 5), node("b", 5, head=True)), (), 3, {"b": 3}),
     "a node that came": ((node("a", 3, free=0), node("b", 2)), (group("a", 2),), 1, {"b": 1}),
     "no room": ((node("a", 3, free=0), node("b", 2, free=0.5)), (group("a", 2),), 1, {}),

@@ -146,10 +146,21 @@ def sigkill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def feeder_pid() -> int:
-    """The process of the feeder that lives now."""
+def _living(prefix: str) -> dict[str, Any]:
     from ray._private.state import actors
 
-    rows = [row for row in actors().values() if row["Name"].startswith("feeder-") and row["State"] == "ALIVE"]
-    assert len(rows) == 1, f"{len(rows)} feeders live"
-    return int(rows[0]["Pid"])
+    rows = [row for row in actors().values() if row["Name"].startswith(prefix) and row["State"] == "ALIVE"]
+    assert len(rows) == 1, f"{len(rows)} actors {prefix}… live"
+    return dict(rows[0])
+
+
+def feeder_pid() -> int:
+    """The process of the feeder that lives now."""
+    return int(_living("feeder-")["Pid"])
+
+
+def wish_stop() -> None:
+    """Asks the launch that runs now to save and stop."""
+    import ray
+
+    ray.get(ray.get_actor(_living("coordinator-")["Name"]).wish.remote("stop"))
