@@ -1,0 +1,194 @@
+"""The same runs under plain torchrun, without Ray: real torchrun, real processes, kills and stops."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator import starting
+from orchestrator.attempt import survey
+from orchestrator.errors import FencedError
+from orchestrator.faults import FaultPlan
+from orchestrator.records import Cursor, StateKey, StepRecord, Vote
+from orchestrator.resume.store import RunStore
+from orchestrator.static_keeper import StaticKeeper
+from orchestrator.storage import Storage
+from tests.system.harness import Job, assert_exactly_once, when_step
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120.0
+
+
+@pytest.fixture
+def job(tiny_config: Any, tmp_path: Path) -> Job:
+    """10 steps of 8 × 32 tokens, a point every 4."""
+    return Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), tmp_path)
+
+
+def start(job: Job, folder: Path, world_size: int, faults: FaultPlan | None = None, **changes: Any) -> Any:
+    """`torchrun` as a process of its own."""
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job.config(**changes).to_json()))
+    program = [str(ROOT / "jobs" / "torchrun_train.py")]
+    if faults is not None:
+        program = [str(ROOT / "tests" / "system" / "torchrun_rank.py"), faults.to_json()]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.Popen(
+        [*launcher, "--nproc-per-node", str(world_size), *program, str(path)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(group: Any) -> tuple[int, str]:
+    """(exit code, stderr) of a group that ends by itself."""
+    try:
+        _, err = group.communicate(timeout=LIMIT_S)
+    finally:
+        group.kill()
+    return group.returncode, err
+
+
+def last_end(job: Job) -> tuple[str, int]:
+    """(outcome, attempt) of the newest attempt's end."""
+    store = RunStore(Storage(job.run.uri))
+    number = store.claim_numbers()[-1]
+    ended = store.read_end(number)
+    return (ended.outcome if ended else "no end", number)
+
+
+def test_two_ranks_train_the_same_bits_as_one(job: Job, tiny_config: Any, tmp_path: Path) -> None:
+    code, err = end(start(job, tmp_path, 2))
+    assert code == 0, err
+    assert last_end(job) == ("done", 1)
+    assert_exactly_once(job)
+    rows = job.run.points()
+    assert [(row["step"], row["world_size"], row["healthy"]) for row in rows] == [
+        (4, 2, True),
+        (8, 2, True),
+        (10, 2, True),
+    ]
+    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
+    code, err = end(start(alone, tmp_path, 1))
+    assert code == 0, err
+    assert alone.final_digest() == job.final_digest()
+    assert alone.losses() == job.losses()
+
+
+def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tmp_path: Path) -> None:
+    plan = job.faults().kill("applied", step=6, rank=0)
+    code, _ = end(start(job, tmp_path, 2, plan))
+    assert (code, plan.struck()) == (1, [0])
+    assert last_end(job) == ("no end", 1)
+    assert [row["step"] for row in job.run.points()] == [4]
+
+    # one rank, 6 × 16 tokens from the 1024 that the point holds, and a stop on request
+    other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 100_000}
+    group = start(job, tmp_path, 1, **other)
+    watch = when_step(job, 14, group.terminate)
+    _, err = end(group)
+    watch.join()
+    assert "SIGTERM: saving and stopping" in err, err
+    assert last_end(job) == ("stopped", 2), err
+    stopped = job.run.points()[-1]
+    assert (stopped["attempt"], stopped["seq_len"], stopped["global_batch_size"]) == (2, 16, 6)
+    assert stopped["consumed_tokens"] == job.run.steps()[-1].consumed_tokens
+
+    # two ranks and the first shape again, with a budget that is no multiple of anything
+    budget = stopped["consumed_tokens"] + 1500
+    code, err = end(start(job, tmp_path, 2, train__max_steps=None, train__max_tokens=budget))
+    assert code == 0, err
+    assert job.run.steps()[-1].consumed_tokens == budget
+    assert last_end(job) == ("done", 3)
+    assert_exactly_once(job)
+    assert job.run.audit()["attempts"] == 3
+
+
+def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: Job, tmp_path: Path) -> None:
+    model = {**(job.config().model.config or {}), "vocab_size": 10}
+    code, err = end(start(job, tmp_path, 2, model__config=model))
+    assert code == 1, "torchrun's own code for a rank that ended with another than 0"
+    assert "rank 0: ConfigError: model.config.vocab_size=10" in err
+    assert "rank 1: ElasticError: rank 0 failed: ConfigError: model.config.vocab_size=10" in err
+    assert "exitcode  : 2" in err
+    assert not Path(job.config().run.run_uri).exists()
+
+
+def record(step: int) -> StepRecord:
+    counts = dict.fromkeys(("consumed_samples", "consumed_tokens", "target_tokens"), 8 * step)
+    floats = dict.fromkeys(("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"), 0.5)
+    return StepRecord(attempt=1, generation=1, step=step, digest="0" * 16, **counts, **floats)
+
+
+def cast(keeper: StaticKeeper, world_size: int, step: int) -> list[Future[bool]]:
+    """The votes of all ranks for a save without tensors."""
+    key, cursor = StateKey(attempt=1, generation=1, step=step), Cursor(consumed_samples=8 * step)
+    return [
+        keeper.vote(
+            Vote(
+                key=key,
+                rank=rank,
+                world_size=world_size,
+                cursor=cursor,
+                optimizer_steps=step,
+                files=(),
+                tensors=(),
+                save_blocked_s=0.0,
+                records=(),
+            )
+        )
+        for rank in range(world_size)
+    ]
+
+
+@pytest.fixture
+def keeper(job: Job) -> StaticKeeper:
+    """Of a run that has just been claimed; its group of 2 has begun."""
+    config = job.config()
+    folder = starting.run_folder(config)
+    store = RunStore(Storage(str(folder)))
+    spec = starting.prepare(config, folder, freeze=False)
+    attempt, _ = starting.claim(store, config, spec)
+    made = StaticKeeper(store, attempt, config)
+    assert made.begin(2).attempt == 1
+    return made
+
+
+def test_votes_commit_a_point_only_when_the_journal_has_its_steps(job: Job, keeper: StaticKeeper) -> None:
+    keeper.records([record(1)])
+    assert [answer.result(LIMIT_S) for answer in cast(keeper, 2, 1)] == [True, True]
+    # nobody has brought the record of step 2
+    assert [answer.result(LIMIT_S) for answer in cast(keeper, 2, 3)] == [False, False]
+    keeper.finished(StateKey(attempt=1, generation=1, step=1), "stopped")
+    assert [point["name"] for point in job.run.points()] == ["00000001-a0001-g0001"]
+    assert last_end(job) == ("stopped", 1)
+    kinds = [event.kind for event in survey(RunStore(Storage(job.run.uri))).journal.events]
+    assert kinds == ["attempt", "point committed", "save given up", "end"]
+
+
+def test_a_newer_launch_silences_the_keeper(job: Job, keeper: StaticKeeper) -> None:
+    keeper.records([record(1)])
+    store = RunStore(Storage(job.run.uri))
+    store.claim(2, "another-launch", "resume", "another-host")
+    for answer in cast(keeper, 2, 1):
+        with pytest.raises(FencedError, match="attempt 2 of this run exists"):
+            answer.result(LIMIT_S)
+    with pytest.raises(FencedError):
+        keeper.records([record(2)])
+    with pytest.raises(FencedError):
+        keeper.finished(StateKey(attempt=1, generation=1, step=1), "done")
+    keeper.failed(FencedError("attempt 2 of this run exists"))
+    assert store.read_end(1) is None
+    assert not job.run.points(), "the newer launch did not inherit a point that came after its claim"

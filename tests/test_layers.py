@@ -1,0 +1,92 @@
+"""Who may import whom, read from the sources; and what importing the package loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import orchestrator
+
+PACKAGE = Path(orchestrator.__file__).parent
+# each layer may import itself and those before it; stages of one layer may not import each other
+LAYERS = [
+    {"errors", "records", "disk", "storage", "faults", "stage"},
+    {"config", "config_text", "config_problems"},
+    {"plan"},
+    {"data", "train", "resume", "elastic", "monitor"},
+    {"attempt", "cluster", "coordinator", "worker", "progress", "tables", "history", "starting", "static_keeper"},
+    {"run", "static_run"},
+    {"cli", "__init__"},
+]
+STAGES = LAYERS[3]
+LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
+WITHOUT_RAY_AND_TORCH = LAYERS[0] | LAYERS[1] | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, whether it is imported when the file is), for imports that happen at all (not for types only)."""
+    found: list[tuple[str, bool]] = []
+
+    def walk(node: ast.AST, at_top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, at_top) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                found.append((child.module, at_top))
+            walk(child, at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    walk(ast.parse(path.read_text()), True)
+    return found
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    part = part_of(path)
+    assert part in LEVEL, f"{part} is in no layer: give it one here and in CONTRIBUTING.md"
+    for module, _ in imports(path):
+        if module.split(".")[0] != "orchestrator" or part in ("stage", "__init__"):
+            continue
+        other = (module.split(".") + ["__init__"])[1]
+        if other == "__init__":
+            continue
+        assert LEVEL[other] <= LEVEL[part], f"{part} imports {module}, which is above it"
+        assert other == part or not (part in STAGES and other in STAGES), f"stage {part} imports stage {other}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_ray_and_torch_are_imported_only_where_they_are_used(path: Path) -> None:
+    part = part_of(path)
+    for module, _ in imports(path):
+        root = module.split(".")[0]
+        assert root != "ray" or part != "train", "train also runs under plain torchrun"
+        assert root not in ("ray", "torch", "transformers") or part not in WITHOUT_RAY_AND_TORCH, f"{part} imports {module}"
+
+
+def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys, orchestrator.run, orchestrator.history, orchestrator.cli, orchestrator.data.spec;"
+        "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_the_public_api_is_small_and_complete() -> None:
+    assert len(orchestrator.__all__) <= 12
+    for name in orchestrator.__all__:
+        assert callable(getattr(orchestrator, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        orchestrator.nothing  # noqa: B018
