@@ -1,6 +1,8 @@
-"""The entry point for Ray jobs: `ray job submit --working-dir . -- python jobs/train.py configs/quickstart.yaml [key=value …]`.
+"""The entry point for Ray jobs: `ray job submit --working-dir . -- python jobs/train.py
+configs/quickstart.yaml [key=value …]`.
 
-The same as `orchestrator train`, so submitting it again continues the run. A job is stopped by SIGTERM: give it time to save with
+The same as `orchestrator train`, so submitting it again continues the run. A job is stopped by SIGTERM: give
+it time to save with
 `RAY_JOB_STOP_WAIT_TIME_S` in the job's environment.
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# A job's working directory holds the package; where it is installed as well, this copy is the one that was submitted.
+# A job's working directory holds the package; where it is installed as well, this copy is the one that was
+# submitted.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from orchestrator.cli import main

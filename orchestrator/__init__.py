@@ -26,7 +26,17 @@ _HOMES = {
     "plan": "run",
     "train": "run",
 }
-__all__ = ["JobConfig", "OrchestratorError", "Run", "RunResult", "load_config", "open", "open_stream", "plan", "train"]
+__all__ = [
+    "JobConfig",
+    "OrchestratorError",
+    "Run",
+    "RunResult",
+    "load_config",
+    "open",
+    "open_stream",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

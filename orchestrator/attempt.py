@@ -1,7 +1,10 @@
-"""One attempt of a run: look at what is there, claim the next number, choose the parent, write down what is inherited.
+"""One attempt of a run: look at what is there, claim the next number, choose the parent, write down what is
+inherited.
 
-The order of these is what fences (MEMBERSHIP.md rule 6): first the claim, then the list of points, then the parent file. The driver
-begins a launch with it, the coordinator continues one after its own restart, and `plan` uses only the looking.
+The order of these is what fences (MEMBERSHIP.md rule 6): first the claim, then the list of points, then the
+parent file. The driver
+begins a launch with it, the coordinator continues one after its own restart, and `plan` uses only the
+looking.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from orchestrator.config import JobConfig, field_rules
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import RefusedError, ResumePointError
 from orchestrator.monitor.reader import Journal, read_journal
-from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import Lineage, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
@@ -25,7 +28,9 @@ from orchestrator.resume.store import RunStore
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """A run as it lies in storage: its journal, its effective history, and the names of the points on it, oldest first."""
+    """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
+    oldest first.
+    """
 
     journal: Journal
     lineage: Lineage
@@ -37,7 +42,8 @@ class Survey:
 class Attempt:
     """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
 
-    `step_label` is the label of the last step done as this launch counts. `previous` is the generation that trains on while a restarted
+    `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
+    trains on while a restarted
     coordinator takes over; `ended` is (outcome, reason) when the launch had ended before that restart.
     """
 
@@ -59,7 +65,9 @@ class Attempt:
 
 
 def survey(store: RunStore) -> Survey:
-    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts itself."""
+    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
+    itself.
+    """
     parents, unreadable = store.parents()
     journal = read_journal(store.storage)
     lineage = require_sound(effective_history(store.claims(), parents, journal.generations, journal.records))
@@ -68,7 +76,9 @@ def survey(store: RunStore) -> Survey:
     return Survey(journal=journal, lineage=lineage, points=on_lineage, unreadable=unreadable)
 
 
-def choose_point(store: RunStore, seen: Survey, wanted: str, fast: bool = False) -> tuple[Point | None, tuple[Damage, ...]]:
+def choose_point(
+    store: RunStore, seen: Survey, wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
     """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
 
     A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
@@ -85,15 +95,21 @@ def choose_point(store: RunStore, seen: Survey, wanted: str, fast: bool = False)
         return None, tuple(skipped)
     if wanted not in seen.points:
         listed = ", ".join(seen.points) or "none"
-        raise RefusedError(f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, or latest")
+        raise RefusedError(
+            f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
+            "or latest"
+        )
     if damages := store.verify_point(wanted, fast=fast):
         listed = "; ".join(map(str, damages))
-        raise ResumePointError(f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest")
+        raise ResumePointError(
+            f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"
+        )
     return store.read_point(wanted), ()
 
 
 def point_info(store: RunStore, point: Point) -> PointInfo:
-    """What the resume decision needs of a point; its token budgets stand in the parent file of its attempt."""
+    """What the resume decision needs of a point; its token budgets stand in the parent file of its attempt.
+    """
     parent = store.read_parent(point.key.attempt)
     budgets = parent.budgets if isinstance(parent, ClaimParent) and parent.budgets else Budgets()
     return PointInfo(
@@ -109,7 +125,10 @@ def point_info(store: RunStore, point: Point) -> PointInfo:
 
 
 def decide(
-    store: RunStore, config: JobConfig, point: Point | None, identities: tuple[RunIdentity, RunIdentity] | None
+    store: RunStore,
+    config: JobConfig,
+    point: Point | None,
+    identities: tuple[RunIdentity, RunIdentity] | None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `plan.resume.plan_resume`."""
     rules = {rule.path: rule.rule for rule in field_rules()}
@@ -119,11 +138,16 @@ def decide(
 
 
 def begin_launch(
-    store: RunStore, config: JobConfig, launch: str, host: str, identities: tuple[RunIdentity, RunIdentity] | None
+    store: RunStore,
+    config: JobConfig,
+    launch: str,
+    host: str,
+    identities: tuple[RunIdentity, RunIdentity] | None,
 ) -> tuple[Attempt, ResumePlan]:
     """Claims the next attempt for a start command and writes what it inherits.
 
-    Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the run (the claim then stays
+    Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
+    run (the claim then stays
     without descendants and harms nobody).
     """
     newest = store.newest_claim()
@@ -160,9 +184,11 @@ def begin_launch(
 
 
 def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
-    """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this process is a restarted one.
+    """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this
+    process is a restarted one.
 
-    It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator writes. Raises `FencedError` if another
+    It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
+    writes. Raises `FencedError` if another
     launch has taken the run over.
     """
     newest = store.newest_claim()
@@ -179,11 +205,17 @@ def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
     if point is None or (first.parent is not None and point.key < first.parent):
         point = first.point
     store.write_parent(
-        ClaimParent(attempt=number, parent=point.key if point else None, inherited=seen.points, budgets=first.budgets)
+        ClaimParent(
+            attempt=number, parent=point.key if point else None, inherited=seen.points, budgets=first.budgets
+        )
     )
     older = [g for g in seen.journal.generations if first.number <= g.attempt < number]
     last = max(older, key=lambda g: g.id, default=None)
-    previous = PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members) if last else None
+    previous = (
+        PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members)
+        if last
+        else None
+    )
     return _continued(first, number, point, seen.points, previous, None)
 
 

@@ -1,6 +1,7 @@
 """The commands: they parse words, call `run`, print for people or one JSON document, and set the exit code.
 
-Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal. Logs and errors go to stderr.
+Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal. Logs and errors go to
+stderr.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Elastic LLM training on Ray: a run survives anything and continues at exactly the next unread token.",
+    help="Elastic LLM training on Ray: a run survives anything and goes on at exactly the next unread token.",
 )
 
 Config = Annotated[str, typer.Argument(help="YAML file of the job, e.g. configs/quickstart.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.global_batch_size=24", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, e.g. train.global_batch_size=24", show_default=False)
+]
 RunUri = Annotated[str, typer.Argument(help="the run's folder or URI, e.g. runs/quickstart")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
+Json = Annotated[
+    bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")
+]
 
 
 @app.command()
@@ -60,7 +65,9 @@ def plan(config: Config, overrides: Overrides = None, json: Json = False) -> Non
 
 @app.command()
 def points(run: RunUri, json: Json = False) -> None:
-    """List the run's resume points: where each stands, whether it is whole, and whether it belongs to the history."""
+    """List the run's resume points: where each stands, whether it is whole, and whether it belongs to the
+    history.
+    """
     from orchestrator.history import open_run
 
     rows = open_run(run).points()
@@ -73,7 +80,11 @@ def points(run: RunUri, json: Json = False) -> None:
 
 
 @app.command()
-def verify(run: RunUri, point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None, json: Json = False) -> None:
+def verify(
+    run: RunUri,
+    point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None,
+    json: Json = False,
+) -> None:
     """Read every byte of the resume points and compare the digests; names each damaged file."""
     from orchestrator.history import open_run
 
@@ -90,7 +101,9 @@ def verify(run: RunUri, point: Annotated[str | None, typer.Argument(help="a poin
 
 @app.command()
 def audit(run: RunUri, json: Json = False) -> None:
-    """Recompute the token stream from the files and compare it, step by step, with what the journal says was trained."""
+    """Recompute the token stream from the files and compare it, step by step, with what the journal says was
+    trained.
+    """
     from orchestrator.history import open_run
 
     report = open_run(run).audit()
@@ -107,7 +120,10 @@ def audit(run: RunUri, json: Json = False) -> None:
 @app.command("sample-corpus")
 def sample_corpus(
     out: Annotated[Path, typer.Argument(help="folder to make")],
-    source: Annotated[Path | None, typer.Option("--from", help="folder of text files; the Python standard library without it")] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="folder of text files; the Python standard library without it"),
+    ] = None,
 ) -> None:
     """Make a real corpus (jsonl) and an 8k byte-level BPE tokenizer from text that is on this machine."""
     from orchestrator.data.corpus import build_sample_corpus
@@ -116,7 +132,8 @@ def sample_corpus(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: runs the command (default: that of the process) and ends the process with its exit code.
+    """The entry point: runs the command (default: that of the process) and ends the process with its exit
+    code.
 
     An error of ours is printed to stderr without a traceback.
     """

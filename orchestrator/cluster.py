@@ -1,4 +1,5 @@
-"""The Ray cluster as the driver sees it: connect to one or start one on this machine, and what it has to offer.
+"""The Ray cluster as the driver sees it: connect to one or start one on this machine, and what it has to
+offer.
 
 It decides nothing: the facts go to `elastic.policy`. It shuts down only what it started.
 """
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from orchestrator.config import JobConfig
 
 _CONNECT_S = 5.0
-# Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node is started, so they hold for
+# Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
+# is started, so they hold for
 # a cluster that we start ourselves; the README gives them for others.
 _HEALTH = {
     "RAY_health_check_period_ms": "1000",
@@ -27,7 +29,11 @@ _HEALTH = {
     # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
     "RAY_worker_niceness": "0",
 }
-_QUIET = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
+_QUIET = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +55,13 @@ class ClusterConnection:
     """A connection to Ray; as a context manager it ends what it began, and nothing else."""
 
     def __init__(self, config: JobConfig, num_cpus_needed: float) -> None:
-        """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to, else starts a local one.
+        """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to,
+        else starts a local one.
 
-        A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are shares, not cores. Raises
-        `ResourceError` within seconds if nothing answers at the address, or /dev/shm is too small for a local one.
+        A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
+        shares, not cores. Raises
+        `ResourceError` within seconds if nothing answers at the address, or /dev/shm is too small for a local
+        one.
         """
         import ray
 
@@ -96,7 +105,7 @@ def nodes() -> tuple[Node, ...]:
     import ray
     from ray._private.state import available_resources_per_node
 
-    free = available_resources_per_node()
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
     found = [
         Node(
             node_id=row["NodeID"],
@@ -109,7 +118,7 @@ def nodes() -> tuple[Node, ...]:
             memory_bytes=int(row["Resources"].get("memory", 0)),
             object_store_bytes=int(row["Resources"].get("object_store_memory", 0)),
         )
-        for row in ray.nodes()
+        for row in ray.nodes()  # type: ignore[no-untyped-call]
         if row["Alive"]
     ]
     return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
@@ -117,7 +126,9 @@ def nodes() -> tuple[Node, ...]:
 
 def shared_memory_bytes() -> int | None:
     """What is free in /dev/shm of this machine; None where there is none (macOS)."""
-    return shutil.disk_usage("/dev/shm").free if sys.platform == "linux" and os.path.isdir("/dev/shm") else None  # noqa: S108
+    return (
+        shutil.disk_usage("/dev/shm").free if sys.platform == "linux" and os.path.isdir("/dev/shm") else None
+    )  # noqa: S108
 
 
 def free_disk_bytes(folder: str) -> int:
@@ -129,7 +140,9 @@ def free_disk_bytes(folder: str) -> int:
 
 
 def _local_object_store() -> int:
-    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty; less than that free in /dev/shm would make Ray slow."""
+    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty; less than that free in
+    /dev/shm would make Ray slow.
+    """
     wanted, free = 256 * 2**20, shared_memory_bytes()
     if free is not None and free < wanted:
         raise ResourceError(
@@ -149,6 +162,7 @@ def _check_reachable(address: str) -> None:
     except (OSError, ValueError) as error:
         raise ResourceError(
             f"no Ray cluster answers at cluster.address={address} ({error}); "
-            "start one with `ray start --head`, correct the address (host:port of the head's GCS, usually port 6379), "
+            "start one with `ray start --head`, correct the address (host:port of the head's GCS, usually "
+            "port 6379), "
             "or leave it out to start a local Ray"
         ) from error

@@ -194,7 +194,9 @@ class ClusterConfig(_Section):
         Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
         free("a whole number >= 1, or [min, max]"),
     ] = 1
-    """Workers; while some are missing the run goes on with the others. Or [min, max]: begins with min, waits below it."""
+    """Workers; while some are missing the run goes on with the others. Or [min, max]: begins with min, waits
+    below it.
+    """
     use_gpu: Annotated[bool, free("true or false")] = False
     """One GPU per worker."""
     address: Annotated[

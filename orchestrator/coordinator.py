@@ -1,6 +1,8 @@
-"""The coordinator actor: it joins the rendezvous (who trains), the commits (which points exist) and the journal (what happened).
+"""The coordinator actor: it joins the rendezvous (who trains), the commits (which points exist) and the
+journal (what happened).
 
-All decisions are those of the pure machines it drives; it holds their inputs together, keeps time, and is the only writer of the
+All decisions are those of the pure machines it drives; it holds their inputs together, keeps time, and is the
+only writer of the
 journal. It knows neither model nor data, and is not on the step path.
 """
 
@@ -69,12 +71,15 @@ FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 LIVENESS_EVERY_S = 0.05
-WATCH_ANSWER_S = 10.0  # a watching call is answered at least this often, so that a dead caller does not leave it open
+WATCH_ANSWER_S = (
+    10.0  # a watching call is answered at least this often, so that a dead caller does not leave it open
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorStart:
-    """What the driver hands to the coordinator: the attempt it claimed, and what the run needs from then on."""
+    """What the driver hands to the coordinator: the attempt it claimed, and what the run needs from then on.
+    """
 
     attempt: Attempt
     storage: str
@@ -91,14 +96,18 @@ class CoordinatorStart:
 
 
 class Coordinator:
-    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another launch is refused.
+    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another
+    launch is refused.
 
-    A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members meet again at their next
+    A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
+    meet again at their next
     step boundary (MEMBERSHIP.md rules 8 and 10).
     """
 
     def __init__(self, start: CoordinatorStart) -> None:
-        """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt has a journal already)."""
+        """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
+        has a journal already).
+        """
         self._start, self._fault = start, hook(start.fault_plan)
         self._store = RunStore(Storage(start.storage))
         self._attempt = continue_launch(self._store, start.attempt, socket.gethostname())
@@ -106,7 +115,11 @@ class Coordinator:
         number = self._attempt.number
         self._journal = JournalWriter(self._store.storage, number, start.run)
         self._journal.event(
-            "attempt", launch=self._attempt.launch, why=self._attempt.why, pid=os.getpid(), config=start.flat_config
+            "attempt",
+            launch=self._attempt.launch,
+            why=self._attempt.why,
+            pid=os.getpid(),
+            config=start.flat_config,
         )
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(number)
@@ -135,11 +148,14 @@ class Coordinator:
             self._store, self._journal, number, start.flat_config, start.rng, time.monotonic, self._fault
         )
         self._newest: Point | None = point
-        # Held while the commit machine's actions are carried out, and while a generation is formed: so no COMMIT is under way when the
+        # Held while the commit machine's actions are carried out, and while a generation is formed: so no
+        # COMMIT is under way when the
         # parent of a generation is chosen (rule 15).
         self._commits = asyncio.Lock()
-        # One thread for everything that waits for storage: its operations stay in order and the calls of members are answered meanwhile.
-        # The sign of life must not wait behind a long commit: another start would think that this attempt is dead.
+        # One thread for everything that waits for storage: its operations stay in order and the calls of
+        # members are answered meanwhile.
+        # The sign of life must not wait behind a long commit: another start would think that this attempt is
+        # dead.
         self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
         self._verifying: set[asyncio.Task[None]] = set()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
@@ -161,9 +177,11 @@ class Coordinator:
         self._loop_task: asyncio.Task[None] | None = None
         self._wake: asyncio.Event | None = None
 
-    # ------------------------------------------------------------------------------------------------------------ calls of members
+    # ------------------------------------------------------------ calls of members
     async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver:
-        """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has no place here."""
+        """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has
+        no place here.
+        """
         self._ensure_running()
         if self._ended is not None:
             return RunOver(reason=self._ended[1])
@@ -202,14 +220,18 @@ class Coordinator:
         return found
 
     async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
-        """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least every few seconds."""
+        """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least
+        every few seconds.
+        """
         self._ensure_running()
         self._check(launch)
         deadline = time.monotonic() + WATCH_ANSWER_S
         while True:
             wishes = self._rendezvous.wishes(attempt, generation, self._acknowledged)
             if self._ended is not None:
-                wishes = Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=self._acknowledged)
+                wishes = Wishes(
+                    ended=True, save=False, stop=False, reform=False, acknowledged_step=self._acknowledged
+                )
             if wishes != known or time.monotonic() > deadline:
                 return wishes
             await self._wait_for_change(deadline - time.monotonic())
@@ -217,7 +239,9 @@ class Coordinator:
     async def report(
         self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
     ) -> None:
-        """Step records of a running generation, in batches by one member. Equal copies of what came before change nothing."""
+        """Step records of a running generation, in batches by one member. Equal copies of what came before
+        change nothing.
+        """
         self._ensure_running()
         self._check(launch)
         self._take_records(records)
@@ -226,7 +250,9 @@ class Coordinator:
         await self._tell()
 
     async def vote(self, launch: str, vote: Vote) -> bool:
-        """One rank's part of a save is written; answers True once the point is committed, False if the save was given up."""
+        """One rank's part of a save is written; answers True once the point is committed, False if the save
+        was given up.
+        """
         self._ensure_running()
         self._check(launch)
         if vote.key.attempt != self._attempt.number:
@@ -241,7 +267,9 @@ class Coordinator:
         return await asyncio.shield(future)
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> None:
-        """A member's part of the run is over (`done` or `stopped`); when all of its generation said so, the run has ended."""
+        """A member's part of the run is over (`done` or `stopped`); when all of its generation said so, the
+        run has ended.
+        """
         self._ensure_running()
         self._check(launch)
         self._finished[member] = (reason, f"{reason} at step {key.step}")
@@ -249,7 +277,8 @@ class Coordinator:
         await self._end_if_finished()
 
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
-        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends the run."""
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends the run.
+        """
         self._ensure_running()
         self._check(launch)
         self._journal.event("member failed", member=member, error=kind, text=text)
@@ -259,9 +288,10 @@ class Coordinator:
             await self._end("failed", f"{kind}: {text}")
         await self._tell()
 
-    # ------------------------------------------------------------------------------------------------------------ calls of the supervisor
+    # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen_version: int, wait_s: float) -> RunStatus:
-        """The run's status, as soon as it is newer than `seen_version`, at the latest after `wait_s` seconds."""
+        """The run's status, as soon as it is newer than `seen_version`, at the latest after `wait_s` seconds.
+        """
         self._ensure_running()
         deadline = time.monotonic() + wait_s
         while self._version <= seen_version and time.monotonic() < deadline:
@@ -281,7 +311,9 @@ class Coordinator:
             ended=self._ended[0] if self._ended else None,
             reason=self._ended[1] if self._ended else "",
             left_out=left_out,
-            members=tuple(info for member, (_, info) in self._infos.items() if view and member in view.members),
+            members=tuple(
+                info for member, (_, info) in self._infos.items() if view and member in view.members
+            ),
             failures=tuple(self._failures),
         )
 
@@ -309,7 +341,9 @@ class Coordinator:
         self._journal.event(kind, **fields)
 
     async def feed_notes(self, notes: Any) -> None:
-        """What the feeder noticed (`data.feeder.FeedNotes`): bad documents that were skipped, documents that the encoders differ about."""
+        """What the feeder noticed (`data.feeder.FeedNotes`): bad documents that were skipped, documents that
+        the encoders differ about.
+        """
         self._ensure_running()
         for text in notes.bad_documents:
             self._journal.event("bad document", text=text)
@@ -321,10 +355,13 @@ class Coordinator:
         self._ensure_running()
         await self._end(outcome, reason)
 
-    # ------------------------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------ inside
     def _check(self, launch: str) -> None:
         if launch != self._attempt.launch:
-            raise FencedError(f"this is a call of launch {launch}, the run is now launch {self._attempt.launch}; the caller exits")
+            raise FencedError(
+                f"this is a call of launch {launch}, the run is now launch {self._attempt.launch}; the "
+                "caller exits"
+            )
 
     def _ensure_running(self) -> None:
         """The first call starts the loop: a restarted actor has no caller that would."""
@@ -361,7 +398,9 @@ class Coordinator:
             self._rendezvous.median_step(statistics.median(self._steps))
 
     async def _loop(self) -> None:
-        """Time and storage: ticks the rendezvous, keeps the journal durable, shows that it lives, looks for a newer claim."""
+        """Time and storage: ticks the rendezvous, keeps the journal durable, shows that it lives, looks for a
+        newer claim.
+        """
         due = dict.fromkeys(("flush", "heartbeat", "live"), 0.0)
         try:
             while True:
@@ -392,7 +431,9 @@ class Coordinator:
             self._wake.clear()
 
     async def _look_for_the_dead(self, now: float) -> None:
-        """Asks the GCS for the members that wait or are waited for: a dead one is left out at once (liveness is a hint for speed only)."""
+        """Asks the GCS for the members that wait or are waited for: a dead one is left out at once (liveness
+        is a hint for speed only).
+        """
         if self._view is not None and not (self._joins or self._machine.saves or self._finished):
             return  # a generation trains; a peer's death shows in its collectives
         from ray._private.state import state  # the public state API needs the dashboard process
@@ -413,14 +454,17 @@ class Coordinator:
                 await self._end_if_finished()
 
     def _count_failure(self, reason: str) -> None:
-        """One failure per generation, however many members it cost: a lost node is one. Before the first generation each one counts."""
+        """One failure per generation, however many members it cost: a lost node is one. Before the first
+        generation each one counts.
+        """
         generation = self._rendezvous.generation
         if generation == 0 or generation not in self._failed_generations:
             self._failed_generations.add(generation)
             self._failures.append((self._last_step.step if self._last_step else 0, reason))
 
     async def _end_if_finished(self) -> None:
-        """The run ends when every member of the generation is finished, or dead after another one finished."""
+        """The run ends when every member of the generation is finished, or dead after another one finished.
+        """
         if self._view is None or not self._finished or self._joins:
             return
         if all(m in self._finished or self._rendezvous.is_gone(m) for m in self._view.members):
@@ -448,7 +492,9 @@ class Coordinator:
                     assert isinstance(action, Waiting), f"unknown action {action}"
 
     async def _form(self, formation: Formation) -> None:
-        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path are given up."""
+        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
+        are given up.
+        """
         cursor = formation.cursor or Cursor()
         start = GenerationStart(
             attempt=formation.attempt,
@@ -483,7 +529,11 @@ class Coordinator:
     async def _flush(self) -> None:
         durable = await self._storage(self._journal.flush)
         view = self._view
-        if durable is None or view is None or (durable.attempt, durable.generation) != (view.attempt, view.generation):
+        if (
+            durable is None
+            or view is None
+            or (durable.attempt, durable.generation) != (view.attempt, view.generation)
+        ):
             return
         if durable.step > self._acknowledged:
             self._acknowledged = durable.step
@@ -503,7 +553,10 @@ class Coordinator:
                     case Acknowledge() | GiveUp():
                         await self._answer_votes(action)
                     case Fence():
-                        await self._fenced(f"attempt {self._attempt.number + 1} of this run exists: another launch has taken it over")
+                        await self._fenced(
+                            f"attempt {self._attempt.number + 1} of this run exists: another launch has "
+                            "taken it over"
+                        )
                     case ReadyToForm():
                         pass  # the lock has seen to it
                     case VerifyPoint():
@@ -526,10 +579,17 @@ class Coordinator:
     async def _answer_votes(self, action: Acknowledge | GiveUp) -> None:
         committed = isinstance(action, Acknowledge)
         point = self._committer.last_point
-        if committed and point is not None and point.key == action.key and (self._newest is None or point.key > self._newest.key):
+        if (
+            committed
+            and point is not None
+            and point.key == action.key
+            and (self._newest is None or point.key > self._newest.key)
+        ):
             self._newest = point
             self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
-            self._journal.event("point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s)
+            self._journal.event(
+                "point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s
+            )
         if isinstance(action, GiveUp):
             self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
         for rank in action.ranks:

@@ -1,4 +1,5 @@
-"""The exception tree: the class says who acts (the user, the operator, or us), the text says what is wrong, both values, what to do.
+"""The exception tree: the class says who acts (the user, the operator, or us), the text says what is wrong,
+both values, what to do.
 
 It knows nothing of Ray, torch or storage. Every class pickles, because errors cross process borders.
 """
@@ -13,13 +14,16 @@ class OrchestratorError(Exception):
 
 
 class ConfigError(OrchestratorError):
-    """The configuration is wrong; the user changes it. The message lists every problem found, one per line."""
+    """The configuration is wrong; the user changes it. The message lists every problem found, one per line.
+    """
 
     exit_code = 2
 
 
 class RefusedError(OrchestratorError):
-    """What was asked would break a guarantee (I1 to I8); the message names both values and the way past, if there is one."""
+    """What was asked would break a guarantee (I1 to I8); the message names both values and the way past, if
+    there is one.
+    """
 
     exit_code = 2
 
@@ -33,11 +37,15 @@ class ResourceError(RefusedError):
 
 
 class DataError(OrchestratorError):
-    """A file or a document cannot be read as the configuration says; names file, byte offset, line and reason."""
+    """A file or a document cannot be read as the configuration says; names file, byte offset, line and
+    reason.
+    """
 
 
 class BadDocumentError(DataError):
-    """One document is bad (invalid JSON, missing or null field, invalid UTF-8) and `data.on_bad_document` is `stop`."""
+    """One document is bad (invalid JSON, missing or null field, invalid UTF-8) and `data.on_bad_document` is
+    `stop`.
+    """
 
 
 class DataIdentityError(RefusedError):
@@ -61,8 +69,12 @@ class FencedError(OrchestratorError):
 
 
 class ElasticError(OrchestratorError):
-    """The training group cannot go on (too few workers, the same step failed again and again); names the reason."""
+    """The training group cannot go on (too few workers, the same step failed again and again); names the
+    reason.
+    """
 
 
 class TrainingError(OrchestratorError):
-    """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and values."""
+    """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and
+    values.
+    """

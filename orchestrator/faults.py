@@ -1,6 +1,8 @@
-"""Scripted faults: a plan says at which named place, step and rank a process kills itself; used by the tests and the fault campaigns.
+"""Scripted faults: a plan says at which named place, step and rank a process kills itself; used by the tests
+and the fault campaigns.
 
-It knows no stage: the stages call a hook at their named places, which does nothing unless a launch was given a plan.
+It knows no stage: the stages call a hook at their named places, which does nothing unless a launch was given
+a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ Hook = Callable[[str, int, int], None]  # (place, step, rank; -1 where there is 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """SIGKILL of the process that reaches `place` at `step` with `rank` (-1: any); it strikes once, whoever comes first."""
+    """SIGKILL of the process that reaches `place` at `step` with `rank` (-1: any); it strikes once, whoever
+    comes first.
+    """
 
     place: str
     step: int = -1
@@ -25,7 +29,9 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Faults of one test, with a folder in which each leaves a mark when it strikes, so that it never strikes twice."""
+    """Faults of one test, with a folder in which each leaves a mark when it strikes, so that it never strikes
+    twice.
+    """
 
     folder: str
     faults: tuple[Fault, ...] = ()

@@ -1,4 +1,6 @@
-"""A run as it lies in storage, for reading: its resume points, their health, and the proof of what it was trained on. Needs no cluster."""
+"""A run as it lies in storage, for reading: its resume points, their health, and the proof of what it was
+trained on. Needs no cluster.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Run:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
         if self._store.read_run() is None:
-            raise RefusedError(f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart")
+            raise RefusedError(
+                f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
+            )
 
     def points(self) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not; the document of `points --json`."""
@@ -40,12 +44,19 @@ class Run:
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
             damages = self._store.verify_point(name)
-            row: dict[str, Any] = {"name": name, "attempt": key.attempt, "generation": key.generation, "step": key.step}
+            row: dict[str, Any] = {
+                "name": name,
+                "attempt": key.attempt,
+                "generation": key.generation,
+                "step": key.step,
+            }
             rows.append({**row, **self._point_row(name, damages), "on_lineage": lineage.on_lineage(key)})
         return rows
 
     def verify(self, point: str | None = None) -> list[dict[str, Any]]:
-        """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an unknown name."""
+        """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
+        unknown name.
+        """
         names = self._store.point_names()
         if point is not None and point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
@@ -65,9 +76,11 @@ class Run:
         return self._configs()[-1][1]
 
     def audit(self) -> dict[str, Any]:
-        """Recomputes the stream from the files and compares every step of the effective history; the document of `audit --json`.
+        """Recomputes the stream from the files and compares every step of the effective history; the document
+        of `audit --json`.
 
-        It shows that each step trained exactly the samples that the plan gives it, each once, in order. Raises `DataIdentityError` if the
+        It shows that each step trained exactly the samples that the plan gives it, each once, in order.
+        Raises `DataIdentityError` if the
         files have changed since: then nothing can be said.
         """
         from orchestrator.data.spec import prepare_data
@@ -75,7 +88,8 @@ class Run:
         seen = survey(self._store)
         config = self.config()
         spec = prepare_data(config, Path(self._store.storage.root))
-        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much it took
+        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much
+        # it took
         spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
         starts = {start.id: start for start in seen.journal.generations}
         records = seen.lineage.records
@@ -94,19 +108,37 @@ class Run:
             "first_difference": first,
         }
 
-    # ------------------------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------ inside
     def _configs(self) -> list[tuple[int, JobConfig]]:
         events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
         if not events:
-            raise RefusedError(f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read")
+            raise RefusedError(
+                f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
+            )
         return [(event.attempt, parse_config(nested(event.fields["config"]))) for event in events]
 
     def _point_row(self, name: str, damages: list[Damage]) -> dict[str, Any]:
         reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
         if damages:
-            unknown = ("consumed_samples", "consumed_tokens", "target_tokens", "world_size", "global_batch_size", "seq_len")
+            unknown = (
+                "consumed_samples",
+                "consumed_tokens",
+                "target_tokens",
+                "world_size",
+                "global_batch_size",
+                "seq_len",
+            )
             empty = dict.fromkeys(unknown)
-            return {**empty, "bytes": 0, "save_blocked_s": 0.0, "save_s": 0.0, "healthy": False, "reason": reason, "parent": None, "weights_digest": ""}
+            return {
+                **empty,
+                "bytes": 0,
+                "save_blocked_s": 0.0,
+                "save_s": 0.0,
+                "healthy": False,
+                "reason": reason,
+                "parent": None,
+                "weights_digest": "",
+            }
         point = self._store.read_point(name)
         commit, cursor = point.commit, point.cursor
         return {

@@ -1,4 +1,6 @@
-"""Live progress of a launch: a line that is kept up to date on a terminal, one plain line every few seconds elsewhere. All on stderr."""
+"""Live progress of a launch: a line that is kept up to date on a terminal, one plain line every few seconds
+elsewhere. All on stderr.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,16 @@ class Progress:
         if step is None:
             return f"starting: {status.world_size} workers in generation {status.generation}"
         of = f"/{self._total}" if self._total is not None else ""
-        waiting = f", waiting for workers for {status.waiting_since:.0f} s" if status.waiting_since is not None else ""
+        waiting = (
+            f", waiting for workers for {status.waiting_since:.0f} s"
+            if status.waiting_since is not None
+            else ""
+        )
         return (
-            f"step {step.step}{of}  loss {step.loss:.4f}  {self._rate():,.0f} tokens/s  data wait {step.data_wait_s * 1000:.0f} ms  "
-            f"lr {step.lr:.2e}  workers {status.world_size}  last point {status.newest_point or 'none'}{waiting}"
+            f"step {step.step}{of}  loss {step.loss:.4f}  {self._rate():,.0f} tokens/s  data wait "
+            f"{step.data_wait_s * 1000:.0f} ms  "
+            f"lr {step.lr:.2e}  workers {status.world_size}  last point "
+            f"{status.newest_point or 'none'}{waiting}"
         )
 
     def _rate(self) -> float:

@@ -1,6 +1,8 @@
-"""Frozen values that cross a process border or lie in storage: the words the stages use to speak to each other.
+"""Frozen values that cross a process border or lie in storage: the words the stages use to speak to each
+other.
 
-It knows no stage, no Ray, no torch. Everything that is written to storage has `to_json` / `from_json` through `encode` and
+It knows no stage, no Ray, no torch. Everything that is written to storage has `to_json` / `from_json` through
+`encode` and
 `decode` below, which refuse unknown and missing fields.
 """
 
@@ -23,7 +25,9 @@ Record = TypeVar("Record")
 
 
 def encode(value: Any) -> Any:
-    """`value` (a dataclass of this module, nested) as plain JSON types. Arrays are refused: they do not go into JSON."""
+    """`value` (a dataclass of this module, nested) as plain JSON types. Arrays are refused: they do not go
+    into JSON.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -35,7 +39,9 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[Record], value: Any, where: str = "") -> Record:
-    """The inverse of `encode` for the dataclass `kind`. Raises `OrchestratorError` naming the field that is missing or unknown."""
+    """The inverse of `encode` for the dataclass `kind`. Raises `OrchestratorError` naming the field that is
+    missing or unknown.
+    """
     if not isinstance(value, Mapping):
         raise OrchestratorError(f"{where or kind.__name__}: expected an object, found {type(value).__name__}")
     hints = typing.get_type_hints(kind)
@@ -47,8 +53,13 @@ def decode(kind: type[Record], value: Any, where: str = "") -> Record:
         if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
     if unknown or missing:
-        raise OrchestratorError(f"{where or kind.__name__}: unknown fields {unknown}, missing fields {missing}; was it written by another version?")
-    return kind(**{name: _decode(hints[name], v, f"{where or kind.__name__}.{name}") for name, v in value.items()})
+        raise OrchestratorError(
+            f"{where or kind.__name__}: unknown fields {unknown}, missing fields {missing}; was it written "
+            "by another version?"
+        )
+    return kind(
+        **{name: _decode(hints[name], v, f"{where or kind.__name__}.{name}") for name, v in value.items()}
+    )
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
@@ -71,10 +82,12 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------------- state and points
+# ------------------------------------------------------------ state and points
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class StateKey:
-    """Identity of one training state, ordered: (attempt, generation in which its holder last agreed on state, step)."""
+    """Identity of one training state, ordered: (attempt, generation in which its holder last agreed on state,
+    step).
+    """
 
     attempt: int
     generation: int
@@ -88,10 +101,13 @@ class StateKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCursor:
-    """Where one source's next input token lies, in normal form (DATA.md rule 2), and what was passed on the way.
+    """Where one source's next input token lies, in normal form (DATA.md rule 2), and what was passed on the
+    way.
 
-    `block` is the position in the epoch's order, `window` counts within the block, `record` is the position in the window's order,
-    `token` counts within the piece. `prefix_digest` is the xxh3_64 (16 hex digits) of the piece's earlier `token` tokens as little-endian
+    `block` is the position in the epoch's order, `window` counts within the block, `record` is the position
+    in the window's order,
+    `token` counts within the piece. `prefix_digest` is the xxh3_64 (16 hex digits) of the piece's earlier
+    `token` tokens as little-endian
     int32: a resume that does not reproduce them is refused. Counts rise when the cursor passes a record.
     """
 
@@ -111,7 +127,9 @@ class SourceCursor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """The run's place in its data. `consumed_tokens` counts positions that had a real input token; for `concat` it equals `target_tokens`."""
+    """The run's place in its data. `consumed_tokens` counts positions that had a real input token; for
+    `concat` it equals `target_tokens`.
+    """
 
     consumed_samples: int = 0
     consumed_tokens: int = 0
@@ -121,8 +139,10 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the step's target tokens (nats);
-    `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits)."""
+    """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
+    step's target tokens (nats);
+    `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits).
+    """
 
     attempt: int
     generation: int
@@ -144,10 +164,12 @@ class StepRecord:
         return StateKey(attempt=self.attempt, generation=self.generation, step=self.step)
 
 
-# ------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------ data
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTask:
-    """What a slot of the pipeline is: read this block of this source from window `window` on, skipping what lies before the cursor."""
+    """What a slot of the pipeline is: read this block of this source from window `window` on, skipping what
+    lies before the cursor.
+    """
 
     source: str
     epoch: int
@@ -165,7 +187,8 @@ PIECE, EMPTY, BAD = 0, 1, 2
 class TokenChunk:
     """Consecutive pieces of one window, tokenized, in order: at most about 1 M tokens.
 
-    The entry arrays have one item per piece, empty document or bad document. `last_piece[i]` is 1 where entry i ends its document.
+    The entry arrays have one item per piece, empty document or bad document. `last_piece[i]` is 1 where entry
+    i ends its document.
     """
 
     source: str
@@ -180,15 +203,19 @@ class TokenChunk:
     last_piece: Int32Array  # (num_entries,)
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
-    encoder_differences: tuple[str, ...] = ()  # documents that the two libraries encoded differently (journalled)
+    encoder_differences: tuple[
+        str, ...
+    ] = ()  # documents that the two libraries encoded differently (journalled)
     ends_window: bool
     ends_block: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
-    """Which samples a step trains: [first_sample, first_sample + num_samples), holding `num_tokens` positions, all of them full but
-    possibly the last sample, which is shortened (and padded) where a token budget is no multiple of seq_len."""
+    """Which samples a step trains: [first_sample, first_sample + num_samples), holding `num_tokens`
+    positions, all of them full but
+    possibly the last sample, which is shortened (and padded) where a token budget is no multiple of seq_len.
+    """
 
     first_sample: int
     num_samples: int
@@ -198,9 +225,11 @@ class StepRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSlice:
-    """One rank's share of one step: samples [start, stop) as contiguous token runs, and what holds for the whole step.
+    """One rank's share of one step: samples [start, stop) as contiguous token runs, and what holds for the
+    whole step.
 
-    `step` says what the step really trains: fewer samples than asked for where the data ends (0: there is no more).
+    `step` says what the step really trains: fewer samples than asked for where the data ends (0: there is no
+    more).
     """
 
     step: StepRange
@@ -216,7 +245,7 @@ class BatchSlice:
     end_of_data: bool  # nothing follows this step
 
 
-# ------------------------------------------------------------------------------------------------------------- points
+# ------------------------------------------------------------ points
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
     """A file of a point: path relative to the point's folder, size, blake3 of its bytes (64 hex digits)."""
@@ -228,7 +257,9 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChunk:
-    """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point, `digest` (blake3) of its bytes."""
+    """Where a box of a tensor lies: `offsets` and `sizes` in the whole tensor, `file` relative to the point,
+    `digest` (blake3) of its bytes.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -238,7 +269,9 @@ class TensorChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A tensor of a point under its `name` (also its key in the safetensors file); `group` is `model` or `optimizer`."""
+    """A tensor of a point under its `name` (also its key in the safetensors file); `group` is `model` or
+    `optimizer`.
+    """
 
     name: str
     group: str
@@ -249,7 +282,9 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """One rank's word that its part of the save of `key` is written and synced. All ranks' votes of one save agree in all but rank, files, tensors."""
+    """One rank's word that its part of the save of `key` is written and synced. All ranks' votes of one save
+    agree in all but rank, files, tensors.
+    """
 
     key: StateKey
     rank: int
@@ -262,13 +297,15 @@ class Vote:
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
 
 
-# ------------------------------------------------------------------------------------------------------------- membership
+# ------------------------------------------------------------ membership
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinRequest:
     """A member asks to be in the next generation. `key` is its state's key, None when blank.
 
-    `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step that it had entered the word of
-    without learning the result (its reduced gradient is kept): `StateKey(step = key.step + 1)` in the generation it leaves.
+    `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
+    that it had entered the word of
+    without learning the result (its reduced gradient is kept): `StateKey(step = key.step + 1)` in the
+    generation it leaves.
     """
 
     member: str
@@ -288,9 +325,11 @@ class JoinRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationView:
-    """One membership of the training group, as one member sees it. `parent` is the state or point it continues (None: from nothing).
+    """One membership of the training group, as one member sees it. `parent` is the state or point it
+    continues (None: from nothing).
 
-    `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial state when that is None too).
+    `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial
+    state when that is None too).
     A member whose own key equals the parent, or that is `prepared` for exactly that step, needs no copy.
     """
 
@@ -315,7 +354,9 @@ SAVE, STOP, REFORM = 1, 2, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of mine, join again)."""
+    """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of
+    mine, join again).
+    """
 
     ended: bool
     save: bool
@@ -349,9 +390,11 @@ class MemberInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """What the coordinator tells the supervisor: counts, the last step, the newest committed point, and how the run ended if it did.
+    """What the coordinator tells the supervisor: counts, the last step, the newest committed point, and how
+    the run ended if it did.
 
-    `ended` is None while it runs, else `done`, `stopped` or `failed`; `reason` says why. `version` changes whenever anything else does.
+    `ended` is None while it runs, else `done`, `stopped` or `failed`; `reason` says why. `version` changes
+    whenever anything else does.
     """
 
     version: int

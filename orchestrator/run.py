@@ -1,6 +1,7 @@
 """Joins the stages: what `train`, `plan` and the reading commands do, from configuration to result.
 
-The driver's side only. Importing it loads neither Ray nor torch; they are imported where a cluster is really used.
+The driver's side only. Importing it loads neither Ray nor torch; they are imported where a cluster is really
+used.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
 # A state is weights, two moments and, while it is written, nothing else: 12 bytes per parameter in float32.
 _BYTES_PER_PARAMETER = 12
 _TOKENIZER_OBJECT_BYTES = 16 << 20
+_FREED_S = 10.0  # how long a start waits for resources that a launch before it held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """How a launch ended. `outcome` is done (budget or data exhausted), stopped (on request, after saving) or failed (`reason`)."""
+    """How a launch ended. `outcome` is done (budget or data exhausted), stopped (on request, after saving) or
+    failed (`reason`).
+    """
 
     outcome: str
     reason: str
@@ -52,11 +56,16 @@ class RunResult:
         return asdict(self)
 
 
-def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = "") -> RunResult:
-    """Starts the run, or continues it at exactly the next unread token; returns when it is done, stopped or has failed.
+def train(
+    config: JobConfig | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = ""
+) -> RunResult:
+    """Starts the run, or continues it at exactly the next unread token; returns when it is done, stopped or
+    has failed.
 
-    Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is written, when it cannot
-    begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards the same call continues. `fault_plan` is for tests.
+    Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is
+    written, when it cannot
+    begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards the same call continues.
+    `fault_plan` is for tests.
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     began = time.monotonic()
@@ -73,8 +82,8 @@ def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, faul
 
         limits = _limits(job)
         with ClusterConnection(job, limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers):
-            _preflight(job, limits, folder)
             busy.result()
+            _preflight(job, limits, folder)
             attempt, plan = starting.claim(store, job, spec)
             spec = starting.prepare(job, folder, freeze=True)
             status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
@@ -82,27 +91,32 @@ def train(config: JobConfig | str | Path, overrides: Sequence[str] = (), *, faul
 
 
 def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
-    """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts nothing, writes nothing.
+    """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
+    nothing, writes nothing.
 
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     folder = starting.run_folder(job)
-    return starting.look_ahead(RunStore(Storage(str(folder))), job, starting.prepare(job, folder, freeze=False))
+    spec = starting.prepare(job, folder, freeze=False)
+    return starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
-    """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in this process, no cluster.
+    """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
+    this process, no cluster.
 
-    Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape (seq_len,), label -100 where
-    there is no loss, and the cursor behind the sample. The same samples, in this order, are what a run trains.
+    Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape
+    (seq_len,), label -100 where
+    there is no loss, and the cursor behind the sample. The same samples, in this order, are what a run
+    trains.
     """
     from orchestrator.data.spec import public_stream
 
     return public_stream(config if isinstance(config, JobConfig) else load_config(config), cursor)
 
 
-# ------------------------------------------------------------------------------------------------------------- before anything starts
+# ------------------------------------------------------------ before anything starts
 def _limits(job: JobConfig) -> Limits:
     from orchestrator.elastic.policy import Limits
 
@@ -123,13 +137,22 @@ def _preflight(job: JobConfig, limits: Limits, folder: Path) -> None:
     from orchestrator.cluster import free_disk_bytes
     from orchestrator.elastic.policy import preflight
 
-    problems = preflight(
-        _node_facts(),
-        limits,
-        disk_free_bytes=free_disk_bytes(str(folder)),
-        disk_needed_bytes=(job.resume.keep_latest + 1) * _BYTES_PER_PARAMETER * _parameters(job),
-        object_store_needed_bytes=(limits.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
-    )
+    def look(nodes: tuple[NodeFacts, ...]) -> list[str]:
+        return preflight(
+            nodes,
+            limits,
+            disk_free_bytes=free_disk_bytes(str(folder)),
+            disk_needed_bytes=(job.resume.keep_latest + 1) * _BYTES_PER_PARAMETER * _parameters(job),
+            object_store_needed_bytes=(limits.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
+        )
+
+    # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
+    deadline = time.monotonic() + _FREED_S
+    while problems := look(nodes := _node_facts()):
+        empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
+        if look(empty) or time.monotonic() > deadline:
+            break
+        time.sleep(0.25)
     if problems:
         raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
 
@@ -137,7 +160,8 @@ def _preflight(job: JobConfig, limits: Limits, folder: Path) -> None:
 def _parameters(job: JobConfig) -> int:
     """About how many parameters a configured model has (0 where that cannot be said without building it)."""
     shape = job.model.config or {}
-    hidden, vocab, layers = (shape.get(name, 0) for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    names = ("hidden_size", "vocab_size", "num_hidden_layers")
+    hidden, vocab, layers = (shape.get(name, 0) for name in names)
     inner = shape.get("intermediate_size", 4 * hidden)
     return int(vocab * hidden + layers * hidden * (4 * hidden + 3 * inner))
 
@@ -161,11 +185,19 @@ def _node_facts() -> tuple[NodeFacts, ...]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- a launch
+# ------------------------------------------------------------ a launch
 def _supervise(
-    job: JobConfig, attempt: Attempt, plan: ResumePlan, spec: DataSpec, folder: Path, limits: Limits, fault_plan: str
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    folder: Path,
+    limits: Limits,
+    fault_plan: str,
 ) -> RunStatus:
-    """Starts coordinator, feeder and node groups, and stays until the run has ended; everything started here ends here."""
+    """Starts coordinator, feeder and node groups, and stays until the run has ended; everything started here
+    ends here.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -181,7 +213,8 @@ def _supervise(
     for note in spec.notes:
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
-    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not soft: Ray 2.60 does not
+    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
+    # soft: Ray 2.60 does not
     # heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
@@ -192,20 +225,24 @@ def _supervise(
         "max_task_retries": 0,
         "max_concurrency": 20_000,
     }
-    coordinator = ray.remote(Coordinator).options(**options).remote(
-        CoordinatorStart(
-            attempt=attempt,
-            storage=str(folder),
-            min_workers=limits.min_workers,
-            max_workers=limits.max_workers,
-            expected=limits.max_workers,
-            keep_latest=job.resume.keep_latest,
-            run=job.run.name,
-            global_batch_size=job.train.global_batch_size,
-            seq_len=job.pack.seq_len,
-            flat_config=job.flat(),
-            rng=starting.rng_document(job),
-            fault_plan=fault_plan,
+    coordinator: Any = (
+        ray.remote(Coordinator)
+        .options(**options)
+        .remote(
+            CoordinatorStart(
+                attempt=attempt,
+                storage=str(folder),
+                min_workers=limits.min_workers,
+                max_workers=limits.max_workers,
+                expected=limits.max_workers,
+                keep_latest=job.resume.keep_latest,
+                run=job.run.name,
+                global_batch_size=job.train.global_batch_size,
+                seq_len=job.pack.seq_len,
+                flat_config=job.flat(),
+                rng=starting.rng_document(job),
+                fault_plan=fault_plan,
+            )
         )
     )
     feeder = start_feeder(
@@ -268,7 +305,9 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     progress.say("next:")
     progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
     progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
-    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do; `train` does it")
+    progress.say(
+        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do; `train` does it"
+    )
 
 
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:

@@ -1,6 +1,8 @@
-"""Two names of the public API, `train` and `plan`, are also the names of stages: this lets a stage's package be called as the function.
+"""Two names of the public API, `train` and `plan`, are also the names of stages: this lets a stage's package
+be called as the function.
 
-Python sets a package's attribute to the submodule when that is imported, so `orchestrator.train` would otherwise be a function or a
+Python sets a package's attribute to the submodule when that is imported, so `orchestrator.train` would
+otherwise be a function or a
 module depending on what was imported before.
 """
 

@@ -96,7 +96,7 @@ def refuse_busy(store: RunStore) -> None:
 
 
 def claim(store: RunStore, job: JobConfig, spec: DataSpec) -> tuple[Attempt, ResumePlan]:
-    """Makes the run if it is new, and claims its next attempt for a new launch; see `attempt.begin_launch`."""
+    """Makes the run if it is new, and claims its next attempt for a launch; see `attempt.begin_launch`."""
     run = store.read_run()
     if run is None:
         run = store.create_run(job.run.name, spec.identity())

@@ -13,7 +13,10 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     if plan.action == "start":
         lines = ["would start from the beginning: the run has no resume point"]
     else:
-        lines = [f"would {plan.action} from {plan.point}", f"  step label {plan.step_before} -> {plan.step_after}"]
+        lines = [
+            f"would {plan.action} from {plan.point}",
+            f"  step label {plan.step_before} -> {plan.step_after}",
+        ]
     lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
     left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
     if any(value is None for value in left):
@@ -22,7 +25,11 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         lines.append(f"  remaining {left[0]:,} steps, {left[1]:,} samples, {left[2]:,} tokens")
     before = "" if plan.lr_before is None else f"{plan.lr_before:.3e} -> "
     lines.append(f"  learning rate {before}{plan.lr_after:.3e}")
-    meanings = {"same": "must stay the same", "may_change": "may change", "free": "no influence on what is trained"}
+    meanings = {
+        "same": "must stay the same",
+        "may_change": "may change",
+        "free": "no influence on what is trained",
+    }
     lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
     return lines + [f"refused: {text}" for text in plan.refusals]
 
@@ -33,15 +40,41 @@ def print_points(rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
-    for name in ("point", "attempt", "step", "samples", "tokens", "world", "batch", "seq_len", "MiB", "save s", "state", "weights"):
-        table.add_column(name, justify="left" if name in ("point", "state", "weights") else "right", no_wrap=True)
+    for name in (
+        "point",
+        "attempt",
+        "step",
+        "samples",
+        "tokens",
+        "world",
+        "batch",
+        "seq_len",
+        "MiB",
+        "save s",
+        "state",
+        "weights",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("point", "state", "weights") else "right", no_wrap=True
+        )
     for row in rows:
         state = "healthy" if row["healthy"] else f"damaged: {row['reason']}"
         if not row["on_lineage"]:
             state += ", orphan"
         table.add_row(
             row["name"],
-            *(str(row[name]) for name in ("attempt", "step", "consumed_samples", "consumed_tokens", "world_size", "global_batch_size", "seq_len")),
+            *(
+                str(row[name])
+                for name in (
+                    "attempt",
+                    "step",
+                    "consumed_samples",
+                    "consumed_tokens",
+                    "world_size",
+                    "global_batch_size",
+                    "seq_len",
+                )
+            ),
             f"{row['bytes'] / 2**20:.1f}",
             f"{row['save_s']:.2f}",
             state,
@@ -63,9 +96,17 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def audit_lines(report: Mapping[str, Any]) -> list[str]:
     """The proof in a sentence, or the first step that differs."""
-    amounts = f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, {report['attempts']} attempts"
+    amounts = (
+        f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, "
+        f"{report['attempts']} attempts"
+    )
     if report["exactly_once"]:
         final = report["final_up_to_step"]
-        return [f"{amounts}, exactly once", f"final up to step {final}; later steps may still be replaced" if final is not None else "nothing is final yet"]
+        return [
+            f"{amounts}, exactly once",
+            f"final up to step {final}; later steps may still be replaced"
+            if final is not None
+            else "nothing is final yet",
+        ]
     first = report["first_difference"]
     return [f"{amounts}, NOT exactly once", f"first difference: {first}"]

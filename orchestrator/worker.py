@@ -1,6 +1,8 @@
-"""What runs in each Ray Train worker: the training loop, joined to the coordinator and the feeder by remote calls.
+"""What runs in each Ray Train worker: the training loop, joined to the coordinator and the feeder by remote
+calls.
 
-It holds no decision about membership, data or points: it repeats calls until they are answered and hands the answers to the loop.
+It holds no decision about membership, data or points: it repeats calls until they are answered and hands the
+answers to the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ _REPORT_EVERY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerTask:
-    """All that a worker needs to take part in a launch; it crosses the process border by pickle, written and read by this package."""
+    """All that a worker needs to take part in a launch; it crosses the process border by pickle, written and
+    read by this package.
+    """
 
     launch: str
     coordinator: Any  # actor handles
@@ -54,7 +58,8 @@ class WorkerTask:
 
 
 class CoordinatorMembership:
-    """`train.membership.Membership` over remote calls: repeats each call with fresh arguments until the coordinator answers.
+    """`train.membership.Membership` over remote calls: repeats each call with fresh arguments until the
+    coordinator answers.
 
     Ray's own retries are off, because a repeated `join` would carry an old step and a dead address.
     """
@@ -89,7 +94,9 @@ class CoordinatorMembership:
         records: Sequence[StepRecord],
         reason: str,
     ) -> GenerationView | None:
-        """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when it is refused."""
+        """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when
+        it is refused.
+        """
         request = JoinRequest(
             member=self.member,
             launch=self._task.launch,
@@ -142,13 +149,17 @@ class CoordinatorMembership:
         self._ask("finished", self._task.launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the coordinator what ended this member, so that the reason reaches the user whatever Ray does with the exception."""
+        """Tells the coordinator what ended this member, so that the reason reaches the user whatever Ray does
+        with the exception.
+        """
         fatal = isinstance(error, OrchestratorError)
         text = str(error) if fatal else "".join(traceback.format_exception(error))[-4000:]
         self._ask("failed", self._task.launch, self.member, type(error).__name__, text, fatal)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """One call, repeated while the coordinator is away; `ElasticError` after `COORDINATOR_LIMIT_S` without it."""
+        """One call, repeated while the coordinator is away; `ElasticError` after `COORDINATOR_LIMIT_S`
+        without it.
+        """
         away_since: float | None = None
         while True:
             try:
@@ -157,13 +168,16 @@ class CoordinatorMembership:
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > COORDINATOR_LIMIT_S:
                     raise ElasticError(
-                        f"no coordinator of launch {self._task.launch} answered for {COORDINATOR_LIMIT_S:.0f} s ({error}); "
+                        f"no coordinator of launch {self._task.launch} answered for "
+                        f"{COORDINATOR_LIMIT_S:.0f} s ({error}); "
                         "start the same command again: it continues from the newest resume point"
                     ) from error
                 time.sleep(_RETRY_S)
 
     def _watch(self, view: GenerationView) -> None:
-        """Rank 0's open call: it returns when the wishes for this generation change, and is asked again until the generation is over."""
+        """Rank 0's open call: it returns when the wishes for this generation change, and is asked again until
+        the generation is over.
+        """
         known: Wishes | None = None
         while known is None or not known.ended:
             try:
@@ -183,14 +197,18 @@ class CoordinatorMembership:
                 view, records = self._reports.get()
                 batch.extend(records)
             try:
-                self._ask("report", self._task.launch, self.member, view.attempt, view.generation, tuple(batch))
+                self._ask(
+                    "report", self._task.launch, self.member, view.attempt, view.generation, tuple(batch)
+                )
             except OrchestratorError:
                 return  # the records stay with the members, who bring them to the next join
 
 
 def train_function(config: dict[str, Any]) -> None:
-    """The Ray Train function of every worker. An error of ours ends the run by word to the coordinator; any other is raised too, so that
-    Ray replaces the process."""
+    """The Ray Train function of every worker. An error of ours ends the run by word to the coordinator; any
+    other is raised too, so that
+    Ray replaces the process.
+    """
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -16,7 +16,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_resume_table_is_the_generated_one() -> None:
-    table = README.split("<!-- resume table: python -m orchestrator.config -->")[1].split("<!-- end of resume table -->")[0]
+    table = README.split("<!-- resume table: python -m orchestrator.config -->")[1].split(
+        "<!-- end of resume table -->"
+    )[0]
     assert table.strip() == resume_table().strip()
 
 
@@ -27,7 +29,9 @@ def test_every_config_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^orchestrator ([a-z-]+)", README, re.MULTILINE))))
 def test_every_command_of_the_readme_exists(command: str) -> None:
-    made = subprocess.run([sys.executable, "-m", "orchestrator.cli", command, "--help"], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", command, "--help"], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
 
 

@@ -18,13 +18,25 @@ LAYERS = [
     {"config", "config_text", "config_problems"},
     {"plan"},
     {"data", "train", "resume", "elastic", "monitor"},
-    {"attempt", "cluster", "coordinator", "worker", "progress", "tables", "history", "starting", "static_keeper"},
+    {
+        "attempt",
+        "cluster",
+        "coordinator",
+        "worker",
+        "progress",
+        "tables",
+        "history",
+        "starting",
+        "static_keeper",
+    },
     {"run", "static_run"},
     {"cli", "__init__"},
 ]
 STAGES = LAYERS[3]
 LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_RAY_AND_TORCH = LAYERS[0] | LAYERS[1] | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
+WITHOUT_RAY_AND_TORCH = (
+    LAYERS[0] | LAYERS[1] | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
+)
 
 
 def part_of(path: Path) -> str:
@@ -32,7 +44,8 @@ def part_of(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether it is imported when the file is), for imports that happen at all (not for types only)."""
+    """(module, whether it is imported when the file is), for imports that happen at all (not for types only).
+    """
     found: list[tuple[str, bool]] = []
 
     def walk(node: ast.AST, at_top: bool) -> None:
@@ -63,7 +76,9 @@ def test_imports_go_one_way(path: Path) -> None:
         if other == "__init__":
             continue
         assert LEVEL[other] <= LEVEL[part], f"{part} imports {module}, which is above it"
-        assert other == part or not (part in STAGES and other in STAGES), f"stage {part} imports stage {other}"
+        assert other == part or not (part in STAGES and other in STAGES), (
+            f"stage {part} imports stage {other}"
+        )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -72,7 +87,9 @@ def test_ray_and_torch_are_imported_only_where_they_are_used(path: Path) -> None
     for module, _ in imports(path):
         root = module.split(".")[0]
         assert root != "ray" or part != "train", "train also runs under plain torchrun"
-        assert root not in ("ray", "torch", "transformers") or part not in WITHOUT_RAY_AND_TORCH, f"{part} imports {module}"
+        assert root not in ("ray", "torch", "transformers") or part not in WITHOUT_RAY_AND_TORCH, (
+            f"{part} imports {module}"
+        )
 
 
 def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:

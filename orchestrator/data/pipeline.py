@@ -174,7 +174,8 @@ def read_chunks(
     and its slots are repeated.
     """
     _configure()
-    # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node is gone
+    # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
+    # is gone
     placed: dict[str, Any] = {}
     if node_id is not None:
         placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)

@@ -1,7 +1,10 @@
-"""Node groups: one Ray Train run per node, called from an agent actor on that node, so that a node's death ends only its own group.
+"""Node groups: one Ray Train run per node, called from an agent actor on that node, so that a node's death
+ends only its own group.
 
-It starts and stops processes and knows nothing of training: which function the workers run is handed in. Ray replaces a dead worker of
-a group in place because the backend says `has_replica_groups`; who trains with whom is decided by the rendezvous, not here.
+It starts and stops processes and knows nothing of training: which function the workers run is handed in. Ray
+replaces a dead worker of
+a group in place because the backend says `has_replica_groups`; who trains with whom is decided by the
+rendezvous, not here.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-# Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is started.
+# Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
+# started.
 _CONTROLLER_POLL_S = "0.2"
 _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -25,14 +29,23 @@ _TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-# Helpers of Ray Train that cost a process or about a CPU second each at start and do nothing for us: we hand it no datasets, and its
-# placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's cleaner a killed agent leaks one).
-_UNUSED_CALLBACKS = ("PlacementGroupCleanerCallback", "DatasetsCallback", "ControllerMetricsCallback", "WorkerMetricsCallback")
+# Helpers of Ray Train that cost a process or about a CPU second each at start and do nothing for us: we hand
+# it no datasets, and its
+# placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's cleaner
+# a killed agent leaks one).
+_UNUSED_CALLBACKS = (
+    "PlacementGroupCleanerCallback",
+    "DatasetsCallback",
+    "ControllerMetricsCallback",
+    "WorkerMetricsCallback",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """What a node group is: `num_workers` processes with `resources_per_worker` on `node_id`; `name` is unique within the storage folder."""
+    """What a node group is: `num_workers` processes with `resources_per_worker` on `node_id`; `name` is
+    unique within the storage folder.
+    """
 
     name: str
     node_id: str
@@ -42,10 +55,16 @@ class GroupSpec:
 
 
 class NodeAgent:
-    """The agent of one node: an actor whose life is the group's life (kill it and its controller and workers end at once)."""
+    """The agent of one node: an actor whose life is the group's life (kill it and its controller and workers
+    end at once).
+    """
 
-    def run(self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:
-        """Runs the group until all its workers' functions returned. Raises what Ray Train raises when the group cannot go on."""
+    def run(
+        self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
+    ) -> None:
+        """Runs the group until all its workers' functions returned. Raises what Ray Train raises when the
+        group cannot go on.
+        """
         os.environ.update(_TRAIN_ENVIRONMENT)
         # Imported here: the agent's process is the only one that needs Ray Train's controller side.
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -62,11 +81,15 @@ class NodeAgent:
 
             backend_cls = property(lambda self: InPlaceBackend)
 
-        class LeanTrainer(DataParallelTrainer):  # type: ignore[misc]
+        class LeanTrainer(DataParallelTrainer):
             """Ray's trainer without the helpers that we do not use."""
 
             def _create_default_callbacks(self) -> list[Any]:
-                return [c for c in super()._create_default_callbacks() if type(c).__name__ not in _UNUSED_CALLBACKS]
+                return [
+                    c
+                    for c in super()._create_default_callbacks()
+                    if type(c).__name__ not in _UNUSED_CALLBACKS
+                ]
 
         LeanTrainer(
             train_function,
@@ -76,14 +99,19 @@ class NodeAgent:
                 num_workers=spec.num_workers,
                 use_gpu="GPU" in spec.resources_per_worker,
                 resources_per_worker=spec.resources_per_worker,
-                label_selector={"ray.io/node-id": spec.node_id},
+                label_selector={"ray.io/node-id": spec.node_id},  # type: ignore[call-arg]
             ),
-            # How often is too often is decided by our own failure budget (policy.py), which knows about progress.
-            run_config=RunConfig(name=spec.name, storage_path=spec.ray_storage, failure_config=FailureConfig(max_failures=-1)),
+            # How often is too often is decided by our own failure budget (policy.py), which knows about
+            # progress.
+            run_config=RunConfig(
+                name=spec.name, storage_path=spec.ray_storage, failure_config=FailureConfig(max_failures=-1)
+            ),
         ).fit()
 
     def kill_process(self, pid: int) -> bool:
-        """SIGKILLs a member of this node that was left out of a generation; False if there is no such process."""
+        """SIGKILLs a member of this node that was left out of a generation; False if there is no such
+        process.
+        """
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -94,14 +122,16 @@ class NodeAgent:
 class NodeGroup:
     """A started group, seen from the supervisor: its agent and the end that it will come to."""
 
-    def __init__(self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
+    ) -> None:
         """Starts the agent on the node and returns at once."""
         self.spec = spec
-        agent_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(NodeAgent)
-        self._agent = agent_class.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=spec.node_id, soft=False)
-        ).remote()
-        self._end = self._agent.run.remote(spec, train_function, config)
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
+        there = NodeAffinitySchedulingStrategy(node_id=spec.node_id, soft=False)
+        agent: Any = ray.remote(NodeAgent).options(scheduling_strategy=there, **options)
+        self._agent = agent.remote()
+        self._end: Any = self._agent.run.remote(spec, train_function, config)
 
     def ended(self) -> str | None:
         """None while it runs; then "" for a good end, else the reason of the failure."""
@@ -125,20 +155,21 @@ class NodeGroup:
 def remove_orphaned_placement_groups() -> int:
     """Removes this job's placement groups whose creator (a Ray Train controller) is dead; returns how many.
 
-    Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are dead), so a stopped or lost
+    Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are
+    dead), so a stopped or lost
     node group would keep its CPUs for ever.
     """
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    accessor = state._connect_and_get_accessor()
+    accessor, table_type = state._connect_and_get_accessor(), getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009
     job, removed = ray.get_runtime_context().get_job_id(), 0
     for row in accessor.get_placement_group_table():
-        table = gcs_pb2.PlacementGroupTableData.FromString(row)
+        table = table_type.FromString(row)
         if table.creator_job_id.hex() != job or not table.creator_actor_dead:
             continue
-        if table.state != gcs_pb2.PlacementGroupTableData.REMOVED:
+        if table.state != table_type.REMOVED:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(table.placement_group_id)))
             removed += 1
     return removed

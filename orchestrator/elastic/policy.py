@@ -1,4 +1,5 @@
-"""The supervisor's policy: from facts about nodes, groups and failures to decisions, and whether a job fits before anything is started.
+"""The supervisor's policy: from facts about nodes, groups and failures to decisions, and whether a job fits
+before anything is started.
 
 Pure functions; no Ray, no clock (times are seconds in the facts), no memory of earlier decisions.
 """
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers (a CPU each), when to give up."""
+    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers
+    (a CPU each), when to give up.
+    """
 
     start_workers: int
     min_workers: int
@@ -24,7 +27,9 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """A live node, its logical resources in all and those that nobody holds now. Bytes are 0 where they are not known."""
+    """A live node, its logical resources in all and those that nobody holds now. Bytes are 0 where they are
+    not known.
+    """
 
     node_id: str
     host: str
@@ -57,7 +62,9 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None: enough are."""
+    """All that a decision depends on. `below_minimum_s`: how long too few have been there to train; None:
+    enough are.
+    """
 
     now: float
     nodes: tuple[NodeFacts, ...]
@@ -103,8 +110,10 @@ Decision = StartGroup | StopGroup | ExpectWorkers | StopRun
 def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
-    A group is started wherever there is room and workers are missing, so a lost node's workers come back on any node, up to the
-    maximum. The run is stopped when more than `max_failures` failures came without a finished step between them, or when too few
+    A group is started wherever there is room and workers are missing, so a lost node's workers come back on
+    any node, up to the
+    maximum. The run is stopped when more than `max_failures` failures came without a finished step between
+    them, or when too few
     workers were there for longer than `wait_s`.
     """
     reason = _give_up(facts, limits)
@@ -117,13 +126,16 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     kept = tuple(g for g in facts.groups if g.node_id in live)
     missing = limits.max_workers - sum(g.num_workers for g in kept)
     started = placement(facts.nodes, kept, limits, missing)
-    expected = sum(g.num_workers for g in (*kept, *started))
+    expected = sum(g.num_workers for g in kept) + sum(g.num_workers for g in started)
     return (*lost, *started, *((ExpectWorkers(num_workers=expected),) if expected else ()))
 
 
 def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
-    """The node on which the tokenizers run: of those that have room for all of them, the one with the fewest CPUs free, so that the roomy
-    nodes are left to workers; the head where several are equal. None: no node has that much room, and they go wherever there is some."""
+    """The node on which the tokenizers run: of those that have room for all of them, the one with the fewest
+    CPUs free, so that the roomy
+    nodes are left to workers; the head where several are equal. None: no node has that much room, and they go
+    wherever there is some.
+    """
     fitting = [node for node in nodes if node.free_cpus >= limits.num_tokenizers]
     return min(fitting, key=lambda n: (n.free_cpus, not n.is_head, n.node_id)).node_id if fitting else None
 
@@ -133,7 +145,8 @@ def placement(
 ) -> tuple[StartGroup, ...]:
     """Where `missing` workers go: nodes without a group, the roomiest first, each filled before the next.
 
-    Before any group exists the tokenizers have no CPU yet: theirs is kept free, on `tokenizer_node` or from the least roomy nodes on.
+    Before any group exists the tokenizers have no CPU yet: theirs is kept free, on `tokenizer_node` or from
+    the least roomy nodes on.
     """
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
@@ -155,7 +168,12 @@ def placement(
 
 
 def preflight(
-    nodes: tuple[NodeFacts, ...], limits: Limits, *, disk_free_bytes: int, disk_needed_bytes: int, object_store_needed_bytes: int
+    nodes: tuple[NodeFacts, ...],
+    limits: Limits,
+    *,
+    disk_free_bytes: int,
+    disk_needed_bytes: int,
+    object_store_needed_bytes: int,
 ) -> list[str]:
     """Why the job cannot run on this cluster as it is now: what is needed and what is there; empty if it can.
 
@@ -166,30 +184,40 @@ def preflight(
     needed = limits.start_workers * limits.cpus_per_worker + limits.num_tokenizers
     if cpus < needed:
         problems.append(
-            f"{needed:g} logical CPUs are needed ({limits.start_workers} workers × {limits.cpus_per_worker:g} + "
-            f"{limits.num_tokenizers} tokenizers × 1), {cpus:g} of {sum(n.cpus for n in nodes):g} are free in the cluster; "
+            f"{needed:g} logical CPUs are needed ({limits.start_workers} workers × "
+            f"{limits.cpus_per_worker:g} + "
+            f"{limits.num_tokenizers} tokenizers × 1), {cpus:g} of {sum(n.cpus for n in nodes):g} are free "
+            "in the cluster; "
             "lower cluster.num_workers or data.num_tokenizers, or add nodes"
         )
-    elif sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.start_workers and not limits.gpus_per_worker:
+    elif (
+        sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.start_workers
+        and not limits.gpus_per_worker
+    ):
         problems.append(
-            f"{limits.start_workers} workers of {limits.cpus_per_worker:g} CPUs are needed, but the free CPUs of the nodes "
-            f"({', '.join(f'{n.host}: {n.free_cpus:g}' for n in nodes)}) hold fewer; lower cluster.cpus_per_worker, or add nodes"
+            f"{limits.start_workers} workers of {limits.cpus_per_worker:g} CPUs are needed, but the free "
+            "CPUs of the nodes "
+            f"({', '.join(f'{n.host}: {n.free_cpus:g}' for n in nodes)}) hold fewer; lower "
+            "cluster.cpus_per_worker, or add nodes"
         )
     gpus, needed_gpus = sum(node.free_gpus for node in nodes), limits.start_workers * limits.gpus_per_worker
     if gpus < needed_gpus:
         problems.append(
-            f"{needed_gpus:g} GPUs are needed (cluster.use_gpu, {limits.start_workers} workers), {gpus:g} are free in the cluster; "
+            f"{needed_gpus:g} GPUs are needed (cluster.use_gpu, {limits.start_workers} workers), {gpus:g} "
+            "are free in the cluster; "
             "lower cluster.num_workers, set cluster.use_gpu=false, or add nodes"
         )
     if disk_free_bytes < disk_needed_bytes:
         problems.append(
-            f"{_mib(disk_needed_bytes)} of disk are needed for resume points at run.storage, {_mib(disk_free_bytes)} are free; "
+            f"{_mib(disk_needed_bytes)} of disk are needed for resume points at run.storage, "
+            f"{_mib(disk_free_bytes)} are free; "
             "free some, lower resume.keep_latest, or take another run.storage"
         )
     store = max((node.object_store_bytes for node in nodes), default=0)
     if 0 < store < object_store_needed_bytes:
         problems.append(
-            f"{_mib(object_store_needed_bytes)} of Ray's object store are needed for tokens in flight, the largest node has {_mib(store)}; "
+            f"{_mib(object_store_needed_bytes)} of Ray's object store are needed for tokens in flight, the "
+            f"largest node has {_mib(store)}; "
             "start Ray with a larger object store (--object-store-memory), or lower data.num_tokenizers"
         )
     return problems
@@ -198,7 +226,11 @@ def preflight(
 def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
     """How many workers the node can hold; Ray's fractions of a CPU make tiny differences."""
     by_cpu = int((free_cpus + 1e-6) // limits.cpus_per_worker)
-    return by_cpu if not limits.gpus_per_worker else min(by_cpu, int((node.free_gpus + 1e-6) // limits.gpus_per_worker))
+    return (
+        by_cpu
+        if not limits.gpus_per_worker
+        else min(by_cpu, int((node.free_gpus + 1e-6) // limits.gpus_per_worker))
+    )
 
 
 def _give_up(facts: Facts, limits: Limits) -> str:
@@ -213,7 +245,8 @@ def _give_up(facts: Facts, limits: Limits) -> str:
     if below is not None and below > limits.wait_s:
         return (
             f"fewer than {limits.min_workers} workers (cluster.num_workers) were there for {below:.0f} s, "
-            f"cluster.wait_s={limits.wait_s:g}; add nodes and start the same command again: it continues from the newest resume point"
+            f"cluster.wait_s={limits.wait_s:g}; add nodes and start the same command again: it continues "
+            "from the newest resume point"
         )
     return ""
 

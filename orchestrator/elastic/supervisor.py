@@ -1,6 +1,8 @@
-"""The supervisor: collects facts, asks the policy, and carries out its decisions, until the coordinator says that the run has ended.
+"""The supervisor: collects facts, asks the policy, and carries out its decisions, until the coordinator says
+that the run has ended.
 
-It lives in the driver, decides nothing itself, and knows node groups and the coordinator's status, but neither model nor data.
+It lives in the driver, decides nothing itself, and knows node groups and the coordinator's status, but
+neither model nor data.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the supervisor needs to start node groups: the worker's function and its task, and how much a worker takes."""
+    """What the supervisor needs to start node groups: the worker's function and its task, and how much a
+    worker takes.
+    """
 
     name: str
     train_function: Callable[[dict[str, Any]], None]
@@ -93,9 +97,11 @@ class Supervisor:
         finally:
             self._release()
 
-    # ------------------------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------ inside
     def _release(self) -> None:
-        """Ends the groups, those that are about to end by themselves in their own way, and gives their resources back."""
+        """Ends the groups, those that are about to end by themselves in their own way, and gives their
+        resources back.
+        """
         deadline = time.monotonic() + END_S
         running = list(self._groups.values())
         while running and time.monotonic() < deadline:
@@ -145,7 +151,9 @@ class Supervisor:
 
     def _facts(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> Facts:
         members = status.members if status else ()
-        failures = [Failure(step=step, time=0.0, reason=what) for step, what in (status.failures if status else ())]
+        failures = [
+            Failure(step=step, time=0.0, reason=what) for step, what in (status.failures if status else ())
+        ]
         return Facts(
             now=time.monotonic(),
             nodes=nodes,
@@ -174,7 +182,9 @@ class Supervisor:
                     resources_per_worker=self._launch.resources_per_worker,
                     ray_storage=self._launch.ray_storage,
                 )
-                self._groups[decision.node_id] = NodeGroup(spec, self._launch.train_function, self._launch.worker_config)
+                self._groups[decision.node_id] = NodeGroup(
+                    spec, self._launch.train_function, self._launch.worker_config
+                )
                 self._started_at[decision.node_id] = time.monotonic()
                 self._note("group started", node=decision.node_id, num_workers=decision.num_workers)
             case StopGroup():

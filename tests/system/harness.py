@@ -1,4 +1,6 @@
-"""What the system tests share: a run on a real Ray, kills from outside, and the comparison of contents with an independent reference."""
+"""What the system tests share: a run on a real Ray, kills from outside, and the comparison of contents with
+an independent reference.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,11 @@ class Job:
 
 
 def assert_exactly_once(job: Job) -> None:
-    """Every step of the effective history trained exactly the samples that the reference stream has there, each once, in order.
+    """Every step of the effective history trained exactly the samples that the reference stream has there,
+    each once, in order.
 
-    The reference reads, orders, tokenizes and cuts by itself; only a sample's digest is the project's own function.
+    The reference reads, orders, tokenizes and cuts by itself; only a sample's digest is the project's own
+    function.
     """
     seen = survey(RunStore(Storage(job.run.uri)))
     shapes = {start.id: start.seq_len for start in seen.journal.generations}
@@ -84,8 +88,12 @@ def assert_exactly_once(job: Job) -> None:
             arrays = (np.array(values, np.int32) for values in (ids, labels, documents))
             digests += sample_digest(samples, 0, length, *arrays)
             samples, position = samples + 1, position + len(run) - 1
-        assert samples == record.consumed_samples, f"step {record.step} ends at sample {record.consumed_samples}, the reference at {samples}"
-        assert record.digest == f"{digests % 2**64:016x}", f"step {record.step} trained other samples than the reference has"
+        assert samples == record.consumed_samples, (
+            f"step {record.step} ends at sample {record.consumed_samples}, the reference at {samples}"
+        )
+        assert record.digest == f"{digests % 2**64:016x}", (
+            f"step {record.step} trained other samples than the reference has"
+        )
     report = job.run.audit()
     assert report["exactly_once"], report
 
@@ -110,7 +118,9 @@ def _reference_stream(job: Job, num_tokens: int) -> list[tuple[int, int]]:
         settings = json.dumps({**{key: data[key] for key in keys}, "epoch": epoch})
         documents = _reference_documents(data["sources"][0]["path"], settings)
         begun = stream[-1][1] + 1 if stream else 0
-        stream += [(token, begun + number) for token, number in _reference_tokens(documents, data["tokenizer"])]
+        stream += [
+            (token, begun + number) for token, number in _reference_tokens(documents, data["tokenizer"])
+        ]
         if len(stream) >= num_tokens:
             break
     return stream

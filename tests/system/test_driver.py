@@ -23,9 +23,7 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address).to_json()))
     command = [sys.executable, "-m", "orchestrator.cli", "train", str(path), "--json"]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_the_driver_is_killed_and_the_same_command_continues(job: Job, cluster: Any, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Kill anything: the result is the same training, to the last bit, as an uninterrupted run with one worker."""
+"""Kill anything: the result is the same training, to the last bit, as an uninterrupted run with one worker.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def unbroken(cluster: Any, tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[float]]]:
+def unbroken(
+    cluster: Any, tiny_config: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, list[float]]]:
     """The weights' digest and the losses of the same job, uninterrupted, on one worker."""
     job = Job(job_mapping(tiny_config), tmp_path_factory.mktemp("unbroken"))
     result = job.train(cluster__num_workers=1)
@@ -42,7 +45,9 @@ def assert_same_training(job: Job, unbroken: tuple[str, list[float]]) -> None:
     assert job.final_digest() == digest
 
 
-def test_two_workers_train_the_same_bits_as_one(job: Job, cluster: Any, unbroken: tuple[str, list[float]]) -> None:
+def test_two_workers_train_the_same_bits_as_one(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
     assert job.train().outcome == "done"
     assert_same_training(job, unbroken)
 
@@ -73,15 +78,23 @@ def test_one_kill_changes_nothing(
 def test_kills_in_a_row_also_while_the_state_is_sent_change_nothing(
     job: Job, cluster: Any, unbroken: tuple[str, list[float]]
 ) -> None:
-    # the first kill leaves one worker; its replacement dies while it receives the state; then the coordinator dies
-    plan = job.faults().kill("step_begin", step=5, rank=1).kill("state_half_received").kill("commit_sent", step=12)
+    # the first kill leaves one worker; its replacement dies while it receives the state; then the coordinator
+    # dies
+    plan = (
+        job.faults()
+        .kill("step_begin", step=5, rank=1)
+        .kill("state_half_received")
+        .kill("commit_sent", step=12)
+    )
     result = job.train(plan, train__max_steps=16, cluster__num_workers=[2, 2])
     assert result.outcome == "done", result.reason
     assert plan.struck() == [0, 1, 2]
     assert_same_training(job, unbroken)
 
 
-def test_the_feeder_is_killed_and_training_goes_on(job: Job, cluster: Any, unbroken: tuple[str, list[float]]) -> None:
+def test_the_feeder_is_killed_and_training_goes_on(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
     killed: list[int] = []
 
     def kill() -> None:

@@ -21,9 +21,11 @@ def three_nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     made = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20}
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20},
     )
-    # connected while there is only the head: a driver attaches to any raylet of its machine, and this one shall outlive the others
+    # connected while there is only the head: a driver attaches to any raylet of its machine, and this one
+    # shall outlive the others
     ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
     made.workers = [made.add_node(num_cpus=2, object_store_memory=100 << 20) for _ in range(2)]
     made.wait_for_nodes()

@@ -1,4 +1,6 @@
-"""What cannot begin is refused within seconds, with what is needed and what is there, before anything is written."""
+"""What cannot begin is refused within seconds, with what is needed and what is there, before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,21 @@ def test_a_cluster_that_does_not_answer_is_named_with_what_to_do(job: Job) -> No
     import ray
 
     assert not ray.is_initialized(), "this test comes before the module's cluster"
-    refused(job, ResourceError, r"no Ray cluster answers at cluster\.address=127\.0\.0\.1:9 ", cluster__address="127.0.0.1:9")
+    refused(
+        job,
+        ResourceError,
+        r"no Ray cluster answers at cluster\.address=127\.0\.0\.1:9 ",
+        cluster__address="127.0.0.1:9",
+    )
 
 
 def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
-    refused(job, ResourceError, r"21 logical CPUs are needed \(20 workers × 1 \+ 1 tokenizers.*5 of 5 are free", cluster__num_workers=20)
+    refused(
+        job,
+        ResourceError,
+        r"21 logical CPUs are needed \(20 workers × 1 \+ 1 tokenizers.*5 of 5 are free",
+        cluster__num_workers=20,
+    )
     refused(job, ResourceError, "2 GPUs are needed.*0 are free", cluster__use_gpu=True)
 
 
@@ -64,7 +76,9 @@ def beating(job: Job) -> Callable[[], None]:
     return lambda: heartbeat.write(b".")
 
 
-def test_a_run_that_another_launch_works_on_is_busy(job: Job, cluster: Any, beating: Callable[[], None]) -> None:
+def test_a_run_that_another_launch_works_on_is_busy(
+    job: Job, cluster: Any, beating: Callable[[], None]
+) -> None:
     import threading
 
     over = threading.Event()
@@ -76,7 +90,9 @@ def test_a_run_that_another_launch_works_on_is_busy(job: Job, cluster: Any, beat
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(BusyError, match="attempt 1 of launch another-launch on host another-host is alive"):
+        with pytest.raises(
+            BusyError, match="attempt 1 of launch another-launch on host another-host is alive"
+        ):
             job.train()
     finally:
         over.set()

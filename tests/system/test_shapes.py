@@ -14,7 +14,8 @@ pytestmark = pytest.mark.system
 
 
 def test_world_batch_and_length_change_at_every_start(job: Job, cluster: Any) -> None:
-    # token budgets that are no multiples of anything: last samples are shortened, and the next start goes on behind them
+    # token budgets that are no multiples of anything: last samples are shortened, and the next start goes on
+    # behind them
     first = job.train(train__max_steps=None, train__max_tokens=1500)
     assert (first.outcome, first.consumed_tokens) == ("done", 1500)
     second = job.train(

@@ -1,4 +1,4 @@
-"""A rank of a torchrun group under a fault plan: what jobs/torchrun_train.py is, with the plan as its first word."""
+"""A rank of a torchrun group under a fault plan: jobs/torchrun_train.py with the plan as its first word."""
 
 from __future__ import annotations
 

@@ -1,0 +1,247 @@
+"""A run under plain `torchrun`, without Ray: joins the stages as `run` does, for a group that is fixed.
+
+The loop, the points and the journal are those of every run, so a run may go on here and there by turns. The
+first failure ends the group, and the same command continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator import starting
+from orchestrator.config import JobConfig, load_config
+from orchestrator.errors import ConfigError, ElasticError, OrchestratorError, ResourceError
+from orchestrator.faults import hook
+from orchestrator.plan.resume import ResumePlan
+from orchestrator.plan.schedule import Budgets
+from orchestrator.progress import Progress
+from orchestrator.records import decode, encode
+from orchestrator.resume.store import RunStore
+from orchestrator.static_keeper import StaticKeeper
+from orchestrator.storage import Storage
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from orchestrator.data.spec import DataSpec
+    from orchestrator.train.job import Outcome
+
+_USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
+
+
+def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str = "") -> Outcome | None:
+    """This rank's part of the run that torchrun started: begins it, or continues it at exactly the next
+    unread token. None: the stop was reached before.
+
+    `cluster.num_workers` means nothing here, the world is torchrun's; with `cluster.use_gpu` a rank takes the
+    GPU of its LOCAL_RANK. SIGTERM and Ctrl-C save and stop. Raises what refuses the start (on other ranks
+    than 0: `ElasticError` with its text), and what ended the group. `fault_plan` is for tests.
+    """
+    job = load_config(config, overrides)
+    folder = starting.run_folder(job)
+    # the tokenizer's own threads would compete with the ranks for the cores
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if job.cluster.use_gpu:
+        _require_gpus()
+    meeting = _Meeting()
+    if meeting.rank != 0:
+        return _follow(meeting, job, folder, fault_plan)
+    return _lead(meeting, job, folder, fault_plan)
+
+
+def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
+    """The entry point of a rank: ends the process with 0 done or stopped, 1 failure, 2 bad configuration or
+    refusal. torchrun itself ends with 1 whenever a rank did not end with 0.
+    """
+    code = 0
+    try:
+        if not arguments:
+            _say(_USAGE)
+            code = 2
+        else:
+            train(arguments[0], arguments[1:], fault_plan=fault_plan)
+    except OrchestratorError as error:
+        _say(f"rank {os.environ.get('RANK', '?')}: {type(error).__name__}: {error}")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        code = 1
+    sys.stderr.flush()
+    if code:
+        # a thread that waits for a rank that is gone would keep the interpreter from ending
+        os._exit(code)
+
+
+class _Meeting:
+    """What rank 0 tells the others before the group is there: one value, or why there is none."""
+
+    def __init__(self) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
+        if "RANK" not in os.environ:
+            raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
+        store, self.rank, _ = next(rendezvous("env://"))
+        # torchrun keeps one store over its restarts
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store: Store = PrefixStore(f"starting/{restart}", store)
+
+    def tell(self, value: Any) -> None:
+        """The value, as JSON."""
+        self._store.set("value", json.dumps({"value": value}))
+
+    @contextmanager
+    def telling_failure(self) -> Iterator[None]:
+        """An exception reaches the other ranks instead of leaving them waiting."""
+        try:
+            yield
+        except BaseException as error:
+            self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+
+    def hear(self) -> Any:
+        """What rank 0 told. `ElasticError` if it failed or is gone."""
+        try:
+            answer = json.loads(self._store.get("value"))
+        except RuntimeError as error:
+            raise ElasticError(f"rank 0 said nothing ({error}); start the same command again") from error
+        if "error" in answer:
+            raise ElasticError(f"rank 0 failed: {answer['error']}")
+        return answer["value"]
+
+
+def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+    """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
+    store = RunStore(Storage(str(folder)))
+    with meeting.telling_failure():
+        starting.check_writable(folder)
+        spec, plan = _look(store, job, folder)
+        if starting.reached(plan):
+            meeting.tell(None)
+            _say(f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on")
+            return None
+        attempt, plan = starting.claim(store, job, spec)
+        keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
+    with _ending(keeper), meeting.telling_failure():
+        spec = starting.prepare(job, folder, freeze=True)
+        meeting.tell(encode(attempt.budgets))
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress = Progress(job.monitor.progress_s, total)
+    try:
+        for note in spec.notes:
+            progress.say(f"note: {note}")
+        starting.announce(progress.say, job, attempt, plan)
+        with _shown(progress, keeper, job.monitor.progress_s):
+            outcome = _train(job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
+    finally:
+        progress.close()
+    _say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}")
+    _say(f"newest resume point: {job.run.run_uri}/points/{keeper.status().newest_point}")
+    return outcome
+
+
+def _follow(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+    """The other ranks: of the decision they need the token budgets; the data are frozen by then."""
+    told = meeting.hear()
+    if told is None:
+        return None
+    spec = starting.prepare(job, folder, freeze=False)
+    return _train(job, spec, folder, decode(Budgets, told), None, lambda text: None, fault_plan)
+
+
+def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan]:
+    """The data and what a start would do with the run. Raises `RefusedError`, also if the run is busy."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
+        busy = watcher.submit(starting.refuse_busy, store)
+        spec = starting.prepare(job, folder, freeze=False)
+        plan = starting.look_ahead(store, job, spec)
+        if not starting.reached(plan):
+            busy.result()
+        return spec, plan
+
+
+def _require_gpus() -> None:
+    import torch
+
+    needed, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if needed > there:
+        raise ResourceError(
+            f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
+            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
+        )
+
+
+def _train(
+    job: JobConfig,
+    spec: DataSpec,
+    folder: Path,
+    budgets: Budgets,
+    keeper: StaticKeeper | None,
+    say: Callable[[str], None],
+    fault_plan: str,
+) -> Outcome:
+    from orchestrator.data.local_feed import InProcessFeed
+    from orchestrator.train.job import TrainJob
+    from orchestrator.train.loop import train as run_loop
+    from orchestrator.train.static import StaticMembership
+
+    task = TrainJob(
+        model=job.model,
+        train=job.train,
+        resume=job.resume,
+        seq_len=job.pack.seq_len,
+        budgets=budgets,
+        config_digest=starting.config_digest(job),
+        device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
+    )
+    membership = StaticMembership(keeper)
+    feed = InProcessFeed(spec, job.data.replay_bytes)
+    try:
+        # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
+        with starting.stop_on_signals(membership.ask_stop, say), _ending(keeper):
+            return run_loop(task, membership, feed, Storage(str(folder)), faults=hook(fault_plan))
+    finally:
+        feed.close()
+
+
+@contextmanager
+def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
+    """Whatever goes wrong inside ends the attempt."""
+    try:
+        yield
+    except BaseException as error:
+        if keeper is not None:
+            keeper.failed(error)
+        raise
+
+
+@contextmanager
+def _shown(progress: Progress, keeper: StaticKeeper, every_s: float) -> Iterator[None]:
+    """Shows the status every so often from a thread."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(min(every_s, 1.0)):
+            status = keeper.status()
+            if status.world_size:
+                progress.show(status)
+
+    shower = threading.Thread(target=show, name="progress", daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shower.join()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
