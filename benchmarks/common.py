@@ -300,6 +300,8 @@ def work_folder() -> Iterator[Path]:
     os.environ["PYTHONPATH"] = str(ROOT) + (os.pathsep + inherited if inherited else "")
     os.environ.update(TUNED_RAY)
     with tempfile.TemporaryDirectory(prefix="recovery-", ignore_cleanup_errors=True) as folder:
+        # Ray's own files too: a cluster's address is noted there, and other clusters of this machine have theirs
+        os.environ["RAY_TMPDIR"] = folder
         yield Path(folder)
 
 

@@ -126,9 +126,8 @@ def nodes() -> tuple[Node, ...]:
 
 def shared_memory_bytes() -> int | None:
     """What is free in /dev/shm of this machine; None where there is none (macOS)."""
-    return (
-        shutil.disk_usage("/dev/shm").free if sys.platform == "linux" and os.path.isdir("/dev/shm") else None
-    )  # noqa: S108
+    folder = "/dev/shm"  # noqa: S108  nothing is written there
+    return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
 
 
 def free_disk_bytes(folder: str) -> int:
@@ -146,7 +145,7 @@ def _local_object_store() -> int:
     wanted, free = 256 * 2**20, shared_memory_bytes()
     if free is not None and free < wanted:
         raise ResourceError(
-            f"/dev/shm has {free / 2**20:.0f} MiB free, a local Ray needs {wanted / 2**20:.0f} MiB; "
+            f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, a local Ray needs {wanted / 2**20:.0f} MiB; "
             "make it larger (in a container: --shm-size=1g), or use a cluster with cluster.address"
         )
     return wanted

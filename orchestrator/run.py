@@ -312,7 +312,7 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
 
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
-    assert plan.point is not None and plan.step_before is not None, "a resume has a point"
+    assert plan.point is not None, "a resume has a point"
     return RunResult(
         outcome="done",
         reason=f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on",

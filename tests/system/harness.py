@@ -113,7 +113,7 @@ def _reference_stream(job: Job, num_tokens: int) -> list[tuple[int, int]]:
     """The first tokens of the run's stream."""
     data = job.config().to_json()["data"]
     stream: list[tuple[int, int]] = []
-    for epoch in range(data["num_epochs"]):
+    for epoch in range(100):
         keys = ("fragment_bytes", "window_bytes", "seed", "shuffle")
         settings = json.dumps({**{key: data[key] for key in keys}, "epoch": epoch})
         documents = _reference_documents(data["sources"][0]["path"], settings)

@@ -15,13 +15,14 @@ import yaml
 from tests.system.harness import Job, assert_exactly_once, when_step
 
 pytestmark = pytest.mark.system
+ENDLESS = {"train__max_steps": 100_000, "data__num_epochs": 100}
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
-    """`orchestrator train` as a process of its own on the module's cluster."""
+    """`orchestrator train` as a process of its own on the module's cluster, with more steps than it will do."""
     path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address).to_json()))
+    path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address, **ENDLESS).to_json()))
     command = [sys.executable, "-m", "orchestrator.cli", "train", str(path), "--json"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -32,9 +33,9 @@ def test_the_driver_is_killed_and_the_same_command_continues(job: Job, cluster: 
     assert driver.wait(timeout=120) == -signal.SIGKILL
     watch.join()
     driver.communicate()
-    assert job.run.points(), "the point of step 4 was committed before the kill"
-    result = job.train()
-    assert (result.outcome, result.step) == ("done", 16), result.reason
+    newest = job.run.points()[-1]["step"]
+    result = job.train(**{**ENDLESS, "train__max_steps": newest + 6})
+    assert (result.outcome, result.step) == ("done", newest + 6), result.reason
     assert len({record.attempt for record in job.run.steps()}) == 2
     assert_exactly_once(job)
 
@@ -49,5 +50,5 @@ def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_pa
     assert stopped["outcome"] == "stopped"
     newest = job.run.points()[-1]
     assert newest["consumed_samples"] == stopped["consumed_samples"]
-    assert job.train().outcome == "done"
+    assert job.train(**{**ENDLESS, "train__max_steps": newest["step"] + 6}).outcome == "done"
     assert_exactly_once(job)
