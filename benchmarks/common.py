@@ -300,7 +300,7 @@ def work_folder() -> Iterator[Path]:
     os.environ["PYTHONPATH"] = str(ROOT) + (os.pathsep + inherited if inherited else "")
     os.environ.update(TUNED_RAY)
     with tempfile.TemporaryDirectory(prefix="recovery-", ignore_cleanup_errors=True) as folder:
-        # Ray's own files too: a cluster's address is noted there, and other clusters of this machine have theirs
+        # Ray's own files too: it notes a cluster's address there, for all clusters that share the folder
         os.environ["RAY_TMPDIR"] = folder
         yield Path(folder)
 

@@ -108,7 +108,7 @@ def choose_point(
 
 
 def point_info(store: RunStore, point: Point) -> PointInfo:
-    """What the resume decision needs of a point; its token budgets stand in the parent file of its attempt."""
+    """What resume decision needs of a point; its token budgets stand in the parent file of its attempt."""
     parent = store.read_parent(point.key.attempt)
     budgets = parent.budgets if isinstance(parent, ClaimParent) and parent.budgets else Budgets()
     return PointInfo(

@@ -145,7 +145,8 @@ def _local_object_store() -> int:
     wanted, free = 256 * 2**20, shared_memory_bytes()
     if free is not None and free < wanted:
         raise ResourceError(
-            f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, a local Ray needs {wanted / 2**20:.0f} MiB; "
+            f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, "
+            f"a local Ray needs {wanted / 2**20:.0f} MiB; "
             "make it larger (in a container: --shm-size=1g), or use a cluster with cluster.address"
         )
     return wanted

@@ -78,7 +78,7 @@ WATCH_ANSWER_S = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorStart:
-    """What the driver hands to the coordinator: the attempt it claimed, and what the run needs from then on."""
+    """What the driver hands to coordinator: the attempt it claimed, and what the run needs from then on."""
 
     attempt: Attempt
     storage: str
@@ -276,7 +276,7 @@ class Coordinator:
         await self._end_if_finished()
 
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
-        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends the run."""
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
         self._ensure_running()
         self._check(launch)
         self._journal.event("member failed", member=member, error=kind, text=text)
@@ -288,7 +288,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ calls of the supervisor
     async def status(self, seen_version: int, wait_s: float) -> RunStatus:
-        """The run's status, as soon as it is newer than `seen_version`, at the latest after `wait_s` seconds."""
+        """The run's status, as soon as it is newer than `seen_version`, at latest after `wait_s` seconds."""
         self._ensure_running()
         deadline = time.monotonic() + wait_s
         while self._version <= seen_version and time.monotonic() < deadline:
@@ -460,7 +460,7 @@ class Coordinator:
             self._failures.append((self._last_step.step if self._last_step else 0, reason))
 
     async def _end_if_finished(self) -> None:
-        """The run ends when every member of the generation is finished, or dead after another one finished."""
+        """The run ends when every member of generation is finished, or dead after another one finished."""
         if self._view is None or not self._finished or self._joins:
             return
         if all(m in self._finished or self._rendezvous.is_gone(m) for m in self._view.members):

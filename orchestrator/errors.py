@@ -14,7 +14,7 @@ class OrchestratorError(Exception):
 
 
 class ConfigError(OrchestratorError):
-    """The configuration is wrong; the user changes it. The message lists every problem found, one per line."""
+    """The configuration is wrong; user changes it. The message lists every problem found, one per line."""
 
     exit_code = 2
 

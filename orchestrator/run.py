@@ -306,7 +306,7 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
     progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
     progress.say(
-        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do; `train` does it"
+        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do"
     )
 
 

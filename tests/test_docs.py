@@ -29,9 +29,8 @@ def test_every_config_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^orchestrator ([a-z-]+)", README, re.MULTILINE))))
 def test_every_command_of_the_readme_exists(command: str) -> None:
-    made = subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", command, "--help"], capture_output=True, text=True
-    )
+    line = [sys.executable, "-m", "orchestrator.cli", command, "--help"]
+    made = subprocess.run(line, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
 
 

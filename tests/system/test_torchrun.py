@@ -35,7 +35,7 @@ def job(tiny_config: Any, tmp_path: Path) -> Job:
 
 def start(job: Job, folder: Path, world_size: int, faults: FaultPlan | None = None, **changes: Any) -> Any:
     """`torchrun` as a process of its own."""
-    path = folder / "job.yaml"
+    path = folder / f"job-{len(list(folder.glob('job-*')))}.yaml"
     path.write_text(yaml.safe_dump(job.config(**changes).to_json()))
     program = [str(ROOT / "jobs" / "torchrun_train.py")]
     if faults is not None:
@@ -69,19 +69,14 @@ def last_end(job: Job) -> tuple[str, int]:
 
 
 def test_two_ranks_train_the_same_bits_as_one(job: Job, tiny_config: Any, tmp_path: Path) -> None:
-    code, err = end(start(job, tmp_path, 2))
-    assert code == 0, err
-    assert last_end(job) == ("done", 1)
-    assert_exactly_once(job)
-    rows = job.run.points()
-    assert [(row["step"], row["world_size"], row["healthy"]) for row in rows] == [
-        (4, 2, True),
-        (8, 2, True),
-        (10, 2, True),
-    ]
     alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
-    code, err = end(start(alone, tmp_path, 1))
-    assert code == 0, err
+    groups = start(job, tmp_path, 2), start(alone, tmp_path, 1)
+    for code, err in map(end, groups):
+        assert code == 0, err
+    assert last_end(job) == last_end(alone) == ("done", 1)
+    assert_exactly_once(job)
+    rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.points()]
+    assert rows == [(4, 2, True), (8, 2, True), (10, 2, True)]
     assert alone.final_digest() == job.final_digest()
     assert alone.losses() == job.losses()
 
