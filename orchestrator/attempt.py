@@ -9,18 +9,19 @@ looking.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.faults import Hook
 from orchestrator.monitor.reader import Journal, read_journal
 from orchestrator.plan.claims import ClaimParent
 from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import Lineage, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
-from orchestrator.records import StateKey
+from orchestrator.records import MemberInfo, StateKey
 from orchestrator.resume.claims import RESTARTED, RESUME, REWIND, START, UnreadableFile
 from orchestrator.resume.points import Damage, Point, parse_point_name
 from orchestrator.resume.store import RunStore
@@ -43,8 +44,8 @@ class Attempt:
     """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
 
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
-    trains on while a restarted
-    coordinator takes over; `ended` is (outcome, reason) when the launch had ended before that restart.
+    trains on while a restarted coordinator takes over, `members` where its members live; `ended` is (outcome,
+    reason) when the launch had ended before that restart.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Attempt:
     budgets: Budgets
     damages: tuple[Damage, ...] = ()
     previous: PreviousGeneration | None = None
+    members: tuple[MemberInfo, ...] = ()
     ended: tuple[str, str] | None = None
 
     @property
@@ -142,6 +144,7 @@ def begin_launch(
     launch: str,
     host: str,
     identities: tuple[RunIdentity, RunIdentity] | None,
+    faults: Hook,
 ) -> tuple[Attempt, ResumePlan]:
     """Claims the next attempt for a start command and writes what it inherits.
 
@@ -154,6 +157,7 @@ def begin_launch(
     rewind = config.resume.from_ != "latest"
     why = START if newest is None else REWIND if rewind else RESUME
     store.claim(number, launch, why, host)
+    faults("claim_made", -1, -1)
     seen = survey(store)
     point, damages = choose_point(store, seen, config.resume.from_)
     plan = decide(store, config, point, identities)
@@ -182,7 +186,7 @@ def begin_launch(
     return attempt, plan
 
 
-def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
+def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) -> Attempt:
     """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this
     process is a restarted one.
 
@@ -196,9 +200,10 @@ def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
         return first
     end = store.read_end(newest.number) if newest.launch == first.launch else None
     if end is not None:
-        return _continued(first, newest.number, first.point, first.inherited, None, (end.outcome, end.reason))
+        return replace(first, number=newest.number, why=RESTARTED, ended=(end.outcome, end.reason))
     number = newest.number + 1
     store.claim(number, first.launch, RESTARTED, host)
+    faults("claim_made", -1, -1)
     seen = survey(store)
     point, _ = choose_point(store, seen, "latest", fast=True)
     if point is None or (first.parent is not None and point.key < first.parent):
@@ -210,30 +215,25 @@ def continue_launch(store: RunStore, first: Attempt, host: str) -> Attempt:
     )
     older = [g for g in seen.journal.generations if first.number <= g.attempt < number]
     last = max(older, key=lambda g: g.id, default=None)
-    previous = (
-        PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members)
-        if last
-        else None
-    )
-    return _continued(first, number, point, seen.points, previous, None)
-
-
-def _continued(
-    first: Attempt,
-    number: int,
-    point: Point | None,
-    inherited: tuple[str, ...],
-    previous: PreviousGeneration | None,
-    ended: tuple[str, str] | None,
-) -> Attempt:
-    return Attempt(
+    return replace(
+        first,
         number=number,
-        launch=first.launch,
         why=RESTARTED,
         point=point,
-        inherited=inherited,
-        step_label=first.step_label,
-        budgets=first.budgets,
-        previous=previous,
-        ended=ended,
+        inherited=seen.points,
+        damages=(),
+        previous=None
+        if last is None
+        else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members),
+        members=_where_they_live(seen.journal, last.members if last else ()),
+    )
+
+
+def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[MemberInfo, ...]:
+    """As they said when they last joined."""
+    joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == "join"}
+    return tuple(
+        MemberInfo(member=m, actor_id=joins[m]["actor"], node_id=joins[m]["node"], pid=joins[m]["pid"])
+        for m in members
+        if m in joins
     )

@@ -35,6 +35,7 @@ from orchestrator.faults import hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import (
+    PHASE_LIMITS_S,
     Cursor,
     GenerationView,
     JoinRequest,
@@ -109,8 +110,7 @@ class Coordinator:
         """
         self._start, self._fault = start, hook(start.fault_plan)
         self._store = RunStore(Storage(start.storage))
-        self._attempt = continue_launch(self._store, start.attempt, socket.gethostname())
-        self._fault("claim_made", -1, -1)
+        self._attempt = continue_launch(self._store, start.attempt, socket.gethostname(), self._fault)
         number = self._attempt.number
         self._journal = JournalWriter(self._store.storage, number, start.run)
         self._journal.event(
@@ -160,7 +160,7 @@ class Coordinator:
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
         self._joins: dict[str, asyncio.Future[Any]] = {}
         self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
-        self._infos: dict[str, tuple[str, MemberInfo]] = {}  # member: (actor id, where it lives)
+        self._infos = {info.member: info for info in self._attempt.members}
         self._left_out: list[MemberInfo] = []
         self._failures: list[tuple[int, str]] = []
         self._failed_generations: set[int] = set()
@@ -184,14 +184,14 @@ class Coordinator:
         self._ensure_running()
         if self._ended is not None:
             return RunOver(reason=self._ended[1])
-        self._infos[request.member] = (
-            request.actor_id,
-            MemberInfo(member=request.member, node_id=request.node_id, pid=request.pid),
+        self._infos[request.member] = MemberInfo(
+            member=request.member, actor_id=request.actor_id, node_id=request.node_id, pid=request.pid
         )
         self._take_records(request.records)
         self._journal.event(
             "join",
             member=request.member,
+            actor=request.actor_id,
             node=request.node_id,
             pid=request.pid,
             key=_text(request.key),
@@ -247,6 +247,12 @@ class Coordinator:
         if attempt == self._attempt.number and records:
             self._rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._tell()
+
+    async def phase(self, launch: str, member: str, phase: str) -> None:
+        """`member` has been in `phase` for a while, or has left it: how long may the others wait for it?"""
+        self._ensure_running()
+        self._check(launch)
+        self._rendezvous.excuse(member, time.monotonic() + PHASE_LIMITS_S[phase])
 
     async def vote(self, launch: str, vote: Vote) -> bool:
         """One rank's part of a save is written; answers True once the point is committed, False if the save
@@ -308,9 +314,7 @@ class Coordinator:
             ended=self._ended[0] if self._ended else None,
             reason=self._ended[1] if self._ended else "",
             left_out=left_out,
-            members=tuple(
-                info for member, (_, info) in self._infos.items() if view and member in view.members
-            ),
+            members=tuple(info for info in self._infos.values() if view and info.member in view.members),
             failures=tuple(self._failures),
         )
 
@@ -403,8 +407,9 @@ class Coordinator:
             while True:
                 now = time.monotonic()
                 if now >= due["live"]:
-                    due["live"] = now + LIVENESS_EVERY_S
                     await self._look_for_the_dead(now)
+                    took = time.monotonic() - now
+                    due["live"] = now + max(LIVENESS_EVERY_S, 5 * took)  # about 1 ms a member
                 if self._ended is None:
                     await self._act(now)
                 if now >= due["flush"]:
@@ -428,17 +433,17 @@ class Coordinator:
             self._wake.clear()
 
     async def _look_for_the_dead(self, now: float) -> None:
-        """Asks the GCS for the members that wait or are waited for: a dead one is left out at once (liveness
-        is a hint for speed only).
+        """Asks the GCS for the members that are forming a group, wait, or are waited for: a dead one is left
+        out at once (liveness is a hint for speed only). In training a peer's death shows in the collectives.
         """
-        if self._view is not None and not (self._joins or self._machine.saves or self._finished):
-            return  # a generation trains; a peer's death shows in its collectives
+        if self._trains and not (self._joins or self._machine.saves or self._finished):
+            return
         from ray._private.state import state  # the public state API needs the dashboard process
 
-        for member, (actor, _) in list(self._infos.items()):
-            if not actor or (self._rendezvous.is_gone(member) and member not in self._joins):
+        for member, info in list(self._infos.items()):
+            if not info.actor_id or (self._rendezvous.is_gone(member) and member not in self._joins):
                 continue
-            row = state.actor_table(actor)
+            row = state.actor_table(info.actor_id)
             if not row or row["State"] == "DEAD":
                 self._journal.event("member dead", member=member)
                 self._count_failure(f"member {member} died")
@@ -449,6 +454,17 @@ class Coordinator:
                     future.cancel()
                 await self._gone(member)
                 await self._end_if_finished()
+                await self._tell()  # a generation that is still forming is over
+
+    @property
+    def _trains(self) -> bool:
+        """The newest generation is known to have done a step."""
+        view, last = self._view, self._last_step
+        return (
+            view is not None
+            and last is not None
+            and (last.attempt, last.generation) == (view.attempt, view.generation)
+        )
 
     def _count_failure(self, reason: str) -> None:
         """One failure per generation, however many members it cost: a lost node is one. Before the first
@@ -480,7 +496,7 @@ class Coordinator:
                 elif isinstance(action, LeaveOut):
                     self._journal.event("left out", member=action.member, reason=action.reason)
                     if action.member in self._infos:
-                        self._left_out.append(self._infos[action.member][1])
+                        self._left_out.append(self._infos[action.member])
                     await self._tell()
                 elif isinstance(action, StopRun):
                     await self._end("failed", action.reason)

@@ -1,5 +1,5 @@
-"""Scripted faults: a plan says at which named place, step and rank a process kills itself; used by the tests
-and the fault campaigns.
+"""Scripted faults: a plan says at which named place, step and rank a process dies, freezes, hangs or fails;
+used by the tests and the fault campaigns.
 
 It knows no stage: the stages call a hook at their named places, which does nothing unless a launch was given
 a plan.
@@ -10,21 +10,28 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 Hook = Callable[[str, int, int], None]  # (place, step, rank; -1 where there is none)
+KILL, FREEZE, HANG, FAIL = "kill", "freeze", "hang", "fail"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """SIGKILL of the process that reaches `place` at `step` with `rank` (-1: any); it strikes once, whoever
-    comes first.
+    """What happens to whoever reaches `place` at `step` with `rank` (-1: any), once the fault with the number
+    `after` has struck (-1: at once). It strikes once.
+
+    `kill`: SIGKILL of the process. `freeze`: SIGSTOP, until somebody sends SIGCONT. `hang`: this thread waits
+    for ever. `fail`: a `RuntimeError`, as when the network does not answer.
     """
 
     place: str
     step: int = -1
     rank: int = -1
+    action: str = KILL
+    after: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +43,14 @@ class FaultPlan:
     folder: str
     faults: tuple[Fault, ...] = ()
 
-    def kill(self, place: str, *, step: int = -1, rank: int = -1) -> FaultPlan:
-        """The plan with one fault more."""
-        return FaultPlan(folder=self.folder, faults=(*self.faults, Fault(place=place, step=step, rank=rank)))
+    def kill(self, place: str, *, step: int = -1, rank: int = -1, after: int = -1) -> FaultPlan:
+        """The plan with a SIGKILL more."""
+        return self.add(KILL, place, step=step, rank=rank, after=after)
+
+    def add(self, action: str, place: str, *, step: int = -1, rank: int = -1, after: int = -1) -> FaultPlan:
+        """The plan with one fault more; see `Fault`."""
+        fault = Fault(action=action, place=place, step=step, rank=rank, after=after)
+        return replace(self, faults=(*self.faults, fault))
 
     def to_json(self) -> str:
         """For the way into another process."""
@@ -52,15 +64,29 @@ class FaultPlan:
         return os.path.join(self.folder, f"fault-{number}")
 
     def strike(self, place: str, step: int, rank: int) -> None:
-        """Kills this process if a fault of the plan waits for exactly this."""
+        """Carries out the fault of the plan that waits for exactly this, if there is one."""
         for number, fault in enumerate(self.faults):
             if fault.place != place or fault.step not in (-1, step) or fault.rank not in (-1, rank):
+                continue
+            if fault.after >= 0 and not os.path.exists(self._mark(fault.after)):
                 continue
             try:
                 os.close(os.open(self._mark(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             except FileExistsError:
                 continue
+            _strike(fault)
+
+
+def _strike(fault: Fault) -> None:
+    match fault.action:
+        case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            threading.Event().wait()
+        case _:
+            raise RuntimeError(f"scripted failure at {fault.place}")
 
 
 def hook(plan_json: str) -> Hook:

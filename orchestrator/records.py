@@ -348,6 +348,11 @@ class GenerationView:
     launch: str
 
 
+# What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save
+# or a load may take longer than a rendezvous waits for the silent (MEMBERSHIP.md rule 23).
+STEP, LOAD, FEED_WAIT, SAVE_WAIT = "step", "load", "feed wait", "save wait"
+PHASE_LIMITS_S = {STEP: 0.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
+
 # control bits that rank 0 adds to the word of a step
 SAVE, STOP, REFORM = 1, 2, 4
 
@@ -381,9 +386,10 @@ class RunOver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberInfo:
-    """Where a member lives, for whoever has to kill it."""
+    """Where a member lives, for whoever has to kill it or to ask whether it lives."""
 
     member: str
+    actor_id: str  # Ray's, "" outside it
     node_id: str
     pid: int
 

@@ -84,7 +84,7 @@ def train(
         with ClusterConnection(job, limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers):
             busy.result()
             _preflight(job, limits, folder)
-            attempt, plan = starting.claim(store, job, spec)
+            attempt, plan = starting.claim(store, job, spec, fault_plan)
             spec = starting.prepare(job, folder, freeze=True)
             status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
     return _result(job, status, time.monotonic() - began)
@@ -305,9 +305,7 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     progress.say("next:")
     progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
     progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
-    progress.say(
-        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do"
-    )
+    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do")
 
 
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:

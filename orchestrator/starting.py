@@ -23,6 +23,7 @@ from blake3 import blake3
 from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, survey
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
+from orchestrator.faults import hook
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.resume.store import RunStore
 
@@ -95,13 +96,16 @@ def refuse_busy(store: RunStore) -> None:
         )
 
 
-def claim(store: RunStore, job: JobConfig, spec: DataSpec) -> tuple[Attempt, ResumePlan]:
+def claim(
+    store: RunStore, job: JobConfig, spec: DataSpec, fault_plan: str = ""
+) -> tuple[Attempt, ResumePlan]:
     """Makes the run if it is new, and claims its next attempt for a launch; see `attempt.begin_launch`."""
     run = store.read_run()
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     launch = secrets.token_hex(8)
-    return begin_launch(store, job, launch, socket.gethostname(), (run.identity, spec.identity()))
+    identities = (run.identity, spec.identity())
+    return begin_launch(store, job, launch, socket.gethostname(), identities, hook(fault_plan))
 
 
 def reached(plan: ResumePlan) -> bool:

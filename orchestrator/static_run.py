@@ -128,7 +128,7 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
             meeting.tell(None)
             _say(f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on")
             return None
-        attempt, plan = starting.claim(store, job, spec)
+        attempt, plan = starting.claim(store, job, spec, fault_plan)
         keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
     with _ending(keeper), meeting.telling_failure():
         spec = starting.prepare(job, folder, freeze=True)

@@ -24,6 +24,7 @@ from orchestrator.config import JobConfig
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import (
+    STEP,
     Cursor,
     GenerationView,
     JoinRequest,
@@ -39,6 +40,7 @@ from orchestrator.records import (
 COORDINATOR_LIMIT_S = 60.0
 _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
+_LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,7 @@ class CoordinatorMembership:
         self._wishes: dict[tuple[int, int], Wishes] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
+        self._phase = (STEP, time.monotonic())
         threading.Thread(target=self._report_loop, daemon=True, name="report").start()
 
     def connect_store(self, view: GenerationView) -> Any:
@@ -126,6 +129,10 @@ class CoordinatorMembership:
         """The latest wishes that the watching thread has heard of; never blocks."""
         quiet = Wishes(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
         return self._wishes.get((view.attempt, view.generation), quiet)
+
+    def phase(self, name: str) -> None:
+        """The reporting thread tells the coordinator, should it last."""
+        self._phase = (name, time.monotonic())
 
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Hands the records to the reporting thread; never blocks."""
@@ -189,19 +196,24 @@ class CoordinatorMembership:
                 return
 
     def _report_loop(self) -> None:
-        while True:
-            view, records = self._reports.get()
-            batch = list(records)
-            time.sleep(_REPORT_EVERY_S)
-            while not self._reports.empty():
-                view, records = self._reports.get()
-                batch.extend(records)
-            try:
-                self._ask(
-                    "report", self._task.launch, self.member, view.attempt, view.generation, tuple(batch)
-                )
-            except OrchestratorError:
-                return  # the records stay with the members, who bring them to the next join
+        """Tells the coordinator, in a thread, what nobody waits for: step records in batches, long phases."""
+        told = STEP
+        try:
+            while True:
+                time.sleep(_REPORT_EVERY_S)
+                view, batch = None, list[StepRecord]()
+                while not self._reports.empty():
+                    view, records = self._reports.get()
+                    batch.extend(records)
+                if view is not None:
+                    where = (self._task.launch, self.member, view.attempt, view.generation)
+                    self._ask("report", *where, tuple(batch))
+                phase, since = self._phase
+                if phase != told and (phase == STEP or time.monotonic() - since > _LONG_PHASE_S):
+                    self._ask("phase", self._task.launch, self.member, phase)
+                    told = phase
+        except OrchestratorError:
+            return  # the records stay with the members, who bring them to the next join
 
 
 def train_function(config: dict[str, Any]) -> None:

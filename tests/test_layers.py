@@ -44,8 +44,7 @@ def part_of(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """(module, whether it is imported when the file is), for imports that happen at all (not for types only).
-    """
+    """(module, whether it is imported when the file is), for imports that happen at all, not for types."""
     found: list[tuple[str, bool]] = []
 
     def walk(node: ast.AST, at_top: bool) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from orchestrator.records import GenerationView
+from orchestrator.records import LOAD, PHASE_LIMITS_S, GenerationView
+
+_VERDICT, _ALL_HERE, _CALLED_OFF = "verdict", b"all here", b"called off"
+_ASK_AGAIN_S = 0.01
 
 
 class GenerationEnded(Exception):
@@ -51,10 +55,16 @@ class Group:
     @classmethod
     @contextmanager
     def formed(
-        cls, view: GenerationView, store: Store, device: torch.device, limit_s: float, timeout_s: float
+        cls,
+        view: GenerationView,
+        store: Store,
+        device: torch.device,
+        limit_s: float,
+        timeout_s: float,
+        called_off: Callable[[], bool],
     ) -> Iterator[Group]:
-        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; after that a collective
-        may take `timeout_s`.
+        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; once they have `agreed`, a
+        collective may take `timeout_s`. `called_off`: see `assemble`.
 
         On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave
         too.
@@ -66,6 +76,7 @@ class Group:
         group = cls(view, timeout_s)
         try:
             with collective("forming the group"):
+                assemble(view, store, limit_s, called_off)
                 dist.init_process_group(
                     backend,
                     store=store,
@@ -104,8 +115,14 @@ class Group:
                         f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); "
                         "members of one group must have the same"
                     )
-        _set_pg_timeout(self._timeout)
+        # a peer may load the state from storage now
+        _set_pg_timeout(datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]))
         return [row[len(facts) :] for row in rows]
+
+    def agreed(self) -> None:
+        """The last collective of agreeing on the state; from now on one may take the training limit."""
+        self.gather([1], "agreeing on the state")
+        _set_pg_timeout(self._timeout)
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
         """The integers of every rank, by rank."""
@@ -124,13 +141,32 @@ class Group:
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some ranks; every rank must call it. None for the others."""
         with collective("forming the group that copies the state"):
-            made = dist.new_group(list(ranks), timeout=self._timeout)
+            made = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]))
         return made if self.view.rank in ranks else None
 
     def send(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """`tensor` of rank `source` to the others of `group`, in place."""
         with collective("copying the state"):
             dist.broadcast(tensor, source, group=group)
+
+
+def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
+    """Returns on every member once all have reached the store, at most `limit_s` seconds later.
+
+    gloo's own meeting cannot be woken: it would wait out its time for a member that died on the way. Here
+    rank 0 ends the wait for all as soon as `called_off()` (the coordinator has left that member out), and its
+    death ends the store and with it the wait. Raises `GenerationEnded`, or `RuntimeError` of the store.
+    """
+    if store.add("present", 1) == view.world_size:
+        store.compare_set(_VERDICT, "", _ALL_HERE.decode())
+    deadline = time.monotonic() + limit_s
+    while view.rank == 0 and not store.check([_VERDICT]):
+        if called_off() or time.monotonic() > deadline:
+            store.compare_set(_VERDICT, "", _CALLED_OFF.decode())  # whichever came first holds for all
+        time.sleep(_ASK_AGAIN_S)
+    store.wait([_VERDICT], datetime.timedelta(seconds=limit_s))
+    if store.get(_VERDICT) != _ALL_HERE:
+        raise GenerationEnded("the generation was called off before all its members had come")
 
 
 def _number(text: str) -> int:

@@ -14,8 +14,12 @@ from orchestrator.plan import batches
 from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import learning_rate
 from orchestrator.records import (
+    FEED_WAIT,
+    LOAD,
     REFORM,
     SAVE,
+    SAVE_WAIT,
+    STEP,
     STOP,
     BatchSlice,
     Cursor,
@@ -41,6 +45,7 @@ __all__ = ["DONE", "LEFT", "PLACES", "STOPPED", "Outcome", "TrainJob", "no_fault
 
 _log = logging.getLogger(__name__)
 PLACES = (
+    "connecting",
     "joined",
     "state_half_sent",
     "state_half_received",
@@ -62,8 +67,8 @@ def train(
     """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
 
     `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there
-    (of the last one done, for `joined` and `state_half_…`). Raises `TrainingError` if a step is wrong; it was
-    not applied on any rank. Errors of feed, membership and storage pass through.
+    (of the last one done, for `connecting`, `joined` and `state_half_…`). Raises `TrainingError` if a step is
+    wrong; it was not applied on any rank. Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -95,6 +100,7 @@ class _Trainer:
         reason = "start"
         while True:
             self._notice_commits()
+            self._membership.phase(STEP)
             state, prepared = self._state, self._prepared
             view = self._membership.join(
                 state.key,
@@ -115,13 +121,16 @@ class _Trainer:
 
     def _generation(self, view: GenerationView) -> Outcome:
         with collective("reaching the store of rank 0"):
+            self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
-        with Group.formed(
-            view, store, self._device, self._job.forming_limit_s, self._job.collective_limit_s
-        ) as group:
+        job, called_off = self._job, lambda: self._membership.wishes(view).ended
+        limits = job.forming_limit_s, job.collective_limit_s
+        with Group.formed(view, store, self._device, *limits, called_off) as group:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
+            self._membership.phase(LOAD)
             agree(group, self._state, self._job.config_digest, prepared, self._files, self._faults)
+            self._membership.phase(STEP)
             self._faults("joined", view.step, view.rank)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
@@ -166,8 +175,10 @@ class _Trainer:
         micro = self._job.train.micro_batch_size
         self._faults("step_begin", self._label, view.rank)
         began = time.monotonic()
+        self._membership.phase(FEED_WAIT)
         with collective("waiting for the feed"):
             batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
+        self._membership.phase(STEP)
         self._waited_s = time.monotonic() - began
         coming = None if batch.end_of_data or batch.step.num_samples == 0 else self._next_range(batch.cursor)
         if coming is not None:
@@ -248,7 +259,9 @@ class _Trainer:
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
+        self._membership.phase(SAVE_WAIT)
         vote = save_share(self._state, view, self._files, self._records)
+        self._membership.phase(STEP)
         self._faults("save_part_written", vote.key.step, view.rank)
         self._blocked_s += vote.save_blocked_s
         self._last_save, self._saved = time.monotonic(), vote.key

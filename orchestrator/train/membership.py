@@ -87,6 +87,11 @@ class Membership(Protocol):
         them; below the generation's first step it says nothing.
         """
 
+    def phase(self, name: str) -> None:
+        """What this member does from now on (one of `records.PHASE_LIMITS_S`), so that the others know how
+        long to wait for it; never blocks.
+        """
+
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Takes the records of new steps; never blocks. Called by rank 0 only."""
 

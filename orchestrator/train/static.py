@@ -138,6 +138,9 @@ class StaticMembership:
             ended=False, save=False, stop=self._stop.is_set(), reform=False, acknowledged_step=acknowledged
         )
 
+    def phase(self, name: str) -> None:
+        """See `Membership`: nobody is left out of a static group."""
+
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """See `Membership`."""
         del view

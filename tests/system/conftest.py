@@ -33,7 +33,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Path) -> Job:
+def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Path) -> Iterator[Job]:
     """16 steps of 8 × 32 tokens, a point every 4, two workers."""
     mapping = tiny_config(
         {
@@ -45,4 +45,8 @@ def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Pa
             "data.fragment_bytes": 1 << 16,
         }
     )
-    return Job(mapping, tmp_path)
+    made = Job(mapping, tmp_path)
+    yield made
+    for driver in made.drivers:
+        driver.kill()
+        driver.communicate()

@@ -8,6 +8,8 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +29,7 @@ from orchestrator.storage import Storage
 from tests.data import reference
 
 LIMIT_S = 120.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Job:
@@ -34,6 +37,7 @@ class Job:
 
     def __init__(self, mapping: Mapping[str, Any], folder: Path) -> None:
         self._mapping, self._folder = mapping, folder
+        self.drivers: list[subprocess.Popen[str]] = []  # those still there are killed when the test has ended
 
     def config(self, **changes: Any) -> JobConfig:
         """The configuration with dotted fields changed (`train__max_steps=4`)."""
@@ -149,6 +153,30 @@ def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def when_struck(plan: FaultPlan, number: int, act: Callable[[], None]) -> None:
+    """Waits until the fault `number` has struck, and calls `act`."""
+    never = threading.Event()
+    for _ in range(int(LIMIT_S / 0.05)):
+        if number in plan.struck():
+            act()
+            return
+        never.wait(0.05)
+    raise AssertionError(f"fault {number} of {plan} did not strike")
+
+
+def spawn(job: Job, cluster: Any, faults: FaultPlan, **changes: Any) -> subprocess.Popen[str]:
+    """A launch with a driver of its own, on a cluster that runs; it prints its outcome."""
+    path = Path(faults.folder) / "job.json"
+    path.write_text(json.dumps(job.config(cluster__address=cluster.address, **changes).to_json()))
+    program = (
+        "import sys, json, orchestrator; from orchestrator.config import parse_config; "
+        "config = parse_config(json.load(open(sys.argv[1]))); "
+        "result = orchestrator.train(config, fault_plan=sys.argv[2]); print(result.outcome, result.reason)"
+    )
+    command = [sys.executable, "-c", program, str(path), faults.to_json()]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def sigkill(pid: int) -> None:

@@ -1,5 +1,4 @@
-"""Kill anything: the result is the same training, to the last bit, as an uninterrupted run with one worker.
-"""
+"""Kill anything: the same training follows, to the last bit, as in an uninterrupted run with one worker."""
 
 from __future__ import annotations
 

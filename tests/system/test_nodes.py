@@ -43,9 +43,9 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     when_step(job, 5, lambda: None).join()
     # raylets are ended and started from the main thread only
     three_nodes.remove_node(three_nodes.workers.pop(), allow_graceful=False)
-    alone = _wait_for_world(job, 1)
+    alone = wait_for_world(job, 1)
     three_nodes.workers.append(three_nodes.add_node(num_cpus=2, object_store_memory=100 << 20))
-    together = _wait_for_world(job, 2, after=alone)
+    together = wait_for_world(job, 2, after=alone)
     wish_stop()
     training.join(timeout=100)
     assert results, "the run did not end"
@@ -55,7 +55,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     assert_exactly_once(job)
 
 
-def _wait_for_world(job: Job, size: int, after: int = -1) -> int:
+def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     """The first generation of this size that began after generation `after`."""
     from orchestrator.attempt import survey
     from orchestrator.resume.store import RunStore
