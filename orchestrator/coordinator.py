@@ -196,6 +196,7 @@ class Coordinator:
             pid=request.pid,
             key=_text(request.key),
             leaves=request.leaves,
+            unreached=request.unreached,
             reason=request.reason,
         )
         try:

@@ -321,6 +321,7 @@ class JoinRequest:
     records: tuple[StepRecord, ...] = ()
     reason: str = ""
     pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
+    unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,6 +347,8 @@ class GenerationView:
     cursor: Cursor | None
     step: int  # the label of the last step done
     launch: str
+    # not empty: form nothing, but try these (host, port) of all members, by rank, and join again
+    probe: tuple[tuple[str, int], ...] = ()
 
 
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save

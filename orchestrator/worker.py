@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from orchestrator.records import (
 COORDINATOR_LIMIT_S = 60.0
 _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
+_PROBE_S = 3.0  # how long a port is tried
 _LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 
 
@@ -100,6 +102,24 @@ class CoordinatorMembership:
         """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when
         it is refused.
         """
+        unreached: tuple[str, ...] = ()
+        while True:
+            answer = self._join_once(key, cursor, leaves, prepared, records, reason, unreached)
+            if answer is None or not answer.probe:
+                return answer
+            leaves, reason = (answer.attempt, answer.generation), "tried the others' ports"
+            unreached = try_ports(answer)
+
+    def _join_once(
+        self,
+        key: StateKey | None,
+        cursor: Cursor | None,
+        leaves: tuple[int, int] | None,
+        prepared: StateKey | None,
+        records: Sequence[StepRecord],
+        reason: str,
+        unreached: tuple[str, ...],
+    ) -> GenerationView | None:
         request = JoinRequest(
             member=self.member,
             launch=self._task.launch,
@@ -114,6 +134,7 @@ class CoordinatorMembership:
             records=tuple(records),
             reason=reason[-2000:],
             pid=os.getpid(),
+            unreached=unreached,
         )
         answer = self._ask("join", request)
         if isinstance(answer, Refusal):
@@ -214,6 +235,21 @@ class CoordinatorMembership:
                     told = phase
         except OrchestratorError:
             return  # the records stay with the members, who bring them to the next join
+
+
+def try_ports(view: GenerationView) -> tuple[str, ...]:
+    """The members whose stores this one cannot reach, all tried at once, within `_PROBE_S`."""
+
+    def reaches(address: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(address, timeout=_PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = pool.map(reaches, view.probe)
+        return tuple(member for member, answer in zip(view.members, answers, strict=True) if not answer)
 
 
 def train_function(config: dict[str, Any]) -> None:

@@ -21,13 +21,18 @@ class Blame:
         self._settings = settings
         self._delays: dict[str, tuple[int, float]] = {}  # node: times blamed, not before
         self._formless = 0  # generations in a row without a first step, nobody lost, nobody to blame
+        self._probed = False  # members have tried each other's ports since the last of these
         self._strikes = 0  # generations in a row that lost a member at step `_struck`
         self._struck = -1
 
     @property
     def probe_ports(self) -> bool:
-        """Two generations in a row came to nothing without anybody to blame."""
-        return self._formless >= 2
+        """Two generations in a row came to nothing with nobody to blame: try the ports before the next."""
+        return self._formless >= 2 and not self._probed
+
+    def probed(self) -> None:
+        """They have been asked to."""
+        self._probed = True
 
     def not_before(self, node: str) -> float:
         """When a newcomer from `node` may be taken in (seconds)."""
@@ -43,6 +48,7 @@ class Blame:
     def came_to_nothing(self) -> None:
         """A generation ended before its first step although nobody was lost and nobody was new."""
         self._formless += 1
+        self._probed = False
 
     def lost_member(self, step: int) -> None:
         """A generation whose newest step is `step` ended because a member was lost."""
@@ -51,7 +57,7 @@ class Blame:
 
     def progressed(self, step: int, newcomer_nodes: Iterable[str]) -> None:
         """A step of the running generation was applied: its newcomers are trusted."""
-        self._formless = 0
+        self._formless, self._probed = 0, False
         if step > self._struck:
             self._strikes = 0
         for node in newcomer_nodes:
@@ -82,4 +88,4 @@ class Blame:
 
     def snapshot(self) -> Hashable:
         """All that later answers depend on, but the delays, which `not_before` tells by node."""
-        return self._formless, self._strikes, self._struck
+        return self._formless, self._probed, self._strikes, self._struck

@@ -7,6 +7,7 @@ It knows neither states nor points: which state the next generation continues is
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from orchestrator.elastic.blame import Blame
 from orchestrator.elastic.formation import (
@@ -60,6 +61,11 @@ class Gathering:
         if self.is_inside(member):
             self.gone.setdefault(member, why)
 
+    def forgive(self, member: str) -> None:
+        """What a waiting member could not reach once is not held against it for ever."""
+        arrival = self.waiting[member]
+        self.waiting[member] = replace(arrival, request=replace(arrival.request, unreached=()))
+
     def excuse(self, member: str, until: float) -> None:
         """It is not silent before `until`."""
         self._excused[member] = until
@@ -108,6 +114,11 @@ class Gathering:
         """Members of the current generation that are waited for."""
         members = self.current.members if self.current else ()
         return [m for m in members if m not in self.waiting and m not in self.gone]
+
+    def is_trusted(self, member: str) -> bool:
+        """A member of the current generation, and not one of its newcomers."""
+        current = self.current
+        return current is not None and member in current.members and member not in current.newcomers
 
     # ---- when it closes (rule 17)
     def leave_out_silent(self, now: float) -> list[LeaveOut]:
@@ -165,6 +176,8 @@ class Gathering:
         if current is None or self._judged:
             return False
         self._judged = True
+        if current.formation is not None and current.formation.probe_ports:
+            return False  # it was not meant to train
         lost = [m for m, why in self.gone.items() if why != LEFT]
         if lost and self._agreed:
             blame.lost_member(self._reached)

@@ -25,6 +25,7 @@ from orchestrator.elastic.formation import (
     Waiting,
 )
 from orchestrator.elastic.gathering import DEAD, LEFT, Gathering
+from orchestrator.elastic.reach import largest_reaching
 from orchestrator.errors import FencedError
 from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey, Wishes
 
@@ -234,6 +235,9 @@ class Rendezvous:
             cursor=formation.cursor,
             step=formation.step,
             launch=self.launch,
+            probe=tuple((r.host, r.port) for r in (current.requests[m] for m in current.members))
+            if formation.probe_ports
+            else (),
         )
 
     def wishes(self, attempt: int, generation: int, acknowledged_step: int) -> Wishes:
@@ -377,6 +381,8 @@ class Rendezvous:
             probe_ports=self._blame.probe_ports,
             save_only=save_only,
         )
+        if formation.probe_ports:
+            self._blame.probed()
         self._formed[formation.generation] = formation
         self._pending = (formation, {r.member: r for r in chosen})
         return Form(formation=formation)
@@ -389,7 +395,11 @@ class Rendezvous:
         """
         waiting = self._group.waiting
         requests = [a.request for a in waiting.values() if not self._stop or a.request.key is not None]
-        allowed = [r for r in requests if self._blame.not_before(r.node_id) <= now]
+        allowed = [
+            r
+            for r in requests
+            if self._group.is_trusted(r.member) or self._blame.not_before(r.node_id) <= now
+        ]
         best = max((r for r in requests if r.key is not None), key=_key_of, default=None)
         if best is not None:
             newest = self._origin(_key_of(best))
@@ -397,7 +407,24 @@ class Rendezvous:
                 allowed.append(best)  # who alone holds the newest state is never left behind
         inside = self._group.is_inside
         allowed.sort(key=lambda r: (r is not best, not inside(r.member), waiting[r.member].since, r.member))
-        return allowed[: self._max]
+        return self._reaching(allowed, best, now)[: self._max]
+
+    def _reaching(
+        self, requests: list[JoinRequest], best: JoinRequest | None, now: float
+    ) -> list[JoinRequest]:
+        """Those who reach each other, as far as they have tried (rule 18); the others wait like a blamed
+        newcomer.
+        """
+        failed = [(r.member, other) for r in requests for other in r.unreached]
+        if not failed:
+            return requests
+        holders = {r.member for r in requests if best is None or r.key == best.key}
+        kept = largest_reaching([r.member for r in requests], failed, holders)
+        left = [r for r in requests if r.member not in kept]
+        self._blame.blame([r.node_id for r in left], now)
+        for request in left:
+            self._group.forgive(request.member)
+        return [r for r in requests if r.member in kept]
 
     def _newest(
         self, requests: Iterable[JoinRequest]

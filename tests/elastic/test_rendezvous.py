@@ -452,19 +452,94 @@ def test_two_generations_without_anybody_to_blame_make_the_members_try_each_othe
     assert not form(machine, 60.0).probe_ports
 
 
+def tried(machine: Rendezvous, generation: int, unreached: dict[str, tuple[str, ...]], now: float) -> None:
+    """All members of the probing generation come back and say whom they could not reach."""
+    for member, names in unreached.items():
+        machine.join(request(member, key(1, 4), leaves=generation, unreached=names), now)
+
+
+def probing(members: str, **states: StateKey) -> Rendezvous:
+    """A machine whose generation 4 of `members` is to try the ports; two before it came to nothing."""
+    machine = started(members, high=len(members))
+    machine.applied(1, 4, 1.0)
+    for generation in (1, 2, 3):
+        for member in members:
+            machine.join(request(member, states.get(member, key(1, 4)), leaves=generation), 10.0 * generation)
+        made = form(machine, 10.0 * generation)
+    assert made.probe_ports
+    view = machine.view_for(members[0])
+    assert view is not None
+    assert view.probe == tuple((f"host-{m}", 1000 + ord(m)) for m in made.members)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("unreached", "together"),
+    [
+        ({"a": (), "b": (), "c": ()}, "abc"),
+        ({"a": ("c",), "b": (), "c": ("a",)}, "ab"),  # who comes first stays
+        ({"a": ("b", "c"), "b": ("a",), "c": ("a",)}, "bc"),
+        ({"a": (), "b": (), "c": ("b",)}, "ab"),  # one direction is enough
+        ({"a": ("b", "c"), "b": ("c",), "c": ()}, "a"),
+    ],
+)
+def test_the_largest_set_in_which_all_reach_all_goes_on(unreached: dict[str, tuple[str, ...]], together: str):
+    machine = probing("abc")
+    tried(machine, 4, unreached, 31.0)
+    made = form(machine, 31.0)
+    assert "".join(made.members) == together
+    assert not made.probe_ports
+    machine.applied(5, 6, 32.0)
+    machine.tick(40.9)
+    assert not machine.wishes(ATTEMPT, 5, 0).reform, "who was left out has to wait"
+    machine.tick(41.1)
+    assert machine.wishes(ATTEMPT, 5, 0).reform == (together != "abc"), "and is tried again"
+
+
+def test_the_set_that_goes_on_holds_the_newest_state():
+    machine = started("abc", high=3)
+    for generation in (1, 2, 3):
+        for member in "abc":
+            state = key(1, 5 if member == "a" else 4)
+            machine.join(request(member, state, leaves=generation), 10.0 * generation)
+        form(machine, 10.0 * generation)
+    for member, names in {"a": ("b", "c"), "b": (), "c": ()}.items():
+        state = key(1, 5 if member == "a" else 4)
+        machine.join(request(member, state, leaves=4, unreached=names), 31.0)
+    assert form(machine, 31.0).members == ("a",)
+
+
+def test_survivors_on_the_node_of_a_blamed_newcomer_are_not_left_aside():
+    machine = started("abc")
+    machine.applied(1, 4, 1.0)
+    machine.dead("c", 2.0)
+    for member in "ab":
+        machine.join(request(member, key(1, 4), leaves=1, node_id="n"), 2.0)
+    machine.join(request("d", node_id="n"), 2.0)
+    assert form(machine, 2.0).newcomers == ("d",)
+    for member in "abd":
+        state = None if member == "d" else key(1, 4)
+        machine.join(request(member, state, leaves=2, node_id="n"), 3.0)
+    assert form(machine, 3.0).members == ("a", "b")
+
+
 def test_generations_that_come_to_nothing_for_ever_stop_the_run():
     machine = started("ab", settings=RendezvousSettings(forming_failures=4))
     machine.applied(1, 4, 1.0)
-    for generation in range(1, 5):
+    probes = []
+    for generation in range(1, 20):
         for member in "ab":
             machine.join(request(member, key(1, 4), leaves=generation), 10.0 * generation)
-        form(machine, 10.0 * generation)
-    for member in "ab":
-        machine.join(request(member, key(1, 4), leaves=5), 60.0)
-    stop = only(machine.tick(60.0), StopRun)
-    assert isinstance(stop, StopRun)
-    assert "4 generations in a row" in stop.reason
-    assert machine.tick(61.0) == []
+        (action,) = machine.tick(10.0 * generation)
+        if isinstance(action, StopRun):
+            break
+        assert isinstance(action, Form)
+        machine.formed(action.formation.generation, 10.0 * generation)
+        probes.append(action.formation.probe_ports)
+    assert isinstance(action, StopRun)
+    assert "4 generations in a row" in action.reason
+    assert probes == [False, False, True, False, True, False]
+    assert machine.tick(1000.0) == []
 
 
 # ---- the step that kills
