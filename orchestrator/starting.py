@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 BUSY_WATCH_S = 10.0
+# Ray unpacks a job's working directory in a folder of this one's.
+_RAY_COPIES = "working_dir_files"
 _RNG = (
     "every micro-batch seeds its random numbers with (train.seed, index of its first sample); "
     "no other state is kept"
@@ -38,13 +40,19 @@ _RNG = (
 
 
 def run_folder(job: JobConfig) -> Path:
-    """The run's folder, absolute. Raises `ConfigError` for a URI."""
+    """The run's folder, absolute. Raises `ConfigError` for a URI, and for a folder that Ray would delete."""
     if "://" in job.run.storage:
         raise ConfigError(
             f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; "
             "give a path"
         )
-    return Path(os.path.abspath(job.run.run_uri))
+    folder = Path(os.path.abspath(job.run.run_uri))
+    if _RAY_COPIES in folder.parts:
+        raise ConfigError(
+            f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
+            "directory, which Ray deletes; give an absolute path that all nodes see"
+        )
+    return folder
 
 
 def check_writable(folder: Path) -> None:
