@@ -29,7 +29,7 @@ REFUSAL_LIMIT_S = 30.0
 SHAPE = {
     "pack.seq_len": 128,
     "train.global_batch_size": 32,
-    "train.max_steps": 40,
+    "train.max_steps": 60,
     "resume.every_steps": 100,
     "cluster.num_workers": 2,
 }
@@ -177,13 +177,13 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     job: Job, server: JobServer, unbroken: str
 ) -> None:
     submission = server.submit(job)
-    watch = when_step(job, 3, lambda: server.client.stop_job(submission))
+    watch = when_step(job, 2, lambda: server.client.stop_job(submission))
     status, logs = server.end(submission)
     watch.join()
     assert status == "STOPPED", logs
     assert "SIGTERM: saving and stopping" in logs
     newest = job.run.points()[-1]
-    assert 3 <= newest["step"] < SHAPE["train.max_steps"], logs
+    assert 2 <= newest["step"] < SHAPE["train.max_steps"], logs
     assert newest["consumed_samples"] == job.run.steps()[-1].consumed_samples, "a finished step was lost"
 
     status, logs = server.end(server.submit(job))
