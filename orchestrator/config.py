@@ -115,7 +115,7 @@ class DataConfig(_Section):
     encoder: Annotated[Literal["auto", "gigatoken", "tokenizers"], same("auto, gigatoken or tokenizers")] = (
         "auto"
     )
-    """Library that encodes; `auto`: gigatoken where it agrees with tokenizers on the run's documents."""
+    """Library that encodes; `auto`: the run's own, at first gigatoken where it agrees with tokenizers."""
 
 
 class PackConfig(_Section):

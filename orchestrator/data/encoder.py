@@ -76,7 +76,7 @@ class Encoder:
             raise DataIdentityError(
                 f"the run encodes with {choice}, this machine has {choice.name} "
                 f"{found or '(not installed)'}; "
-                f"install {choice.name}=={choice.version} on every machine, or change data.encoder"
+                f"install {choice.name}=={choice.version} on every machine, or start a new run"
             )
         self.choice = choice
         self._parse = special_tokens_in_text == "parse"

@@ -40,6 +40,7 @@ _SAMPLE_CHARACTERS = 8192
 class DataSpec:
     """A run's data and how they become tokens. Pickles; goes to the feeder and to every tokenizer process.
 
+    `encoder` is the one that was frozen, whatever the job asks for: the identity shows what it asks for.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start.
     """
@@ -187,10 +188,8 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
-    offered = EncoderChoice(name=encoder.name, version=installed_version(encoder.name) or "(not installed)")
-    if config.data.encoder not in ("auto", encoder.name):
-        encoder, more = _choose(config, settings, facts, plan)
-        offered, notes = encoder, (*notes, *more)
+    wanted = encoder.name if config.data.encoder == "auto" else config.data.encoder
+    offered = EncoderChoice(name=wanted, version=installed_version(wanted) or "(not installed)")
     asked = _tokenizer_now(config, frozen, facts)
     return DataSpec(
         plans=(plan,),

@@ -57,15 +57,13 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
     return settings
 
 
-def compare(
-    old: RunIdentity, new: RunIdentity, accept_changed: bool = False, encoder_changed: bool = False
-) -> tuple[str, ...]:
+def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:
     """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and
     what to do; empty if it may.
 
-    `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else.
-    `encoder_changed` says that the user changed `data.encoder`: only then may the encoder be another one,
-    from the next whole document on (rule 6).
+    `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else. The
+    encoder stays what it was, name and version: this version cannot go on with another one from the next
+    whole document on (rule 6), and every other way would repeat or lose tokens unseen.
     """
     refusals = []
     if old.format_version != new.format_version:
@@ -86,16 +84,25 @@ def compare(
             f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
             "keep the tokenizer, or start a new run"
         )
-    old_encoder = f"{old.encoder_name} {old.encoder_version}"
-    new_encoder = f"{new.encoder_name} {new.encoder_version}"
-    if old_encoder != new_encoder and not encoder_changed:
-        refusals.append(
-            f"the run encodes with {old_encoder}, this machine offers {new_encoder}; install {old_encoder}, "
-            "or change data.encoder to go on with another from the next whole document on"
-        )
+    refusals += _compare_encoders(old, new)
     refusals += _compare_settings(old.settings, new.settings)
     refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
     return tuple(refusals)
+
+
+def _compare_encoders(old: RunIdentity, new: RunIdentity) -> list[str]:
+    was = f"{old.encoder_name} {old.encoder_version}"
+    if old.encoder_name != new.encoder_name:
+        return [
+            f"the run encodes with {was}, the job asks for data.encoder={new.encoder_name}; "
+            f"set data.encoder=auto or {old.encoder_name}, or start a new run"
+        ]
+    if old.encoder_version != new.encoder_version:
+        return [
+            f"the run encodes with {was}, this machine offers {new.encoder_name} {new.encoder_version}; "
+            f"install {old.encoder_name}=={old.encoder_version} on every machine, or start a new run"
+        ]
+    return []
 
 
 def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -98,7 +98,7 @@ def plan_resume(
     different = differences(old, config.flat(), rules)
     refused = list(refusals(different, point.name if point else "", identities is not None))
     if identities is not None:
-        refused += _identity_refusals(identities, config, different, old_flat is not None)
+        refused += _identity_refusals(identities, config, old_flat is not None)
     cursor = point.cursor if point else Cursor()
     budgets = budgets_for(config, point.budgets if point else None, cursor)
     left = _remaining(config, cursor, budgets, data_tokens)
@@ -149,14 +149,14 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
     """One text for each difference that no resume may make; `point` is its name, or empty without a point.
 
     A field that names something whose content decides (a path) is not refused when contents are compared too
-    (`content_known`). `data.encoder` has its own rule, in `identity.compare`.
+    (`content_known`), nor is `data.encoder`: `identity.compare` knows what the run encodes with.
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
         f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
         f"keep {d.field}={_text(d.old)}, or start a new run under another run.name"
         for d in different
-        if d.rule == "same" and d.field != "data.encoder" and not (content_known and is_content(d))
+        if d.rule == "same" and not (content_known and (d.field == "data.encoder" or is_content(d)))
     )
 
 
@@ -174,20 +174,12 @@ def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity_refusals(
-    identities: tuple[RunIdentity, RunIdentity],
-    config: JobConfig,
-    different: Iterable[Difference],
-    settings_told: bool,
+    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, settings_told: bool
 ) -> tuple[str, ...]:
     old, new = identities
     if settings_told:  # the differences have named the settings already
         new = replace(new, settings=old.settings)
-    return compare(
-        old,
-        new,
-        accept_changed=config.resume.accept_changed,
-        encoder_changed=any(d.field == "data.encoder" for d in different),
-    )
+    return compare(old, new, accept_changed=config.resume.accept_changed)
 
 
 def _remaining(

@@ -182,10 +182,16 @@ def test_a_setting_is_refused_once_although_configuration_and_identity_both_name
     assert len(decide(job_seed_1, POINT, None, identities=(IDENTITY, new)).refusals) == 1
 
 
-def test_the_encoder_follows_its_own_rule():
+def test_another_encoder_is_refused_and_its_name_in_place_of_auto_is_not():
     other = replace(IDENTITY, encoder_name="tokenizers")
-    assert resumed("data.encoder=tokenizers", identities=(IDENTITY, other)).action == "resume"
-    assert resumed(identities=(IDENTITY, other)).action == "refuse"
+    plan = resumed("data.encoder=tokenizers", identities=(IDENTITY, other))
+    assert plan.action == "refuse"
+    assert [d.field for d in plan.differences] == ["data.encoder"]
+    (refusal,) = plan.refusals
+    assert "encodes with gigatoken 0.3.1, the job asks for data.encoder=tokenizers" in refusal
+    named = resumed("data.encoder=gigatoken", identities=(IDENTITY, IDENTITY))
+    assert (named.action, [d.field for d in named.differences]) == ("resume", ["data.encoder"])
+    assert resumed("data.encoder=gigatoken").action == "refuse", "nobody knows what the run encodes with"
 
 
 def test_a_run_without_a_point_is_still_held_to_what_it_was_started_with():
