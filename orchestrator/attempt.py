@@ -9,12 +9,16 @@ looking.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import RefusedError, ResumePointError
 from orchestrator.faults import Hook
+from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import Journal, read_journal
 from orchestrator.plan.claims import ClaimParent
 from orchestrator.plan.identity import RunIdentity
@@ -23,6 +27,7 @@ from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import MemberInfo, StateKey
 from orchestrator.resume.claims import RESTARTED, RESUME, REWIND, START, UnreadableFile
+from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
 from orchestrator.resume.store import RunStore
 
@@ -44,7 +49,8 @@ class Attempt:
     """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
 
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
-    trains on while a restarted coordinator takes over, `members` where its members live; `ended` is (outcome,
+    trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are older
+    launches' saves that this one removed; `ended` is (outcome,
     reason) when the launch had ended before that restart.
     """
 
@@ -56,6 +62,7 @@ class Attempt:
     step_label: int
     budgets: Budgets
     damages: tuple[Damage, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
     previous: PreviousGeneration | None = None
     members: tuple[MemberInfo, ...] = ()
     ended: tuple[str, str] | None = None
@@ -182,8 +189,23 @@ def begin_launch(
         step_label=plan.step_after,
         budgets=plan.budgets,
         damages=damages,
+        leftovers=remove_leftovers(store, number),
     )
     return attempt, plan
+
+
+def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any]) -> None:
+    """Journals that the attempt begins in this process, under this flat configuration, and all that its start
+    found and did.
+    """
+    journal.event("attempt", launch=attempt.launch, why=attempt.why, pid=os.getpid(), config=dict(config))
+    for damage in attempt.damages:
+        journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+    for left in attempt.leftovers:
+        if left.kept:
+            journal.event("leftover kept", point=left.point, reason=left.kept)
+        else:
+            journal.event("leftover removed", point=left.point)
 
 
 def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) -> Attempt:
@@ -191,7 +213,8 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     process is a restarted one.
 
     It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
-    writes. Raises `FencedError` if another
+    writes. Leftovers stay until the next start command, for members that live may still be writing into
+    them. Raises `FencedError` if another
     launch has taken the run over.
     """
     newest = store.newest_claim()

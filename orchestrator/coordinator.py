@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import os
 import socket
 import statistics
 import time
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.attempt import Attempt, continue_launch
+from orchestrator.attempt import Attempt, continue_launch, note_beginning
 from orchestrator.elastic.formation import (
     Form,
     Formation,
@@ -113,13 +112,7 @@ class Coordinator:
         self._attempt = continue_launch(self._store, start.attempt, socket.gethostname(), self._fault)
         number = self._attempt.number
         self._journal = JournalWriter(self._store.storage, number, start.run)
-        self._journal.event(
-            "attempt",
-            launch=self._attempt.launch,
-            why=self._attempt.why,
-            pid=os.getpid(),
-            config=start.flat_config,
-        )
+        note_beginning(self._journal, self._attempt, start.flat_config)
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(number)
         self._rendezvous = Rendezvous(

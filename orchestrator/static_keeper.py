@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -17,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from orchestrator import starting
-from orchestrator.attempt import Attempt
+from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.config import JobConfig
 from orchestrator.errors import FencedError, OrchestratorError, StorageError
 from orchestrator.faults import hook
@@ -103,9 +102,7 @@ class StaticKeeper:
 
         attempt, self._world_size = self._attempt, world_size
         cursor = attempt.point.cursor if attempt.point else Cursor()
-        config, pid = self._job.flat(), os.getpid()
-        self._journal.event("attempt", launch=attempt.launch, why=attempt.why, pid=pid, config=config)
-        self._note_damages(attempt.damages)
+        note_beginning(self._journal, attempt, self._job.flat())
         self._advance(Forming())
         self._journal.generation(
             GenerationStart(

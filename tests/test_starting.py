@@ -4,6 +4,7 @@ real data.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,19 @@ from typing import Any
 import pytest
 
 from orchestrator import starting
-from orchestrator.attempt import Attempt
+from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.config import JobConfig, parse_config
+from orchestrator.errors import RefusedError
 from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import StateKey
+from orchestrator.resume.claims import RESUME
+from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
-from tests.resume.samples import key, record, start, write_vote
+from tests.resume.samples import key, no_sleep, record, start, write_vote
+from tests.resume.test_storage import Failing
 
 
 class Runner:
@@ -84,3 +90,56 @@ def test_another_encoder_is_refused_at_every_start_and_the_runs_own_goes_on_at_e
         plan = runner.plan(encoder=wanted)
         assert (plan.action, plan.point) == ("resume", newest.point_name)
         newest = runner.launch(encoder=wanted)
+
+
+def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:
+    first = runner.launch()
+    storage = runner.store.storage
+    given_up, unfinished, later = (key(step, attempt=n) for step, n in ((14, 1), (17, 1), (5, 3)))
+    for at in (given_up, unfinished, later):
+        write_vote(storage, at, rank=0)
+    attempt = runner.begin()
+    assert attempt.number == 2
+    assert attempt.leftovers == (Leftover(point=given_up.point_name), Leftover(point=unfinished.point_name))
+    assert runner.store.leftovers() == [later.point_name], "what is not older stays"
+    assert runner.store.point_names() == [first.point_name]
+    assert runner.store.verify_point(first.point_name) == []
+    journal = JournalWriter(storage, attempt.number)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
+    assert [event.fields["point"] for event in events] == [given_up.point_name, unfinished.point_name]
+    said: list[str] = []
+    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    assert [text for text in said if given_up.point_name in text] == [
+        f"note: points/{given_up.point_name} was left of a save that was given up; it is removed"
+    ]
+
+
+def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    runner.store.claim(2, "aaaa", RESUME, "host")
+    runner.store.claim(3, "bbbb", RESUME, "host")
+    assert remove_leftovers(runner.store, 2) == ()
+    assert runner.store.leftovers() == [key(14).point_name]
+    assert remove_leftovers(runner.store, 3) == (Leftover(point=key(14).point_name),)
+
+
+def test_a_refused_start_removes_nothing(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    with pytest.raises(RefusedError):
+        runner.begin(seed=1)
+    assert runner.store.leftovers() == [key(14).point_name]
+
+
+def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    stuck = RunStore(Storage(str(runner.folder), Failing("remove_folder", errno.EBUSY), no_sleep))
+    (left,) = remove_leftovers(stuck, 2)
+    assert left.point == key(14).point_name
+    assert "EBUSY" in left.kept
+    assert "could not be removed" in str(left)
+    assert remove_leftovers(runner.store, 2) == (Leftover(point=key(14).point_name),)

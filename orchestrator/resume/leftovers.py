@@ -1,0 +1,56 @@
+"""Folders of saves that never became a resume point: a later launch takes them away when it has claimed.
+
+It decides by names and claims only; what it did, or could not do, is for the caller to tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.errors import StorageError
+from orchestrator.resume.points import parse_point_name
+from orchestrator.resume.store import RunStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftover:
+    """A folder without COMMIT. `kept`: why it is still there; empty: it is gone."""
+
+    point: str
+    kept: str = ""
+
+    def __str__(self) -> str:
+        if self.kept:
+            return f"points/{self.point}, left of a save that was given up, could not be removed: {self.kept}"
+        return f"points/{self.point} was left of a save that was given up; it is removed"
+
+
+def remove_leftovers(store: RunStore, number: int) -> tuple[Leftover, ...]:
+    """Takes away what attempts before `number` left; a start command calls it when claim and parent file of
+    `number` stand.
+
+    A folder with a COMMIT stays, and so does everything of `number` and of later attempts. Before each
+    deletion it asks for a newer claim, and does no more if there is one (MEMBERSHIP.md rule 7). Never raises
+    `StorageError`: what cannot be removed now is tried again at the next start. A cut-off machine that writes
+    its COMMIT at the very moment in which its folder goes leaves a damaged orphan: no claim names it (rule
+    6), so that it is never resumed, but `verify` shows it.
+    """
+    told: list[Leftover] = []
+    try:
+        names = store.leftovers()
+    except StorageError:
+        return ()  # the start itself reads this folder, too, and says what is wrong with it
+    for name in names:
+        key = parse_point_name(name)
+        assert key is not None, "leftovers gives names of points"
+        if key.attempt >= number:
+            continue
+        try:
+            if store.next_claim_exists(number):
+                break
+            store.discard(name)
+        except StorageError as error:
+            told.append(Leftover(point=name, kept=str(error)))
+        else:
+            told.append(Leftover(point=name))
+    return tuple(told)
