@@ -26,7 +26,15 @@ from orchestrator.plan.lineage import Lineage, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import MemberInfo, StateKey
-from orchestrator.resume.claims import RESTARTED, RESUME, REWIND, START, UnreadableFile
+from orchestrator.resume.claims import (
+    RESTARTED,
+    RESUME,
+    REWIND,
+    START,
+    UNREADABLE,
+    UnreadableFile,
+    unreadable_claim,
+)
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
 from orchestrator.resume.store import RunStore
@@ -35,7 +43,7 @@ from orchestrator.resume.store import RunStore
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first.
+    oldest first. `unreadable` are the attempts' files that could not be used, for the user to hear of.
     """
 
     journal: Journal
@@ -49,9 +57,9 @@ class Attempt:
     """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
 
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
-    trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are older
-    launches' saves that this one removed; `ended` is (outcome,
-    reason) when the launch had ended before that restart.
+    trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are
+    older launches' saves that this one removed; `ended` is (outcome, reason) when the launch had ended before
+    that restart.
     """
 
     number: int
@@ -62,6 +70,7 @@ class Attempt:
     step_label: int
     budgets: Budgets
     damages: tuple[Damage, ...] = ()
+    unreadable: tuple[UnreadableFile, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     previous: PreviousGeneration | None = None
     members: tuple[MemberInfo, ...] = ()
@@ -77,9 +86,10 @@ def survey(store: RunStore) -> Survey:
     """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
     itself.
     """
-    parents, unreadable = store.parents()
+    claims, (parents, cut_off) = store.claims(), store.parents()
+    unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
     journal = read_journal(store.storage)
-    lineage = require_sound(effective_history(store.claims(), parents, journal.generations, journal.records))
+    lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
     keys = ((name, parse_point_name(name)) for name in store.point_names())
     on_lineage = tuple(name for name, key in keys if key is not None and lineage.on_lineage(key))
     return Survey(journal=journal, lineage=lineage, points=on_lineage, unreadable=unreadable)
@@ -189,6 +199,7 @@ def begin_launch(
         step_label=plan.step_after,
         budgets=plan.budgets,
         damages=damages,
+        unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number),
     )
     return attempt, plan
@@ -201,6 +212,8 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
     journal.event("attempt", launch=attempt.launch, why=attempt.why, pid=os.getpid(), config=dict(config))
     for damage in attempt.damages:
         journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+    for file in attempt.unreadable:
+        journal.event("unreadable file", file=file.path, reason=file.reason)
     for left in attempt.leftovers:
         if left.kept:
             journal.event("leftover kept", point=left.point, reason=left.kept)
@@ -214,8 +227,7 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
 
     It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
     writes. Leftovers stay until the next start command, for members that live may still be writing into
-    them. Raises `FencedError` if another
-    launch has taken the run over.
+    them. Raises `FencedError` if another launch has taken the run over.
     """
     newest = store.newest_claim()
     assert newest is not None, "the driver has claimed before it starts a coordinator"
@@ -245,6 +257,8 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
         point=point,
         inherited=seen.points,
         damages=(),
+        unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
+        leftovers=(),
         previous=None
         if last is None
         else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members),

@@ -156,6 +156,9 @@ class Coordinator:
         self._infos = {info.member: info for info in self._attempt.members}
         self._left_out: list[MemberInfo] = []
         self._failures: list[tuple[int, str]] = []
+        # what the driver has not shown yet; what the first attempt's start found, it has seen itself
+        restarted = number != start.attempt.number
+        self._warnings = [str(file) for file in self._attempt.unreadable if restarted]
         self._failed_generations: set[int] = set()
         self._steps: list[float] = []
         self._last_step: StepRecord | None = None
@@ -296,6 +299,7 @@ class Coordinator:
         view, below = self._view, self._rendezvous.below_minimum_since
         newest = self._newest
         left_out, self._left_out = tuple(self._left_out), []
+        warnings, self._warnings = tuple(self._warnings), []
         return RunStatus(
             version=self._version,
             attempt=self._attempt.number,
@@ -310,6 +314,7 @@ class Coordinator:
             left_out=left_out,
             members=tuple(info for info in self._infos.values() if view and info.member in view.members),
             failures=tuple(self._failures),
+            warnings=warnings,
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -579,6 +584,8 @@ class Coordinator:
         answer = await asyncio.to_thread(self._committer.perform, action)
         for damage in self._committer.take_damages():
             self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+            self._warnings.append(str(damage))
+            await self._tell()
         if answer is not None:
             await self._commit(answer)
 
@@ -598,6 +605,7 @@ class Coordinator:
             )
         if isinstance(action, GiveUp):
             self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
+            self._warnings.append(f"the save of {action.key.point_name} was given up: {action.reason}")
         for rank in action.ranks:
             future = self._votes.pop((action.key, rank), None)
             if future is not None and not future.done():

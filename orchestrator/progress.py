@@ -28,7 +28,9 @@ class Progress:
             self._live.start()
 
     def show(self, status: RunStatus) -> None:
-        """A new status."""
+        """A new status. Its warnings are lines of their own, at once."""
+        for warning in status.warnings:
+            self.say(f"warning: {warning}")
         now, step = time.monotonic(), status.last_step
         if step is not None and (not self._marks or self._marks[-1][1] != step.consumed_tokens):
             self._marks.append((now, step.consumed_tokens))

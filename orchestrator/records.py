@@ -400,7 +400,7 @@ class MemberInfo:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
     """What the coordinator tells the supervisor: counts, the last step, the newest committed point, and how
-    the run ended if it did.
+    the run ended if it did. `warnings` are texts for the user, each told once.
 
     `ended` is None while it runs, else `done`, `stopped` or `failed`; `reason` says why. `version` changes
     whenever anything else does.
@@ -419,3 +419,4 @@ class RunStatus:
     left_out: tuple[MemberInfo, ...]
     members: tuple[MemberInfo, ...]
     failures: tuple[tuple[int, str], ...]  # (step, what) of every failure of this launch
+    warnings: tuple[str, ...] = ()  # since the status before: saves given up, damage found

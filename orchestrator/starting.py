@@ -148,6 +148,8 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
             f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
         )
+    for file in attempt.unreadable:
+        say(f"warning: {file}")
     for left in attempt.leftovers:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:

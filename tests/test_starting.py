@@ -143,3 +143,23 @@ def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> No
     assert "EBUSY" in left.kept
     assert "could not be removed" in str(left)
     assert remove_leftovers(runner.store, 2) == (Leftover(point=key(14).point_name),)
+
+
+@pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])
+def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
+    runner: Runner, file: str
+) -> None:
+    runner.launch()
+    runner.launch()
+    path = runner.folder / file
+    path.write_bytes(path.read_bytes()[:40])
+    attempt = runner.begin()
+    assert [unreadable.path for unreadable in attempt.unreadable] == [file]
+    said: list[str] = []
+    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
+    journal = JournalWriter(runner.store.storage, attempt.number)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    (event,) = [e for e in read_journal(runner.store.storage).events if e.kind == "unreadable file"]
+    assert event.fields["file"] == file

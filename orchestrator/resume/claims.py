@@ -46,6 +46,9 @@ class UnreadableFile:
     path: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.path} is not as it was written: {self.reason}"
+
 
 class ClaimFiles:
     """Claims of one run. Every method may raise `StorageError`; then nothing was decided."""
@@ -89,7 +92,8 @@ class ClaimFiles:
         except OrchestratorError as error:
             if isinstance(error, StorageError):
                 raise
-            return UnreadableFile(path=path, reason=str(error))
+            reason = f"{error}; what this attempt trained is continued by none"
+            return UnreadableFile(path=path, reason=reason)
 
     def parents(self) -> tuple[tuple[ClaimParent, ...], tuple[UnreadableFile, ...]]:
         """The readable parent files by number, and the unreadable ones, which must be told to the user: their
@@ -200,6 +204,13 @@ class ClaimFiles:
             return self.storage.size(path)
         except FileNotFoundError:
             return -1
+
+
+def unreadable_claim(number: int) -> UnreadableFile:
+    """What to tell of a claim whose `why` is `unreadable`."""
+    return UnreadableFile(
+        path=_claim_path(number), reason="nobody knows whose claim it is; its number counts as taken"
+    )
 
 
 def now_text() -> str:
