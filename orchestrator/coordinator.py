@@ -13,7 +13,7 @@ import collections
 import socket
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,7 @@ class Coordinator:
         # The sign of life must not wait behind a long commit: another start would think that this attempt is
         # dead.
         self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
+        self._beating: Future[bool] | None = None
         self._verifying: set[asyncio.Task[None]] = set()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
         self._joins: dict[str, asyncio.Future[Any]] = {}
@@ -417,7 +418,8 @@ class Coordinator:
                     await self._commit(Tick(now_s=now))
                 if now >= due["heartbeat"]:
                     due["heartbeat"] = now + HEARTBEAT_EVERY_S
-                    self._pulse.submit(self._heartbeat.write, b".")
+                    if self._beating is None or self._beating.done():  # while storage hangs none queue up
+                        self._beating = self._pulse.submit(self._heartbeat.beat)
                 await self._sleep_until_woken()
         except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
             await self._end("failed", f"the coordinator failed: {type(error).__name__}: {error}")

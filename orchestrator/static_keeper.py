@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from orchestrator import starting
 from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.config import JobConfig
-from orchestrator.errors import FencedError, OrchestratorError, StorageError
+from orchestrator.errors import FencedError, OrchestratorError
 from orchestrator.faults import hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
@@ -205,10 +205,10 @@ class StaticKeeper:
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too
-        with suppress(StorageError):
-            heartbeat = self._store.heartbeat(self._attempt.number)
-            while not self._over.wait(HEARTBEAT_EVERY_S):
-                heartbeat.write(b".")
+        heartbeat = self._store.heartbeat(self._attempt.number)
+        heartbeat.beat()
+        while not self._over.wait(HEARTBEAT_EVERY_S):
+            heartbeat.beat()
 
     def _write(self) -> None:
         """The writing thread: votes as they come, journal and time in between."""

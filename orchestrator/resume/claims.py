@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 import orjson
 
-from orchestrator.disk import AppendHandle
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
 from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.records import decode, encode
+from orchestrator.resume.heartbeat import Heartbeat
 from orchestrator.resume.sealed import SealError, seal, unseal
 from orchestrator.storage import Storage
 
@@ -158,11 +158,9 @@ class ClaimFiles:
         end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text())
         self.storage.create(_end_path(number), seal(encode(end)))
 
-    def heartbeat(self, number: int) -> AppendHandle:
-        """The heartbeat file of attempt `number`: append a byte every 2 s or so, while the attempt lives.
-        `sync` is not needed.
-        """
-        return self.storage.append(f"{ATTEMPTS}/{number:04d}.heartbeat")
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
+        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
 
     # ---------------------------------------------------------------------- busy
     def watch_busy(

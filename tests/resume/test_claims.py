@@ -150,7 +150,7 @@ def test_a_run_without_claims_or_with_an_end_record_is_not_busy_at_once(store) -
 
 def test_a_dead_attempt_is_watched_for_the_whole_time_and_then_not_busy(store) -> None:
     store.claim(1, "aaaa", START, "host")
-    store.heartbeat(1).write(b".")
+    store.heartbeat(1).beat()
     clock = Clock()
     assert store.watch_busy(10, clock, clock.wait) is None
     assert 10 <= clock.now < 11
@@ -159,7 +159,7 @@ def test_a_dead_attempt_is_watched_for_the_whole_time_and_then_not_busy(store) -
 def test_a_run_is_busy_when_its_heartbeat_or_journal_grows(store) -> None:
     claim = store.claim(1, "aaaa", START, "host")
     heartbeat = store.heartbeat(1)
-    clock = Clock({7.0: lambda: heartbeat.write(b".")})
+    clock = Clock({7.0: heartbeat.beat})
     assert store.watch_busy(10, clock, clock.wait) == claim
     assert clock.now < 8
     clock = Clock({3.0: lambda: store.storage.append("journal/a0001/000001.jsonl").write(b"x")})

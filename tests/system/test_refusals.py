@@ -68,16 +68,16 @@ def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
 
 
 @pytest.fixture
-def beating(job: Job) -> Callable[[], None]:
+def beating(job: Job) -> Callable[[], bool]:
     """Makes the run look alive: a claim of another launch whose heartbeat goes on with every call."""
     store = RunStore(Storage(job.config().run.run_uri))
     store.claim(1, "another-launch", "start", "another-host")
     heartbeat = store.heartbeat(1)
-    return lambda: heartbeat.write(b".")
+    return heartbeat.beat
 
 
 def test_a_run_that_another_launch_works_on_is_busy(
-    job: Job, cluster: Any, beating: Callable[[], None]
+    job: Job, cluster: Any, beating: Callable[[], bool]
 ) -> None:
     import threading
 
