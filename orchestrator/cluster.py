@@ -7,13 +7,12 @@ It decides nothing: the facts go to `elastic.policy`. It shuts down only what it
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ResourceError
+from orchestrator.machine import shared_memory_bytes
 
 if TYPE_CHECKING:
     from orchestrator.config import JobConfig
@@ -54,7 +53,7 @@ class Node:
 class ClusterConnection:
     """A connection to Ray; as a context manager it ends what it began, and nothing else."""
 
-    def __init__(self, config: JobConfig, num_cpus_needed: float) -> None:
+    def __init__(self, config: JobConfig, num_cpus_needed: float, object_store_needed_bytes: int) -> None:
         """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to,
         else starts a local one.
 
@@ -69,7 +68,7 @@ class ClusterConnection:
         self.started = False
         if ray.is_initialized():
             return
-        address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+        address = _address(config)
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         self.started = True
         if address:
@@ -82,7 +81,7 @@ class ClusterConnection:
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
             include_dashboard=False,
-            object_store_memory=_local_object_store(),
+            object_store_memory=_local_object_store(object_store_needed_bytes),
             **quiet,
         )
 
@@ -98,6 +97,13 @@ class ClusterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def starts_local_ray(config: JobConfig) -> bool:
+    """Whether a connection would start a Ray of its own on this machine."""
+    import ray
+
+    return not ray.is_initialized() and not _address(config)
 
 
 def nodes() -> tuple[Node, ...]:
@@ -124,30 +130,21 @@ def nodes() -> tuple[Node, ...]:
     return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
 
 
-def shared_memory_bytes() -> int | None:
-    """What is free in /dev/shm of this machine; None where there is none (macOS)."""
-    folder = "/dev/shm"  # noqa: S108  nothing is written there
-    return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
+def _address(config: JobConfig) -> str | None:
+    return config.cluster.address or os.environ.get("RAY_ADDRESS")
 
 
-def free_disk_bytes(folder: str) -> int:
-    """Free bytes of the file system that will hold `folder` (of its nearest parent that exists)."""
-    path = os.path.abspath(folder)
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return shutil.disk_usage(path).free
-
-
-def _local_object_store() -> int:
-    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty; less than that free in
-    /dev/shm would make Ray slow.
+def _local_object_store(needed_bytes: int) -> int:
+    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty for most jobs; less than that
+    free in /dev/shm would make Ray slow.
     """
-    wanted, free = 256 * 2**20, shared_memory_bytes()
+    wanted, free = max(256 * 2**20, needed_bytes), shared_memory_bytes()
     if free is not None and free < wanted:
         raise ResourceError(
             f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, "
             f"a local Ray needs {wanted / 2**20:.0f} MiB; "
-            "make it larger (in a container: --shm-size=1g), or use a cluster with cluster.address"
+            "make it larger (in a container: --shm-size=1g), lower data.num_tokenizers, "
+            "or use a cluster with cluster.address"
         )
     return wanted
 

@@ -25,12 +25,10 @@ from orchestrator.storage import Storage
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec, Sample
+    from orchestrator.elastic.needs import Needs
     from orchestrator.elastic.policy import Limits, NodeFacts
     from orchestrator.progress import Progress
 
-# A state is weights, two moments and, while it is written, nothing else: 12 bytes per parameter in float32.
-_BYTES_PER_PARAMETER = 12
-_TOKENIZER_OBJECT_BYTES = 16 << 20
 _FREED_S = 10.0  # how long a start waits for resources that a launch before it held
 
 
@@ -78,12 +76,16 @@ def train(
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began)
-        from orchestrator.cluster import ClusterConnection
+        from orchestrator.cluster import ClusterConnection, starts_local_ray
+        from orchestrator.elastic.needs import needs_of
 
-        limits = _limits(job)
-        with ClusterConnection(job, limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers):
+        limits, needs = _limits(job), needs_of(job)
+        if local := starts_local_ray(job):
+            _check_this_machine(needs, limits)
+        cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
+        with ClusterConnection(job, cpus, needs.object_store_bytes):
             busy.result()
-            _preflight(job, limits, folder)
+            _preflight(job, needs, limits, folder, () if local else _memories())
             attempt, plan = starting.claim(store, job, spec, fault_plan)
             spec = starting.prepare(job, folder, freeze=True)
             status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
@@ -133,17 +135,41 @@ def _limits(job: JobConfig) -> Limits:
     )
 
 
-def _preflight(job: JobConfig, limits: Limits, folder: Path) -> None:
-    from orchestrator.cluster import free_disk_bytes
+def _check_this_machine(needs: Needs, limits: Limits) -> None:
+    """Memory, before a Ray is started here: what others hold now is not subtracted, for they may end."""
+    import socket
+
+    from orchestrator import machine
+    from orchestrator.elastic.needs import memory_problems
+
+    here = (socket.gethostname(), machine.memory_bytes() or 0)
+    _refuse(memory_problems(needs, limits.start_workers, [here]))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _preflight(
+    job: JobConfig, needs: Needs, limits: Limits, folder: Path, memories: Sequence[tuple[str, int]]
+) -> None:
+    """Raises `ResourceError` with all that is missing. `memories`: (host, bytes in all) of each node, where
+    memory has not been looked at yet.
+    """
+    from orchestrator.elastic.needs import memory_problems
     from orchestrator.elastic.policy import preflight
+    from orchestrator.machine import free_disk_bytes
+
+    memory = memory_problems(needs, limits.start_workers, memories)
 
     def look(nodes: tuple[NodeFacts, ...]) -> list[str]:
-        return preflight(
+        return memory + preflight(
             nodes,
             limits,
             disk_free_bytes=free_disk_bytes(str(folder)),
-            disk_needed_bytes=(job.resume.keep_latest + 1) * _BYTES_PER_PARAMETER * _parameters(job),
-            object_store_needed_bytes=(limits.num_tokenizers + 2) * _TOKENIZER_OBJECT_BYTES,
+            disk_needed_bytes=(job.resume.keep_latest + 1) * needs.point_bytes,
+            object_store_needed_bytes=needs.object_store_bytes,
         )
 
     # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
@@ -153,17 +179,13 @@ def _preflight(job: JobConfig, limits: Limits, folder: Path) -> None:
         if look(empty) or time.monotonic() > deadline:
             break
         time.sleep(0.25)
-    if problems:
-        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
+    _refuse(problems)
 
 
-def _parameters(job: JobConfig) -> int:
-    """About how many parameters a configured model has (0 where that cannot be said without building it)."""
-    shape = job.model.config or {}
-    names = ("hidden_size", "vocab_size", "num_hidden_layers")
-    hidden, vocab, layers = (shape.get(name, 0) for name in names)
-    inner = shape.get("intermediate_size", 4 * hidden)
-    return int(vocab * hidden + layers * hidden * (4 * hidden + 3 * inner))
+def _memories() -> list[tuple[str, int]]:
+    from orchestrator.cluster import nodes
+
+    return [(node.host, node.memory_bytes) for node in nodes()]
 
 
 def _node_facts() -> tuple[NodeFacts, ...]:

@@ -51,6 +51,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if job.cluster.use_gpu:
         _require_gpus()
+    _require_memory(job)
     meeting = _Meeting()
     if meeting.rank != 0:
         return _follow(meeting, job, folder, fault_plan)
@@ -177,6 +178,19 @@ def _require_gpus() -> None:
             f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
             f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
         )
+
+
+def _require_memory(job: JobConfig) -> None:
+    """Of the ranks on this machine; each reads the data itself, which is not counted."""
+    from orchestrator.elastic.needs import memory_problems, needs_of
+    from orchestrator.machine import memory_bytes
+
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    problems = memory_problems(
+        needs_of(job), num_ranks, [("this machine", memory_bytes() or 0)], with_feed=False
+    )
+    if problems:
+        raise ResourceError(problems[0])
 
 
 def _train(

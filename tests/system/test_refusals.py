@@ -4,12 +4,16 @@ written.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
 from orchestrator.resume.store import RunStore
@@ -55,6 +59,28 @@ def test_a_cluster_that_does_not_answer_is_named_with_what_to_do(job: Job) -> No
         r"no Ray cluster answers at cluster\.address=127\.0\.0\.1:9 ",
         cluster__address="127.0.0.1:9",
     )
+
+
+ABSURD = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
+TOO_MUCH = r"GiB of memory are needed for 2 workers and the feed .* parameters × 4 bytes .* GiB are there"
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_ray_is_started(job: Job, tmp_path: Path) -> None:
+    model = {**(job.config().model.config or {}), **ABSURD}
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.config(model__config=model).to_json()))
+    began = time.monotonic()
+    command = [sys.executable, "-m", "orchestrator.cli", "train", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=4 * LIMIT_S, check=False)
+    assert time.monotonic() - began < LIMIT_S
+    assert ended.returncode == 2, ended.stderr
+    assert re.search(TOO_MUCH, ended.stderr), ended.stderr
+    assert not Path(job.config().run.run_uri).exists()
+
+
+def test_a_cluster_whose_nodes_lack_memory_is_refused_with_each_of_them(job: Job, cluster: Any) -> None:
+    model = {**(job.config().model.config or {}), **ABSURD}
+    refused(job, ResourceError, TOO_MUCH, model__config=model)
 
 
 def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:

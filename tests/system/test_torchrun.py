@@ -68,6 +68,17 @@ def last_end(job: Job) -> tuple[str, int]:
     return (ended.outcome if ended else "no end", number)
 
 
+def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_written(
+    job: Job, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
+    model = {**(job.config().model.config or {}), **shape}
+    code, err = end(start(job, tmp_path, 2, model__config=model))
+    assert code != 0
+    assert "GiB of memory are needed for 2 workers (" in err
+    assert not Path(job.config().run.run_uri).exists()
+
+
 def test_two_ranks_train_the_same_bits_as_one(job: Job, tiny_config: Any, tmp_path: Path) -> None:
     alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
     groups = start(job, tmp_path, 2), start(alone, tmp_path, 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from orchestrator.config import ModelConfig
+from orchestrator.elastic.needs import count_parameters
 from orchestrator.errors import ConfigError, TrainingError
 from orchestrator.train.model import build_model, loss_sum, seed_micro_batch
 from orchestrator.train.state import TrainState
@@ -124,3 +125,20 @@ def test_a_model_whose_forward_pass_changes_a_buffer_is_refused():
     state.model[1](torch.randn(4, 8))
     with pytest.raises(TrainingError, match="changes its buffers"):
         step(state)
+
+
+def test_the_count_that_a_start_goes_by_is_that_of_the_model_but_for_its_norms() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    assert sum(p.numel() for p in model.parameters()) - count_parameters(shape) == (2 * 3 + 1) * 64

@@ -1,0 +1,72 @@
+"""What this machine has: memory, shared memory, disk.
+
+It decides nothing and knows nothing of jobs; a figure that cannot be found is None.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def memory_bytes() -> int | None:
+    """The memory that this process and its children may use in all, whoever uses it now: that of the machine,
+    or the limit of a container (cgroup) around them if that is smaller.
+    """
+    try:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    if machine <= 0:
+        return None
+    limit = cgroup_limit_bytes(_PROC_CGROUP, _CGROUPS)
+    return machine if limit is None else min(machine, limit)
+
+
+def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:
+    """The smallest memory limit of the cgroups that the file `membership` (as /proc/self/cgroup) names, and
+    of those around them, below `mount`; None without any. Version 1 and 2.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += [*_limits(mount, path, "memory.max"), *_limits(mount / "unified", path, "memory.max")]
+        elif "memory" in controllers.split(","):
+            limits += _limits(mount / "memory", path, "memory.limit_in_bytes")
+    return min(limits, default=None)
+
+
+def _limits(root: Path, path: str, name: str) -> Iterator[int]:
+    """What the files `name` from `path` up to `root` say; `max`, and a cgroup that is not seen here, say
+    nothing.
+    """
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        try:
+            yield int(root.joinpath(*parts[:depth], name).read_text())
+        except (OSError, ValueError):
+            continue
+
+
+def shared_memory_bytes() -> int | None:
+    """What is free in /dev/shm of this machine; None where there is none (macOS)."""
+    folder = "/dev/shm"  # noqa: S108  nothing is written there
+    return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
+
+
+def free_disk_bytes(folder: str) -> int:
+    """Free bytes of the file system that will hold `folder` (of its nearest parent that exists)."""
+    path = os.path.abspath(folder)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free

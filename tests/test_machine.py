@@ -1,0 +1,44 @@
+"""The memory that this process may use: the container's limit counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.machine import cgroup_limit_bytes, memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "700", "memory.max": "900"}, 700),
+        ("0::/a/b\n", {"a/b/memory.max": "100\n", "a/memory.max": "700"}, 100),
+        ("0::/../outside\n", {"memory.max": "500"}, 500),
+        ("0::/\n", {}, None),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("7:cpu:/x\n4:memory:/x/y\n0::/\n", {"memory/x/y/memory.limit_in_bytes": "300"}, 300),
+        ("4:memory,blkio:/unseen\n", {"memory/memory.limit_in_bytes": "400"}, 400),
+        ("0::/a\n", {"unified/a/memory.max": "600"}, 600),
+    ],
+)
+def test_the_smallest_limit_around_the_process_is_found(
+    tmp_path: Path, membership: str, files: dict[str, str], limit: int | None
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup_limit_bytes(tmp_path / "membership", tmp_path / "mount") == limit
+
+
+def test_without_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    assert cgroup_limit_bytes(tmp_path / "nothing", tmp_path) is None
+
+
+def test_this_machine_has_memory_and_no_more_than_is_built_in() -> None:
+    found = memory_bytes()
+    assert found is not None
+    assert (64 << 20) < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
