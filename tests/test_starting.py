@@ -116,6 +116,16 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     ]
 
 
+def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(runner: Runner) -> None:
+    runner.launch()
+    crashed = runner.begin()
+    write_vote(runner.store.storage, key(14), rank=0)
+    write_vote(runner.store.storage, key(12, attempt=crashed.number), rank=0)
+    assert runner.begin().leftovers == (Leftover(point=key(14).point_name),)
+    assert runner.begin().leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
+    assert runner.store.leftovers() == []
+
+
 def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)

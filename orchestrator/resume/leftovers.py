@@ -29,21 +29,23 @@ def remove_leftovers(store: RunStore, number: int) -> tuple[Leftover, ...]:
     """Takes away what attempts before `number` left; a start command calls it when claim and parent file of
     `number` stand.
 
-    A folder with a COMMIT stays, and so does everything of `number` and of later attempts. Before each
-    deletion it asks for a newer claim, and does no more if there is one (MEMBERSHIP.md rule 7). Never raises
-    `StorageError`: what cannot be removed now is tried again at the next start. A cut-off machine that writes
-    its COMMIT at the very moment in which its folder goes leaves a damaged orphan: no claim names it (rule
-    6), so that it is never resumed, but `verify` shows it.
+    A folder with a COMMIT stays, and so does everything of `number` and of later attempts. The launch before
+    this one is spared too unless it has said that it ended: its coordinator may only be cut off, and about to
+    commit; the next start takes its leftovers. Before each deletion it asks for a newer claim, and does no
+    more if there is one (MEMBERSHIP.md rule 7). Never raises `StorageError`: what cannot be removed now is
+    tried again at the next start. A machine that was cut off during a whole other launch, and writes its
+    COMMIT at the very moment in which its folder goes, leaves a damaged orphan: no claim names it (rule 6),
+    so that it is never resumed, but `verify` shows it.
     """
     told: list[Leftover] = []
     try:
-        names = store.leftovers()
+        names, spared = store.leftovers(), _cut_off(store, number)
     except StorageError:
-        return ()  # the start itself reads this folder, too, and says what is wrong with it
+        return ()  # the start itself reads these folders, too, and says what is wrong with them
     for name in names:
         key = parse_point_name(name)
         assert key is not None, "leftovers gives names of points"
-        if key.attempt >= number:
+        if key.attempt >= number or key.attempt in spared:
             continue
         try:
             if store.next_claim_exists(number):
@@ -54,3 +56,14 @@ def remove_leftovers(store: RunStore, number: int) -> tuple[Leftover, ...]:
         else:
             told.append(Leftover(point=name))
     return tuple(told)
+
+
+def _cut_off(store: RunStore, number: int) -> frozenset[int]:
+    """The attempts of the launch before `number`, if it did not say that it ended. A claim without a parent
+    file never began.
+    """
+    begun = {parent.attempt for parent in store.parents()[0]}
+    older = [claim for claim in store.claims() if claim.number < number and claim.number in begun]
+    if not older or store.read_end(older[-1].number) is not None:
+        return frozenset()
+    return frozenset(claim.number for claim in older if claim.launch == older[-1].launch)
