@@ -185,7 +185,8 @@ def _preflight(
 def _memories() -> list[tuple[str, int]]:
     from orchestrator.cluster import nodes
 
-    return [(node.host, node.memory_bytes) for node in nodes()]
+    # Ray splits what it found available between these two; tokens in the object store are part of the need
+    return [(n.host, n.memory_bytes and n.memory_bytes + n.object_store_bytes) for n in nodes()]
 
 
 def _node_facts() -> tuple[NodeFacts, ...]:
