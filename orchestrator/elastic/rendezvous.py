@@ -26,6 +26,7 @@ from orchestrator.elastic.formation import (
 )
 from orchestrator.elastic.gathering import DEAD, LEFT, Gathering
 from orchestrator.elastic.reach import largest_reaching
+from orchestrator.elastic.succession import Succession
 from orchestrator.errors import FencedError
 from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey, Wishes
 
@@ -60,12 +61,9 @@ class Rendezvous:
         self.attempt, self.launch = attempt, launch
         self._min, self._max, self._expected = min_workers, max_workers, expected
         self._settings = settings or RendezvousSettings()
-        self._first_attempt = attempt if first_attempt is None else first_attempt
-        self._rebase = rebase
+        self._states = Succession(attempt, attempt if first_attempt is None else first_attempt, rebase)
         self._blame = Blame(self._settings)
         self._group = Gathering(self._settings, previous)
-        self._point: NewestPoint | None = None
-        self._formed: dict[int, Formation] = {}  # every generation of this attempt
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
         self._older_ended: set[tuple[int, int]] = set()
         self._short_since: float | None = None
@@ -139,7 +137,7 @@ class Rendezvous:
 
     def set_newest_point(self, key: StateKey | None, cursor: Cursor | None, name: str | None) -> None:
         """The newest committed point on the lineage (None: there is none)."""
-        self._point = (
+        self._states.point = (
             None if key is None else NewestPoint(key=key, cursor=cursor, name=name or key.point_name)
         )
 
@@ -257,7 +255,9 @@ class Rendezvous:
         current = self._group.current
         if attempt < self.attempt:
             ended = (
-                bool(self._formed) or (attempt, generation) in self._older_ended or self._stopped is not None
+                bool(self._states.formed)
+                or (attempt, generation) in self._older_ended
+                or self._stopped is not None
             )
             reform = not ended
         elif current is None or (attempt, generation) != current.identity or not self._group.is_running:
@@ -272,7 +272,7 @@ class Rendezvous:
     @property
     def generation(self) -> int:
         """The number of the newest generation that was formed in this attempt, 0 before the first."""
-        return max(self._formed, default=0)
+        return max(self._states.formed, default=0)
 
     @property
     def below_minimum_since(self) -> float | None:
@@ -298,7 +298,7 @@ class Rendezvous:
             raise FencedError(
                 f"{who} knows attempt {newest}, this coordinator is attempt {self.attempt}; it ends"
             )
-        if any(attempt == self.attempt and number not in self._formed for attempt, number in named):
+        if any(attempt == self.attempt and number not in self._states.formed for attempt, number in named):
             formed = f"attempt {self.attempt} has formed {self.generation} generations"
             return Refused(
                 reason=f"{who} leaves generation {request.leaves} with {request.key}, but {formed}; it exits"
@@ -363,7 +363,7 @@ class Rendezvous:
         chosen = self._chosen(now)
         parent, source, point = self._newest(chosen)
         save_only = len(chosen) < self._min
-        if save_only and (self._saved_below or source is None or not self._is_unsaved(parent)):
+        if save_only and (self._saved_below or source is None or not self._states.is_unsaved(parent)):
             return self._below_minimum(chosen, now)
         holder = next((r for r in chosen if r.member == source), None)
         known = set(self._group.current.members) if self._group.current is not None else set()
@@ -376,14 +376,14 @@ class Rendezvous:
             source=source,
             point=point.name if point else None,
             cursor=holder.cursor if holder else point.cursor if point else None,
-            step=self._label(parent, point),
+            step=self._states.label(parent, point),
             newcomers=tuple(sorted(names - known)) if names & known else (),
             probe_ports=self._blame.probe_ports,
             save_only=save_only,
         )
         if formation.probe_ports:
             self._blame.probed()
-        self._formed[formation.generation] = formation
+        self._states.formed[formation.generation] = formation
         self._pending = (formation, {r.member: r for r in chosen})
         return Form(formation=formation)
 
@@ -402,8 +402,8 @@ class Rendezvous:
         ]
         best = max((r for r in requests if r.key is not None), key=_key_of, default=None)
         if best is not None:
-            newest = self._origin(_key_of(best))
-            if all(r.key is None or self._origin(r.key) != newest for r in allowed):
+            newest = self._states.origin(best.key)
+            if all(r.key is None or self._states.origin(r.key) != newest for r in allowed):
                 allowed.append(best)  # who alone holds the newest state is never left behind
         inside = self._group.is_inside
         allowed.sort(key=lambda r: (r is not best, not inside(r.member), waiting[r.member].since, r.member))
@@ -429,42 +429,18 @@ class Rendezvous:
     def _newest(
         self, requests: Iterable[JoinRequest]
     ) -> tuple[StateKey | None, str | None, NewestPoint | None]:
-        """The newest state over members and the committed point (rule 1): its key, and the member or point
-        with it.
-        """
-        held = [r for r in requests if r.key is not None]
-        best = max((_key_of(r) for r in held), default=None)
-        point = self._point
-        if point is not None and (best is None or point.key > best):
-            return point.key, None, point
-        if best is None:
-            return None, None, None
-        return best, self._by_rank({r.member for r in held if r.key == best}, None)[0], None
+        """The newest state (rule 1): its key, and the member or the point that has it."""
+        requests = list(requests)
+        parent, point = self._states.newest(requests)
+        if parent is None or point is not None:
+            return parent, None, point
+        return parent, self._by_rank({r.member for r in requests if r.key == parent}, None)[0], None
 
     def _by_rank(self, members: Iterable[str], source: str | None) -> tuple[str, ...]:
         """The source first, the others by their rank in the current generation, then by name."""
         known = self._group.current.members if self._group.current is not None else ()
         ranks = {m: i for i, m in enumerate(known)}
         return tuple(sorted(members, key=lambda m: (m != source, ranks.get(m, len(ranks)), m)))
-
-    def _label(self, parent: StateKey | None, point: NewestPoint | None) -> int:
-        if parent is None:
-            return 0
-        if point is not None and self._rebase is not None and parent.attempt < self._first_attempt:
-            return self._rebase(parent, point.cursor)
-        return parent.step
-
-    def _origin(self, key: StateKey) -> StateKey | None:
-        """The oldest key of the same content: agreeing on a state renames it without changing it."""
-        at: StateKey | None = key
-        while at is not None and at.attempt == self.attempt and self._formed[at.generation].step == at.step:
-            at = self._formed[at.generation].parent
-        return at
-
-    def _is_unsaved(self, parent: StateKey | None) -> bool:
-        """The survivors hold something that no committed point holds."""
-        origin = None if parent is None else self._origin(parent)
-        return origin is not None and (self._point is None or self._origin(self._point.key) != origin)
 
     def _below_minimum(self, chosen: list[JoinRequest], now: float) -> Waiting:
         self._short_since = now if self._short_since is None else self._short_since
@@ -484,7 +460,7 @@ class Rendezvous:
         """An independent copy, for a search over all interleavings."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin._formed, twin._older_ended = dict(self._formed), set(self._older_ended)
+        twin._states, twin._older_ended = self._states.copy(), set(self._older_ended)
         twin._saves_done, twin._blame, twin._group = (
             set(self._saves_done),
             self._blame.copy(),
@@ -503,7 +479,7 @@ class Rendezvous:
             self.attempt,
             self.generation,
             group,
-            self._point and self._point.key,
+            self._states.point and self._states.point.key,
             (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),
             frozenset(self._older_ended),
             self._blame.snapshot(),

@@ -45,11 +45,11 @@ class PointsIgnored(Rendezvous):
     """While any member holds a state, a newer committed point is forgotten."""
 
     def _newest(self, requests: Iterable[JoinRequest]) -> Choice:
-        requests, point = list(requests), self._point
+        requests, point = list(requests), self._states.point
         if any(r.key is not None for r in requests):
-            self._point = None
+            self._states.point = None
         found = super()._newest(requests)
-        self._point = point
+        self._states.point = point
         return found
 
 
@@ -61,11 +61,14 @@ class AttemptsIgnored(Rendezvous):
         if not held:
             return super()._newest(())
         generation, step, member, key = max(held, key=lambda h: h[:3])
-        if self._point is not None and (self._point.key.generation, self._point.key.step) > (
+        if self._states.point is not None and (
+            self._states.point.key.generation,
+            self._states.point.key.step,
+        ) > (
             generation,
             step,
         ):
-            return self._point.key, None, self._point
+            return self._states.point.key, None, self._states.point
         return key, member, None
 
 

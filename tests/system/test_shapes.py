@@ -13,25 +13,33 @@ from tests.system.harness import Job, assert_exactly_once
 pytestmark = pytest.mark.system
 
 
-def test_world_batch_and_length_change_at_every_start(job: Job, cluster: Any) -> None:
+def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
+    job: Job, cluster: Any
+) -> None:
     # token budgets that are no multiples of anything: last samples are shortened, and the next start goes on
     # behind them
-    first = job.train(train__max_steps=None, train__max_tokens=1500)
-    assert (first.outcome, first.consumed_tokens) == ("done", 1500)
-    second = job.train(
-        train__max_steps=None,
-        train__max_tokens=2777,
-        cluster__num_workers=1,
-        train__global_batch_size=24,
-        pack__seq_len=16,
+    budget = {"train__max_steps": None, "resume__every_steps": 3}
+    plan = job.faults().kill("word_received", step=5, rank=1)
+    first = job.train(
+        plan, **budget, train__max_tokens=40_001, train__global_batch_size=16, pack__seq_len=256
     )
-    assert (second.outcome, second.consumed_tokens) == ("done", 2777)
-    # back to the first shape, more tokens than before, two workers
-    third = job.train(train__max_steps=None, train__max_tokens=4000, train__global_batch_size=16)
-    assert (third.outcome, third.consumed_tokens) == ("done", 4000)
+    assert (first.outcome, first.consumed_tokens) == ("done", 40_001), first.reason
+    other = {"cluster__num_workers": 1, "train__global_batch_size": 24, "pack__seq_len": 128}
+    # the only worker dies: the whole group goes back to a point
+    second_plan = job.faults().kill("gradient_done", rank=0, step=(first.step or 0) + 8)
+    second = job.train(second_plan, **budget, **other, train__max_tokens=77_777)
+    assert (second.outcome, second.consumed_tokens) == ("done", 77_777), second.reason
+    # back to the first batch, more tokens than before, two workers, and the coordinator dies
+    third_plan = job.faults().kill("votes_complete")
+    third = job.train(
+        third_plan, **budget, train__max_tokens=100_000, train__global_batch_size=16, pack__seq_len=128
+    )
+    assert (third.outcome, third.consumed_tokens) == ("done", 100_000), third.reason
+    assert [len(p.struck()) for p in (plan, second_plan, third_plan)] == [1, 1, 1]
     assert_exactly_once(job)
-    plan = orchestrator.plan(job.config(train__max_steps=None, train__max_tokens=4000))
-    assert (plan.action, plan.remaining_steps, plan.consumed_tokens) == ("resume", 0, 4000)
+    again = job.config(**budget, train__max_tokens=100_000, train__global_batch_size=16, pack__seq_len=128)
+    found = orchestrator.plan(again)
+    assert (found.action, found.remaining_steps, found.consumed_tokens) == ("resume", 0, 100_000)
 
 
 def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(job: Job, cluster: Any) -> None:

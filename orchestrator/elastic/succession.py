@@ -1,0 +1,57 @@
+"""What the next generation continues: the newest state over members and the committed point, and its label
+(MEMBERSHIP.md rules 1 and 2).
+
+It knows the generations that were formed and the newest point; not who is waited for, nor when to form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from orchestrator.elastic.formation import Formation, NewestPoint
+from orchestrator.records import Cursor, JoinRequest, StateKey
+
+
+class Succession:
+    """The states of one attempt. `first_attempt`, `rebase`: see `Rendezvous`."""
+
+    def __init__(
+        self, attempt: int, first_attempt: int, rebase: Callable[[StateKey, Cursor | None], int] | None
+    ) -> None:
+        self.formed: dict[int, Formation] = {}  # every generation of this attempt
+        self.point: NewestPoint | None = None
+        self._attempt, self._first_attempt, self._rebase = attempt, first_attempt, rebase
+
+    def newest(self, requests: Iterable[JoinRequest]) -> tuple[StateKey | None, NewestPoint | None]:
+        """The greatest key over members and the committed point, and the point if it is that one's."""
+        best = max((r.key for r in requests if r.key is not None), default=None)
+        if self.point is not None and (best is None or self.point.key > best):
+            return self.point.key, self.point
+        return best, None
+
+    def label(self, parent: StateKey | None, point: NewestPoint | None) -> int:
+        """The label of the last step done, as the generation that continues `parent` counts."""
+        if parent is None:
+            return 0
+        if point is not None and self._rebase is not None and parent.attempt < self._first_attempt:
+            return self._rebase(parent, point.cursor)
+        return parent.step
+
+    def origin(self, key: StateKey | None) -> StateKey | None:
+        """The oldest key of the same content: agreeing on a state renames it without changing it."""
+        at = key
+        while at is not None and at.attempt == self._attempt and self.formed[at.generation].step == at.step:
+            at = self.formed[at.generation].parent
+        return at
+
+    def is_unsaved(self, parent: StateKey | None) -> bool:
+        """Whoever holds `parent` holds something that no committed point holds."""
+        origin = self.origin(parent)
+        return origin is not None and (self.point is None or self.origin(self.point.key) != origin)
+
+    def copy(self) -> Succession:
+        """An independent copy."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.formed = dict(self.formed)
+        return twin
