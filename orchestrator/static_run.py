@@ -85,14 +85,13 @@ class _Meeting:
 
     def __init__(self) -> None:
         from torch._C._distributed_c10d import PrefixStore
-        from torch.distributed.rendezvous import rendezvous
+
+        from orchestrator.train.static import meet
 
         if "RANK" not in os.environ:
             raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
-        store, self.rank, _ = next(rendezvous("env://"))
-        # torchrun keeps one store over its restarts
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Store = PrefixStore(f"starting/{restart}", store)
+        store, self.rank, _ = meet()
+        self._store: Store = PrefixStore("starting", store)
 
     def tell(self, value: Any) -> None:
         """The value, as JSON."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -59,18 +60,30 @@ class Keeper(Protocol):
         """The run is over; called once."""
 
 
+def meet() -> tuple[Store, int, int]:
+    """The store through which the ranks of this start of the group meet, this rank, and the world size.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun keeps one store over its restarts, so the keys
+    stand under TORCHELASTIC_RESTART_COUNT (0 where it is not set): no start reads what an older one wrote.
+    It does not help where agents of several machines count differently.
+    """
+    store, rank, world_size = next(rendezvous("env://"))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"restart/{restart}", store), rank, world_size
+
+
 class StaticMembership:
     """The group that torchrun started: one generation, and the first failure ends it (torchrun starts all
     ranks again).
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `keeper` is needed on rank 0 only. `ask_stop` may be
-    called from a signal handler; rank 0's counts. All ranks' answers go through torchrun's store.
+    `keeper` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
+    ranks' answers go through torchrun's store.
     """
 
     def __init__(self, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
         """Meets the other ranks' store. `vote_limit_s`: how long a vote may stay unanswered."""
         self.member = secrets.token_hex(6)
-        self._store, self._rank, self._world_size = next(rendezvous("env://"))
+        self._store, self._rank, self._world_size = meet()
         assert (keeper is not None) == (self._rank == 0), (
             f"rank 0 alone has a keeper; this is rank {self._rank}"
         )
