@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         code = 1
     sys.stderr.flush()
     if code:
-        # a thread that waits for a rank that is gone would keep the interpreter from ending
+        # at once, whatever a thread may still be doing
         os._exit(code)
 
 
@@ -103,7 +103,8 @@ class _Meeting:
         try:
             yield
         except BaseException as error:
-            self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
 
     def hear(self) -> Any:
