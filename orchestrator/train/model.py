@@ -1,7 +1,8 @@
 """The model of a job, its loss, and the random numbers that both use: the same bits in every process that
 asks.
 
-It knows the configuration and torch; nothing of ranks, steps, data or storage.
+It knows the configuration and torch, and of ranks only which GPU is theirs; nothing of steps, data or
+storage.
 """
 
 from __future__ import annotations
@@ -139,16 +140,10 @@ def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
 def seed_micro_batch(seed: int, first_sample: int) -> None:
     """Set torch's random numbers (dropout) for the micro-batch whose first sample has this index in the run.
 
-    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved
-    (`RNG_RULE` says it in `rng.json`).
+    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved. The
+    `rng.json` of every point states this rule.
     """
     torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
-
-
-RNG_RULE = (
-    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
-    "of blake3('{train.seed}:{index of its first sample}') >> 1)"
-)
 
 
 def set_determinism(invariant: bool, device: torch.device) -> None:
