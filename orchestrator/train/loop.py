@@ -195,7 +195,7 @@ class _Trainer:
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
-        word = Word.unpack(group.sum(share.pack(view.rank), f"the word of step {label}"))
+        word = Word.unpack(group.sum(share.pack(view.rank, view.world_size), f"the word of step {label}"))
         self._faults("word_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
         problem = word.problem(view.world_size, batch)
