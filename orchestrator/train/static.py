@@ -186,8 +186,8 @@ class StaticMembership:
             except (RuntimeError, TimeoutError) as error:  # what the store and a future raise
                 limit_s = self._limit.total_seconds()
                 told = ElasticError(
-                    f"the vote for {vote.key.point_name} found no answer within {limit_s:.0f} s ({error}); "
-                    "start the same command again"
+                    f"the vote for {vote.key.point_name} found no answer, for which it has {limit_s:.0f} s "
+                    f"({type(error).__name__}: {error}); start the same command again"
                 )
                 answer.set_exception(told)
             except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
