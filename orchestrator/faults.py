@@ -92,10 +92,10 @@ def _strike(fault: Fault) -> None:
 def hook(plan_json: str) -> Hook:
     """The hook of a process: of the plan, or one that does nothing where there is none ("")."""
     if not plan_json:
-        return _nothing
+        return no_fault
     plan = json.loads(plan_json)
     return FaultPlan(folder=plan["folder"], faults=tuple(Fault(**f) for f in plan["faults"])).strike
 
 
-def _nothing(place: str, step: int, rank: int) -> None:
-    """No plan, no fault."""
+def no_fault(place: str, step: int, rank: int) -> None:
+    """The hook of every run that is no test."""

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 BUSY_WATCH_S = 10.0
 # Ray unpacks a job's working directory in a folder of this one's.
 _RAY_COPIES = "working_dir_files"
-_RNG = (
-    "every micro-batch seeds its random numbers with (train.seed, index of its first sample); "
-    "no other state is kept"
+_RNG = (  # what `train.model.seed_micro_batch` does
+    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
+    "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
 )
 
 

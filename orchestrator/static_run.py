@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         code = 1
     sys.stderr.flush()
     if code:
-        # a thread that waits for a rank that is gone would keep the interpreter from ending
+        # at once, whatever a thread may still be doing
         os._exit(code)
 
 
@@ -86,14 +86,13 @@ class _Meeting:
 
     def __init__(self) -> None:
         from torch._C._distributed_c10d import PrefixStore
-        from torch.distributed.rendezvous import rendezvous
+
+        from orchestrator.train.static import meet
 
         if "RANK" not in os.environ:
             raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
-        store, self.rank, _ = next(rendezvous("env://"))
-        # torchrun keeps one store over its restarts
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Store = PrefixStore(f"starting/{restart}", store)
+        store, self.rank, _ = meet()
+        self._store: Store = PrefixStore("starting", store)
 
     def tell(self, value: Any) -> None:
         """The value, as JSON."""
@@ -105,7 +104,8 @@ class _Meeting:
         try:
             yield
         except BaseException as error:
-            self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
 
     def hear(self) -> Any:

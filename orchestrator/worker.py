@@ -263,7 +263,8 @@ def train_function(config: dict[str, Any]) -> None:
     from orchestrator.data.ray_feed import RayFeed
     from orchestrator.faults import hook
     from orchestrator.storage import Storage
-    from orchestrator.train.loop import TrainJob, train
+    from orchestrator.train.job import TrainJob
+    from orchestrator.train.loop import train
 
     job = TrainJob(
         model=task.config.model,

@@ -18,7 +18,7 @@ elsewhere.
         cursor.json                Cursor: consumed_samples, consumed_tokens, target_tokens,
                                    sources {name: SourceCursor}
         config.json                the flat configuration: dotted path -> value
-        rng.json                   rule, train.seed: all that a resume needs to know of random numbers
+        rng.json                   rule, seed: all that a resume needs to know of random numbers
         parts.json                 format, tensors [TensorEntry: name, group, dtype, shape,
                                    chunks [offsets, sizes, file, digest]]
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},

@@ -6,18 +6,16 @@ It moves state between members of one group; who is a member, and which state is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from orchestrator.errors import TrainingError
+from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, StateKey
 from orchestrator.train.group import GenerationEnded, Group
 from orchestrator.train.state import TrainState
 from orchestrator.train.weights import PointFiles, load
-
-FaultHook = Callable[[str, int, int], None]  # (place, step, rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,7 @@ def agree(
     config_digest: str,
     prepared: Prepared | None,
     files: PointFiles,
-    faults: FaultHook,
+    faults: Hook,
 ) -> None:
     """All members hold the parent's state afterwards, under the key (attempt, generation, label) of this
     generation.
@@ -98,7 +96,7 @@ def _from_storage(state: TrainState, view: GenerationView, files: PointFiles) ->
         state.initialise()
 
 
-def _copy(group: Group, state: TrainState, lacking: list[int], faults: FaultHook) -> None:
+def _copy(group: Group, state: TrainState, lacking: list[int], faults: Hook) -> None:
     """The source's state to the ranks that lack it; the others only help to form the subgroup."""
     view = group.view
     source = view.source_rank

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future
 
 from orchestrator.errors import TrainingError
+from orchestrator.faults import Hook, no_fault
 from orchestrator.plan import batches
 from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import learning_rate
@@ -28,7 +29,7 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
 )
-from orchestrator.train.agree import FaultHook, Prepared, agree, apply_prepared
+from orchestrator.train.agree import Prepared, agree, apply_prepared
 from orchestrator.train.fast import FastGradient
 from orchestrator.train.group import GenerationEnded, Group, collective
 from orchestrator.train.invariant import InvariantGradient
@@ -41,34 +42,18 @@ from orchestrator.train.state import TrainState
 from orchestrator.train.weights import PointFiles
 from orchestrator.train.word import Share, Word
 
-__all__ = ["DONE", "LEFT", "PLACES", "STOPPED", "Outcome", "TrainJob", "no_fault", "train"]
-
 _log = logging.getLogger(__name__)
-PLACES = (
-    "connecting",
-    "joined",
-    "state_half_sent",
-    "state_half_received",
-    "step_begin",
-    "gradient_done",
-    "word_received",
-    "applied",
-    "save_part_written",
-)
-
-
-def no_fault(place: str, step: int, rank: int) -> None:
-    """The fault hook of every run that is no test."""
 
 
 def train(
-    job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook = no_fault
+    job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook = no_fault
 ) -> Outcome:
     """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
 
-    `faults(place, step, rank)` is called at each of `PLACES`, with the label of the step that is made there
-    (of the last one done, for `connecting`, `joined` and `state_half_…`). Raises `TrainingError` if a step is
-    wrong; it was not applied on any rank. Errors of feed, membership and storage pass through.
+    `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
+    with the label of the last step done, and at `step_begin`, `gradient_done`, `word_received`, `applied`,
+    `save_part_written` with that of the step that is made there. Raises `TrainingError` if a step is wrong;
+    it was not applied on any rank. Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -77,7 +62,7 @@ class _Trainer:
     """One member's life. `_prepared`: the step whose word is awaited. `_records`: not acknowledged yet."""
 
     def __init__(
-        self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: FaultHook
+        self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook
     ) -> None:
         self._job, self._membership, self._feed = job, membership, feed
         self._files, self._faults = files, faults
@@ -210,7 +195,7 @@ class _Trainer:
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
-        word = Word.unpack(group.sum(share.pack(view.rank), f"the word of step {label}"))
+        word = Word.unpack(group.sum(share.pack(view.rank, view.world_size), f"the word of step {label}"))
         self._faults("word_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
         problem = word.problem(view.world_size, batch)

@@ -1,7 +1,8 @@
 """The model of a job, its loss, and the random numbers that both use: the same bits in every process that
 asks.
 
-It knows the configuration and torch; nothing of ranks, steps, data or storage.
+It knows the configuration and torch, and of ranks only which GPU is theirs; nothing of steps, data or
+storage.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from orchestrator.config import ModelConfig
@@ -27,7 +28,7 @@ def pick_device(device: str) -> torch.device:
     """`cpu`, or for `cuda` the GPU of this process (LOCAL_RANK where torchrun set it); a numbered one
     (`cuda:1`) is taken as it is.
 
-    Raises `ConfigError` if a GPU is asked for and there is none.
+    Raises `ConfigError` if a GPU is asked for and there is none, `ResourceError` as `own_gpu` does.
     """
     wanted = torch.device(device)
     if wanted.type != "cuda":
@@ -38,9 +39,23 @@ def pick_device(device: str) -> torch.device:
             "set cluster.use_gpu=false, or install a CUDA build"
         )
     if wanted.index is None:
-        wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        wanted = torch.device("cuda", own_gpu(local_rank, torch.cuda.device_count()))
     torch.cuda.set_device(wanted)
     return wanted
+
+
+def own_gpu(local_rank: int, num_gpus: int) -> int:
+    """Which of the `num_gpus` that torch sees here is that of the rank `local_rank` on this machine: no two
+    ranks share one. Raises `ResourceError` if there are too few.
+    """
+    if local_rank >= num_gpus:
+        raise ResourceError(
+            f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs in this process, and no two ranks may "
+            f"share one; start at most {num_gpus} ranks on this machine, let every rank see all its GPUs "
+            "(CUDA_VISIBLE_DEVICES), or set cluster.use_gpu=false"
+        )
+    return local_rank
 
 
 def build_model(config: ModelConfig, seed: int, device: torch.device, invariant: bool) -> nn.Module:
@@ -125,16 +140,10 @@ def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
 def seed_micro_batch(seed: int, first_sample: int) -> None:
     """Set torch's random numbers (dropout) for the micro-batch whose first sample has this index in the run.
 
-    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved
-    (`RNG_RULE` says it in `rng.json`).
+    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved. The
+    `rng.json` of every point states this rule.
     """
     torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
-
-
-RNG_RULE = (
-    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
-    "of blake3('{train.seed}:{index of its first sample}') >> 1)"
-)
 
 
 def set_determinism(invariant: bool, device: torch.device) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import queue
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,18 +61,33 @@ class Keeper(Protocol):
         """The run is over; called once."""
 
 
+def meet() -> tuple[Store, int, int]:
+    """The store through which the ranks of this start of the group meet, this rank, and the world size.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun keeps one store over its restarts, so the keys
+    stand under TORCHELASTIC_RESTART_COUNT (0 where it is not set): no start reads what an older one wrote.
+    It does not help where agents of several machines count differently.
+    """
+    store, rank, world_size = next(rendezvous("env://"))
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"restart/{restart}", store), rank, world_size
+
+
 class StaticMembership:
     """The group that torchrun started: one generation, and the first failure ends it (torchrun starts all
     ranks again).
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. `keeper` is needed on rank 0 only. `ask_stop` may be
-    called from a signal handler; rank 0's counts. All ranks' answers go through torchrun's store.
+    `keeper` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
+    ranks' answers go through torchrun's store.
     """
 
     def __init__(self, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
         """Meets the other ranks' store. `vote_limit_s`: how long a vote may stay unanswered."""
         self.member = secrets.token_hex(6)
-        self._store, self._rank, self._world_size = next(rendezvous("env://"))
+        self._store, self._rank, self._world_size = meet()
+        # a store serves one blocked caller at a time: the group's own must stay free while votes wait. It is
+        # opened now, because a new connection to a torchrun that is gone is tried for 30 minutes
+        self._vote_store, _, _ = meet()
         assert (keeper is not None) == (self._rank == 0), (
             f"rank 0 alone has a keeper; this is rank {self._rank}"
         )
@@ -78,7 +95,9 @@ class StaticMembership:
         self._limit = datetime.timedelta(seconds=vote_limit_s)
         self._stop = threading.Event()
         self._joined = False
-        self._voters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vote")
+        self._votes: queue.SimpleQueue[tuple[Vote, Future[bool]]] = queue.SimpleQueue()
+        # a daemon, so that a process whose group came apart ends although a vote is unanswered
+        threading.Thread(target=self._exchange_votes, name="vote", daemon=True).start()
 
     def ask_stop(self) -> None:
         """Save and stop at the next step boundary."""
@@ -105,10 +124,10 @@ class StaticMembership:
         self._joined = True
         self._store.set(f"member/{self._rank}", self.member)
         if self._keeper is not None:
-            with self._published("start"):
+            with self._published("start", self._store):
                 start = self._keeper.begin(self._world_size)
                 self._store.set("start", json.dumps({"value": encode(start)}))
-        begin = decode(Start, self._answer("start"))
+        begin = decode(Start, self._answer("start", self._store))
         names = [self._store.get(f"member/{rank}").decode() for rank in range(self._world_size)]
         return GenerationView(
             attempt=begin.attempt,
@@ -149,20 +168,36 @@ class StaticMembership:
 
     def vote(self, vote: Vote) -> Future[bool]:
         """See `Membership`: rank 0 collects all votes and publishes the keeper's answer."""
-        return self._voters.submit(self._exchange, vote)
+        answer: Future[bool] = Future()
+        self._votes.put((vote, answer))
+        return answer
 
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""
         if self._keeper is not None:
             self._keeper.finished(key, reason)
-        self._voters.shutdown()
+
+    def _exchange_votes(self) -> None:
+        """The voting thread: one vote after the other."""
+        while True:
+            vote, answer = self._votes.get()
+            try:
+                answer.set_result(self._exchange(vote))
+            except (RuntimeError, TimeoutError) as error:  # what the store and a future raise
+                limit_s = self._limit.total_seconds()
+                told = ElasticError(
+                    f"the vote for {vote.key.point_name} found no answer, for which it has {limit_s:.0f} s "
+                    f"({type(error).__name__}: {error}); start the same command again"
+                )
+                answer.set_exception(told)
+            except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
+                answer.set_exception(error)
 
     def _exchange(self, vote: Vote) -> bool:
-        # a store object serves one blocked caller at a time: the group's own must stay free
-        store, place = self._store.clone(), f"vote/{vote.key.point_name}"
+        store, place = self._vote_store, f"vote/{vote.key.point_name}"
         store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
         if self._keeper is not None:
-            with self._published(f"{place}/answer"):
+            with self._published(f"{place}/answer", store):
                 others = [f"{place}/{rank}" for rank in range(1, self._world_size)]
                 store.wait(others, self._limit)
                 votes = [vote, *(decode(Vote, json.loads(store.get(name))) for name in others)]
@@ -173,22 +208,19 @@ class StaticMembership:
         return bool(self._answer(f"{place}/answer", store))
 
     @contextmanager
-    def _published(self, name: str) -> Iterator[None]:
+    def _published(self, name: str, store: Store) -> Iterator[None]:
         """An exception of rank 0 reaches the other ranks instead of leaving them waiting."""
         try:
             yield
         except BaseException as error:
-            store = self._store.clone()
-            store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-            with suppress(
-                RuntimeError
-            ):  # the store ends with this process: the others read it first, if they live
+            with suppress(RuntimeError):  # the store is gone
+                store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                # it may end with this process: the others read it first, if they live
                 heard = [f"{name}/heard/{rank}" for rank in range(1, self._world_size)]
                 store.wait(heard, datetime.timedelta(seconds=STORE_TIMEOUT_S))
             raise
 
-    def _answer(self, name: str, store: Store | None = None) -> object:
-        store = store or self._store
+    def _answer(self, name: str, store: Store) -> object:
         answer = json.loads(store.get(name))
         if "error" in answer:
             store.set(f"{name}/heard/{self._rank}", "")

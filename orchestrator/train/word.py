@@ -17,7 +17,7 @@ from torch import Tensor
 from orchestrator.records import BatchSlice, Cursor, StateKey, StepRecord
 
 FRACTION_BITS = 24  # of the loss in fixed point
-_LOSS_LIMIT = 1 << 61  # a larger sum is taken for a broken one
+_LOSS_LIMIT = 1 << 61  # of a micro-batch; a larger sum is taken for a broken one
 _RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US = range(
     8
 )  # every rank adds to these
@@ -56,12 +56,18 @@ class Share:
     grad_norm: float = 0.0
     step_s: float = 0.0
 
-    def pack(self, rank: int) -> Tensor:
-        """The vector (NUM_SLOTS,) int64 that `rank` brings to the sum."""
+    def pack(self, rank: int, world_size: int) -> Tensor:
+        """The vector (NUM_SLOTS,) int64 that `rank` brings to the sum of `world_size`.
+
+        A loss with which that sum could wrap counts as one that is not finite.
+        """
+        loss = self.loss
+        if loss is not None and abs(loss) * world_size >= 1 << 63:
+            loss = None
         values = [0] * NUM_SLOTS
         values[_RANKS] = 1
-        values[_NOT_FINITE] = int(self.loss is None)
-        values[_LOSS] = self.loss or 0
+        values[_NOT_FINITE] = int(loss is None)
+        values[_LOSS] = loss or 0
         values[_TARGETS] = self.targets
         values[_SAMPLES] = self.samples
         values[_DIGEST] = _signed(self.digest)

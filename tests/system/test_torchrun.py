@@ -24,7 +24,7 @@ from tests.system.harness import Job, assert_exactly_once, when_step
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120.0
+LIMIT_S = 240.0  # of one torchrun, its restarts included
 
 
 @pytest.fixture
@@ -33,14 +33,22 @@ def job(tiny_config: Any, tmp_path: Path) -> Job:
     return Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), tmp_path)
 
 
-def start(job: Job, folder: Path, world_size: int, faults: FaultPlan | None = None, **changes: Any) -> Any:
-    """`torchrun` as a process of its own."""
+def start(
+    job: Job,
+    folder: Path,
+    world_size: int,
+    faults: FaultPlan | None = None,
+    restarts: int = 0,
+    **changes: Any,
+) -> Any:
+    """`torchrun` as a process of its own, which starts a failed group again `restarts` times."""
     path = folder / f"job-{len(list(folder.glob('job-*')))}.yaml"
     path.write_text(yaml.safe_dump(job.config(**changes).to_json()))
     program = [str(ROOT / "jobs" / "torchrun_train.py")]
     if faults is not None:
         program = [str(ROOT / "tests" / "system" / "torchrun_rank.py"), faults.to_json()]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--max-restarts", str(restarts)]
     return subprocess.Popen(
         [*launcher, "--nproc-per-node", str(world_size), *program, str(path)],
         cwd=folder,
@@ -119,6 +127,24 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     assert last_end(job) == ("done", 3)
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 3
+
+
+def test_torchrun_restarts_a_group_that_lost_a_rank_and_no_sample_is_trained_twice(
+    job: Job, tiny_config: Any, tmp_path: Path
+) -> None:
+    plan = job.faults().kill("applied", step=6, rank=1)
+    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
+    groups = start(job, tmp_path, 2, plan, restarts=1), start(alone, tmp_path, 1)
+    for code, err in map(end, groups):
+        assert code == 0, err
+    assert plan.struck() == [0]
+    store = RunStore(Storage(job.run.uri))
+    ends = [store.read_end(number) for number in store.claim_numbers()]
+    # the restart need not watch whether the first attempt still lives: it says that it has ended
+    assert [ended and ended.outcome for ended in ends] == ["failed", "done"]
+    assert_exactly_once(job)
+    assert job.final_digest() == alone.final_digest()
+    assert job.losses() == alone.losses()
 
 
 def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: Job, tmp_path: Path) -> None:

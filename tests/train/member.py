@@ -22,7 +22,8 @@ from orchestrator.config import parse_config
 from orchestrator.plan.schedule import budgets_for
 from orchestrator.storage import Storage
 from orchestrator.train.group import GenerationEnded
-from orchestrator.train.loop import TrainJob, train
+from orchestrator.train.job import TrainJob
+from orchestrator.train.loop import train
 from tests.train.feed import POISON, VOCABULARY, FormulaFeed
 from tests.train.meeting import WAIT_S, Meeting, MeetingMembership
 

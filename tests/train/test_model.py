@@ -7,8 +7,8 @@ import torch
 
 from orchestrator.config import ModelConfig
 from orchestrator.elastic.needs import count_parameters
-from orchestrator.errors import ConfigError, TrainingError
-from orchestrator.train.model import build_model, loss_sum, seed_micro_batch
+from orchestrator.errors import ConfigError, ResourceError, TrainingError
+from orchestrator.train.model import build_model, loss_sum, own_gpu, seed_micro_batch
 from orchestrator.train.state import TrainState
 from tests.train.feed import VOCABULARY
 from tests.train.member import PoisonModel, tiny_job
@@ -36,6 +36,12 @@ def running_mean() -> torch.nn.Module:
 
 def no_module() -> int:
     return 3
+
+
+def test_every_rank_of_a_machine_has_a_gpu_of_its_own_or_is_refused():
+    assert [own_gpu(local_rank, 4) for local_rank in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(ResourceError, match="LOCAL_RANK=4, but torch sees 4 GPUs .* at most 4 ranks"):
+        own_gpu(4, 4)
 
 
 def test_the_first_weights_depend_on_the_seed_and_nothing_else():

@@ -6,14 +6,18 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
+from orchestrator.errors import ElasticError
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.storage import Storage
 from orchestrator.train.loop import train
@@ -21,6 +25,10 @@ from orchestrator.train.static import Start, StaticMembership
 from tests.train.feed import FormulaFeed
 from tests.train.meeting import WAIT_S
 from tests.train.member import tiny_job
+
+FAILURE = 3  # an exit code
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.train.member"])
 
 
 class NotingKeeper:
@@ -64,15 +72,34 @@ class NotingKeeper:
         (self.folder / "told.json").write_text(json.dumps(told))
 
 
-def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int | None) -> None:
+class SilentKeeper(NotingKeeper):
+    """Answers no vote, and tells when both are there."""
+
+    def __init__(self, folder: Path, voted: Any) -> None:
+        super().__init__(folder)
+        self.voted = voted
+
+    def vote(self, vote: Vote) -> Future[bool]:
+        if vote.rank == 1:
+            self.voted.set()
+        return Future()
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of a group that meets at `port`."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
+def as_rank(rank: int, world_size: int, port: int) -> None:
+    """This process becomes a rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= rank_environment(rank, world_size, port)
+
+
+def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int | None) -> None:
+    as_rank(rank, world_size, port)
     keeper = NotingKeeper(folder, stop_at) if rank == 0 else None
     try:
         membership = StaticMembership(keeper)
@@ -84,15 +111,17 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
-def torchrun(folder: Path, world_size: int, stop_at: int | None = None) -> list[str]:
-    """As torchrun does: one program for every rank, an address in the environment. Returns how each ended."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.member"])
+        return int(probe.getsockname()[1])
+
+
+def torchrun(folder: Path, world_size: int, stop_at: int | None = None) -> list[str]:
+    """As torchrun does: one program for every rank, an address in the environment. Returns how each ended."""
+    port = free_port()
     ranks = [
-        context.Process(target=rank_main, args=(rank, world_size, port, folder, stop_at), daemon=True)
+        FORKED.Process(target=rank_main, args=(rank, world_size, port, folder, stop_at), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -122,6 +151,67 @@ def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):
     assert ends[0] == ends[1]
     assert ends[0].startswith("stopped")
     assert json.loads((tmp_path / "told.json").read_text())["reason"] == "stopped"
+
+
+def empty_vote(rank: int, world_size: int) -> Vote:
+    """For a save without tensors."""
+    key = StateKey(attempt=4, generation=1, step=1)
+    return Vote(
+        key=key,
+        rank=rank,
+        world_size=world_size,
+        cursor=Cursor(),
+        optimizer_steps=1,
+        files=(),
+        tensors=(),
+        save_blocked_s=0.0,
+        records=(),
+    )
+
+
+def failing_rank(rank: int, port: int, folder: Path, voted: Any, other_is_gone: Any) -> None:
+    """Votes for a save that is never answered, and fails. Rank 0 fails last: the store is in its process."""
+    as_rank(rank, 2, port)
+    membership = StaticMembership(SilentKeeper(folder, voted) if rank == 0 else None)
+    view = membership.join(None, None, None, None, (), "start")
+    assert view is not None
+    answer = membership.vote(empty_vote(rank, 2))
+    assert (voted if rank == 1 else other_is_gone).wait(WAIT_S)
+    sys.exit("failed too late" if answer.done() else FAILURE)
+
+
+def test_a_rank_that_fails_while_a_vote_is_unanswered_ends_at_once(tmp_path):
+    voted, other_is_gone, port = FORKED.Event(), FORKED.Event(), free_port()
+    ranks = [
+        FORKED.Process(target=failing_rank, args=(rank, port, tmp_path, voted, other_is_gone), daemon=True)
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for process in reversed(ranks):
+            process.join(WAIT_S)
+            assert process.exitcode == FAILURE
+            other_is_gone.set()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_word_to_the_others(tmp_path, monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    trains, joins = StaticMembership(NotingKeeper(tmp_path)), StaticMembership(NotingKeeper(tmp_path))
+    assert trains.join(None, None, None, None, (), "start") is not None
+    del store
+    answer = trains.vote(empty_vote(0, 1))
+    with pytest.raises(ElasticError, match="the vote for 00000001-a0004-g0001 found no answer"):
+        answer.result(WAIT_S)
+    with pytest.raises(RuntimeError):
+        joins.join(None, None, None, None, (), "start")
 
 
 def test_a_refused_start_reaches_every_rank(tmp_path):

@@ -22,7 +22,8 @@ def share(**fields) -> Share:
 
 
 def said(shares: list[Share]) -> Word:
-    return Word.unpack(sum((s.pack(rank) for rank, s in enumerate(shares)), start=shares[0].pack(0) * 0))
+    vectors = [s.pack(rank, len(shares)) for rank, s in enumerate(shares)]
+    return Word.unpack(sum(vectors, start=vectors[0] * 0))
 
 
 def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
@@ -72,6 +73,14 @@ def test_a_loss_that_is_no_number_counts_its_rank_and_adds_nothing(loss):
     assert (word.not_finite, word.loss) == (1, 2.5)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_losses_whose_sum_would_wrap_are_refused_as_absurd(num_ranks):
+    largest = share(loss=(2**63 - 1) // num_ranks)
+    assert said([largest] * num_ranks).not_finite == 0
+    too_large = replace(largest, loss=(largest.loss or 0) + 1)
+    assert said([too_large] * num_ranks).not_finite == num_ranks
+
+
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
@@ -90,5 +99,5 @@ def test_a_step_is_refused_with_both_values(shares, message):
 
 
 def test_the_vector_holds_nothing_but_its_slots():
-    assert share().pack(1).shape == (NUM_SLOTS,)
-    assert share(control=4, acknowledged=9).pack(1)[8:].tolist() == [0, 0, 0, 0]
+    assert share().pack(1, 2).shape == (NUM_SLOTS,)
+    assert share(control=4, acknowledged=9).pack(1, 2)[8:].tolist() == [0, 0, 0, 0]
