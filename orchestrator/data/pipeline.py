@@ -21,6 +21,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.data.chunks import tokenize_block
+from orchestrator.data.ray_share import take_own_share
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import Int32Array, TokenChunk, WindowTask
@@ -152,8 +153,9 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
     return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
 
 
-def _configure() -> None:
+def _configure(num_tokenizers: int) -> None:
     """How Ray Data has to run for us, in this process, which is the feeder's and runs no other dataset."""
+    take_own_share(num_tokenizers)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is there
@@ -173,7 +175,7 @@ def read_chunks(
     after the chunk at hand. Raises whatever ended the dataset; a killed tokenizer does not: it is replaced
     and its slots are repeated.
     """
-    _configure()
+    _configure(num_tokenizers)
     # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
     # is gone
     placed: dict[str, Any] = {}

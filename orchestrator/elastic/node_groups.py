@@ -69,7 +69,18 @@ class NodeAgent:
         # Imported here: the agent's process is the only one that needs Ray Train's controller side.
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.backend import Backend, BackendConfig
+        from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+        from ray.train.v2.api import data_parallel_trainer
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+        class PinnedPolicy(FixedScalingPolicy):
+            """Asks no autoscaling actor for room: the group is pinned to a node that has it."""
+
+            def after_controller_start(self, train_run_context: Any) -> None:
+                """Nothing to register."""
+
+            def _maybe_send_resource_request(self) -> None:
+                """Nothing to ask for."""
 
         class InPlaceBackend(Backend):
             """Sets up no process group; says that a worker may be replaced alone."""
@@ -91,6 +102,7 @@ class NodeAgent:
                     if type(c).__name__ not in _UNUSED_CALLBACKS
                 ]
 
+        setattr(data_parallel_trainer, "create_scaling_policy", PinnedPolicy)  # noqa: B010
         LeanTrainer(
             train_function,
             train_loop_config=config,
