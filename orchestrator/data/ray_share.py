@@ -67,4 +67,4 @@ def take_own_share(num_cpus: int) -> None:
     setattr(streaming_executor, "create_cluster_autoscaler", lambda *_, **__: share)  # noqa: B010
     setattr(stats, "get_or_create_stats_actor", lambda: statistics)  # noqa: B010
     for module in (actor_pool_map_operator, cached_ray_internals):
-        setattr(module, "get_or_create_actor_location_tracker", lambda: places)
+        setattr(module, "get_or_create_actor_location_tracker", lambda: places)  # noqa: B010

@@ -29,7 +29,7 @@ REFUSAL_LIMIT_S = 30.0
 SHAPE = {
     "pack.seq_len": 128,
     "train.global_batch_size": 32,
-    "train.max_steps": 40,
+    "train.max_steps": 60,
     "resume.every_steps": 100,
     "cluster.num_workers": 2,
 }
