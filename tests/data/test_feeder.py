@@ -348,19 +348,6 @@ def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shar
     ray.kill(hog)
 
 
-def test_what_others_have_asked_ray_for_does_not_stop_the_pipeline(
-    shared: tuple[Any, str], samples: list[Any]
-) -> None:
-    from ray.data._internal.cluster_autoscaler import get_or_create_autoscaling_coordinator
-
-    ray.get(shared[0].close.remote())
-    # as the runs of a launch that was killed a minute ago
-    asks = get_or_create_autoscaling_coordinator().request_resources
-    ray.get(asks.remote("train-gone", [{"CPU": 1}] * 4, 600.0))
-    taken, _ = train(open_feeds(shared, Cursor()), Cursor(), None)
-    assert_stream(taken, samples)
-
-
 class Hog:
     """Holds the cluster's CPUs."""
 
