@@ -178,10 +178,15 @@ def read_chunks(
     _configure(num_tokenizers)
     # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
     # is gone
-    placed: dict[str, Any] = {}
+    # The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its own,
+    # waits for a CPU that nobody has counted.
+    placed: dict[str, Any] = {"num_cpus": 1}
     if node_id is not None:
         placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)
-    dataset = ray.data.read_datasource(SlotSource(slots), override_num_blocks=len(slots)).map_batches(
+    reading = ray.data.read_datasource(
+        SlotSource(slots), override_num_blocks=len(slots), ray_remote_args=dict(placed)
+    )
+    dataset = reading.map_batches(
         Tokenizer,
         batch_size=None,
         batch_format="pyarrow",
@@ -190,7 +195,6 @@ def read_chunks(
             size=min(num_tokenizers, len(slots)), max_tasks_in_flight_per_actor=SLOTS_PER_TOKENIZER
         ),
         fn_constructor_args=(spec, feeder, run_id),
-        num_cpus=1,
         **placed,
     )
     for bundle in dataset.iter_internal_ref_bundles():

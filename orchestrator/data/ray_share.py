@@ -2,8 +2,7 @@
 
 It replaces private functions of Ray 2.60 and knows nothing of our data. Ray Data's own way to its share is an
 actor that deals out what Ray Train's runs and other datasets leave, and counts those that died in the last
-three minutes as alive: on a cluster without spare CPUs the pipeline of a restarted run then gets none, and
-stands still without a word. The launch has counted the tokenizers' CPUs before it began, so they are ours.
+three minutes as alive. The launch has counted the tokenizers' CPUs before it began, so they are ours.
 """
 
 from __future__ import annotations

@@ -28,17 +28,8 @@ _TRAIN_ENVIRONMENT = {
     # Off by default with replica groups; it only adds an actor.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the controller's own way
 }
-# Helpers of Ray Train that cost a process or about a CPU second each at start and do nothing for us: we hand
-# it no datasets, and its
-# placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's cleaner
-# a killed agent leaks one).
-_UNUSED_CALLBACKS = (
-    "PlacementGroupCleanerCallback",
-    "DatasetsCallback",
-    "ControllerMetricsCallback",
-    "WorkerMetricsCallback",
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +46,7 @@ class GroupSpec:
 
 
 class NodeAgent:
-    """The agent of one node: an actor whose life is the group's life (kill it and its controller and workers
-    end at once).
-    """
+    """The agent of one node: an actor whose life is the group's (kill it and its workers end at once)."""
 
     def run(
         self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
@@ -66,59 +55,18 @@ class NodeAgent:
         group cannot go on.
         """
         os.environ.update(_TRAIN_ENVIRONMENT)
-        # Imported here: the agent's process is the only one that needs Ray Train's controller side.
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.backend import Backend, BackendConfig
-        from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-        from ray.train.v2.api import data_parallel_trainer
-        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+        # imported here: the agent's process is the only one that needs Ray Train's controller side
+        from orchestrator.elastic.lean_train import run_group
 
-        class PinnedPolicy(FixedScalingPolicy):
-            """Asks no autoscaling actor for room: the group is pinned to a node that has it."""
-
-            def after_controller_start(self, train_run_context: Any) -> None:
-                """Nothing to register."""
-
-            def _maybe_send_resource_request(self) -> None:
-                """Nothing to ask for."""
-
-        class InPlaceBackend(Backend):
-            """Sets up no process group; says that a worker may be replaced alone."""
-
-            has_replica_groups = True
-
-        class InPlaceConfig(BackendConfig):
-            """Ray asks for the class of the backend here."""
-
-            backend_cls = property(lambda self: InPlaceBackend)
-
-        class LeanTrainer(DataParallelTrainer):
-            """Ray's trainer without the helpers that we do not use."""
-
-            def _create_default_callbacks(self) -> list[Any]:
-                return [
-                    c
-                    for c in super()._create_default_callbacks()
-                    if type(c).__name__ not in _UNUSED_CALLBACKS
-                ]
-
-        setattr(data_parallel_trainer, "create_scaling_policy", PinnedPolicy)  # noqa: B010
-        LeanTrainer(
-            train_function,
-            train_loop_config=config,
-            backend_config=InPlaceConfig(),
-            scaling_config=ScalingConfig(
-                num_workers=spec.num_workers,
-                use_gpu="GPU" in spec.resources_per_worker,
-                resources_per_worker=spec.resources_per_worker,
-                label_selector={"ray.io/node-id": spec.node_id},  # type: ignore[call-arg]
-            ),
-            # How often is too often is decided by our own failure budget (policy.py), which knows about
-            # progress.
-            run_config=RunConfig(
-                name=spec.name, storage_path=spec.ray_storage, failure_config=FailureConfig(max_failures=-1)
-            ),
-        ).fit()
+        run_group(
+            name=spec.name,
+            num_workers=spec.num_workers,
+            resources_per_worker=spec.resources_per_worker,
+            node_id=spec.node_id,
+            ray_storage=spec.ray_storage,
+            train_function=train_function,
+            config=config,
+        )
 
     def kill_process(self, pid: int) -> bool:
         """SIGKILLs a member of this node that was left out of a generation; False if there is no such

@@ -348,6 +348,20 @@ def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shar
     ray.kill(hog)
 
 
+def test_reading_takes_no_cpu_beside_the_tokenizers(
+    spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
+) -> None:
+    ray.get(shared[0].close.remote())
+    hog = ray.remote(num_cpus=3)(Hog).remote()
+    ray.get(hog.holds.remote())
+    here = ray.get_runtime_context().get_node_id()
+    # few slots per dataset: the next ones are read when all other CPUs have been taken for long
+    with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=20.0) as pair:
+        taken, _ = train(open_feeds(pair, Cursor()), Cursor(), None)
+    assert_stream(taken, samples)
+    ray.kill(hog)
+
+
 class Hog:
     """Holds the cluster's CPUs."""
 
