@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-tools
 # the tests that start neither ray nor torch
 FAST_TESTS := $(wildcard tests/plan tests/test_config.py tests/elastic tests/monitor tests/test_layers.py)
 
@@ -12,23 +13,27 @@ quickstart: $(STAMP)
 	$(BIN)/orchestrator sample-corpus corpus/
 	$(BIN)/orchestrator train configs/quickstart.yaml
 
-test: $(STAMP)
+test: $(TOOLS)
 	$(BIN)/python -m pytest -m "not chaos"
 
-check: $(STAMP)
+check: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q -m "not chaos and not system" $(FAST_TESTS)
 
-chaos: $(STAMP)
+chaos: $(TOOLS)
 	$(BIN)/python -m pytest -m chaos
 
 # written last, so that an install that was cut off is done again
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(TOOLS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $(STAMP)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -207,7 +207,7 @@ def kill_descendants() -> None:
     """SIGKILLs everything that this process has started, directly or not, and waits until it is gone."""
     deadline = time.monotonic() + _AT_EACH_END_S
     while time.monotonic() < deadline:
-        alive = [process for process in _descendants() if process.state != "Z"]
+        alive = _descendants()  # the dead too, until they are reaped: their CPU time would be counted again
         for process in alive:
             try:
                 os.kill(process.pid, signal.SIGKILL)

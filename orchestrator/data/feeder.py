@@ -41,8 +41,6 @@ STALL_S = 600.0
 SLOTS_PER_DATASET = 256
 # What the threads of a pipeline are called: ours, and Ray Data's.
 _PIPELINE_THREADS = ("pipeline-", "StreamingExecutor")
-# By launch: Ray starts an actor again only while its creator holds what it was made from.
-_SPECS: dict[str, Any] = {}
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
 
@@ -406,9 +404,16 @@ def start_feeder(
         "max_concurrency": MAX_CALLS,
         **(options or {}),
     }
-    held = _SPECS[launch] = ray.put(spec)
-    return (
-        ray.remote(Feeder)
-        .options(**wanted)
-        .remote(launch, held, num_tokenizers, replay_bytes, stall_s, slots_per_dataset, tokenizer_node)
-    )
+
+    class FeederOfLaunch(Feeder):
+        """Brings the specification along. Ray keeps an actor's class until the job ends, but a large argument
+        only while somebody holds it, and an actor that is started again needs it once more.
+        """
+
+        def __init__(self) -> None:
+            super().__init__(
+                launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset, tokenizer_node
+            )
+
+    FeederOfLaunch.__name__ = Feeder.__name__
+    return ray.remote(FeederOfLaunch).options(**wanted).remote()
