@@ -333,10 +333,16 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
 
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
+    from orchestrator.progress import Progress
+
     assert plan.point is not None, "a resume has a point"
+    reason = starting.stop_is_reached(plan)
+    progress = Progress(job.monitor.progress_s, None)
+    progress.say(f"done: {reason}")
+    progress.close()
     return RunResult(
         outcome="done",
-        reason=f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on",
+        reason=reason,
         run_uri=job.run.run_uri,
         attempt=_attempt_of(plan.point),
         step=plan.step_before,

@@ -123,6 +123,15 @@ def reached(plan: ResumePlan) -> bool:
     return plan.action == "resume" and plan.remaining_steps == 0
 
 
+def stop_is_reached(plan: ResumePlan) -> str:
+    """What to say when there is nothing left to train."""
+    return (
+        f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
+        "raise train.max_steps, max_samples or max_tokens to go on (steps count in the shape they are given "
+        "with)"
+    )
+
+
 def config_digest(job: JobConfig) -> str:
     """blake3 of everything that has an influence on what is trained: members compare it when a generation
     forms.

@@ -127,7 +127,7 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
         spec, plan = _look(store, job, folder)
         if starting.reached(plan):
             meeting.tell(None)
-            _say(f"the stop is reached already at {plan.consumed_tokens} tokens; raise train.max_* to go on")
+            _say(starting.stop_is_reached(plan))
             return None
         attempt, plan = starting.claim(store, job, spec, fault_plan)
         keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
