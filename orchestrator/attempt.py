@@ -2,9 +2,8 @@
 inherited.
 
 The order of these is what fences (MEMBERSHIP.md rule 6): first the claim, then the list of points, then the
-parent file. The driver
-begins a launch with it, the coordinator continues one after its own restart, and `plan` uses only the
-looking.
+parent file. The driver begins a launch with it, the coordinator continues one after its own restart, and
+`plan` uses only the looking.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ def begin_launch(
     """Claims the next attempt for a start command and writes what it inherits.
 
     Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
-    run (the claim then stays
-    without descendants and harms nobody).
+    run (the claim then stays without descendants and harms nobody).
     """
     newest = store.newest_claim()
     number = (newest.number if newest else 0) + 1
@@ -226,8 +224,8 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     process is a restarted one.
 
     It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
-    writes. Leftovers stay until the next start command, for members that live may still be writing into
-    them. Raises `FencedError` if another launch has taken the run over.
+    writes. Leftovers stay until the next start command, for members that live may still be writing into them.
+    Raises `FencedError` if another launch has taken the run over.
     """
     newest = store.newest_claim()
     assert newest is not None, "the driver has claimed before it starts a coordinator"

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 5.0
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
-# is started, so they hold for
-# a cluster that we start ourselves; the README gives them for others.
+# is started, so they hold for a cluster that we start ourselves; the README gives them for others.
 _HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -58,9 +57,8 @@ class ClusterConnection:
         else starts a local one.
 
         A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
-        shares, not cores. Raises
-        `ResourceError` within seconds if nothing answers at the address, or /dev/shm is too small for a local
-        one.
+        shares, not cores. Raises `ResourceError` within seconds if nothing answers at the address, or
+        /dev/shm is too small for a local one.
         """
         import ray
 
@@ -73,7 +71,15 @@ class ClusterConnection:
         self.started = True
         if address:
             _check_reachable(address)
-            ray.init(address=address, **quiet)
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ResourceError(
+                    f"something answers at cluster.address={address}, but no Ray takes this driver in "
+                    f"({error}); is it the port of the head's GCS (usually 6379), of the same version of Ray? "
+                    "A cluster that wants a token needs RAY_AUTH_MODE=token, and the token in "
+                    "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, here, too"
+                ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
         ray.init(

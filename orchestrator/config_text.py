@@ -101,8 +101,8 @@ def read_mapping(mapping: Mapping[str, Any]) -> Reading:
 def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
     """Set each `section.field=value` of `overrides` in `reading`; values follow the same rules as YAML.
 
-    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is
-    no section) is a problem.
+    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is no
+    section) is a problem.
     """
     seen: dict[Path, str] = {}
     for word in overrides:

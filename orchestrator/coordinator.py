@@ -2,22 +2,23 @@
 journal (what happened).
 
 All decisions are those of the pure machines it drives; it holds their inputs together, keeps time, and is the
-only writer of the
-journal. It knows neither model nor data, and is not on the step path.
+only writer of the journal. It knows neither model nor data, and is not on the step path.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import socket
 import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.commits import Commits
 from orchestrator.elastic.formation import (
     Form,
     Formation,
@@ -29,7 +30,7 @@ from orchestrator.elastic.formation import (
     Waiting,
 )
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.errors import FencedError
+from orchestrator.errors import FencedError, StorageError
 from orchestrator.faults import hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
@@ -49,19 +50,7 @@ from orchestrator.records import (
 )
 from orchestrator.resume.commit import CommitMachine
 from orchestrator.resume.committer import PointCommitter
-from orchestrator.resume.events import (
-    Acknowledge,
-    Event,
-    Fence,
-    Forming,
-    GenerationFormed,
-    GiveUp,
-    ReadyToForm,
-    Tick,
-    VerifyPoint,
-    VoteCast,
-    VoterGone,
-)
+from orchestrator.resume.events import Forming, GenerationFormed, Tick, VoterGone
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -99,8 +88,7 @@ class Coordinator:
     launch is refused.
 
     A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
-    meet again at their next
-    step boundary (MEMBERSHIP.md rules 8 and 10).
+    meet again at their next step boundary (MEMBERSHIP.md rules 8 and 10).
     """
 
     def __init__(self, start: CoordinatorStart) -> None:
@@ -129,31 +117,22 @@ class Coordinator:
         point = self._attempt.point
         if point is not None:
             self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
-        self._machine = CommitMachine(
+        machine = CommitMachine(
             attempt=number,
             keep_latest=start.keep_latest,
             vote_limit_s=VOTE_LIMIT_S,
             points=self._attempt.inherited,
             pinned=point.name if point else None,
         )
-        self._committer = PointCommitter(
+        committer = PointCommitter(
             self._store, self._journal, number, start.flat_config, start.rng, time.monotonic, self._fault
         )
-        self._newest: Point | None = point
-        # Held while the commit machine's actions are carried out, and while a generation is formed: so no
-        # COMMIT is under way when the
-        # parent of a generation is chosen (rule 15).
-        self._commits = asyncio.Lock()
-        # One thread for everything that waits for storage: its operations stay in order and the calls of
-        # members are answered meanwhile.
+        self._commits = Commits(machine, committer, self._journal, point, self)
         # The sign of life must not wait behind a long commit: another start would think that this attempt is
         # dead.
         self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
         self._beating: Future[bool] | None = None
-        self._verifying: set[asyncio.Task[None]] = set()
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
         self._joins: dict[str, asyncio.Future[Any]] = {}
-        self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
         self._infos = {info.member: info for info in self._attempt.members}
         self._left_out: list[MemberInfo] = []
         self._failures: list[tuple[int, str]] = []
@@ -199,7 +178,7 @@ class Coordinator:
         try:
             answer = self._rendezvous.join(request, time.monotonic())
         except FencedError as error:
-            await self._fenced(str(error))
+            await self.fenced(str(error))
             return Refusal(reason=str(error))
         if isinstance(answer, Refused):
             return Refusal(reason=answer.reason)
@@ -262,12 +241,7 @@ class Coordinator:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
         self._rendezvous.save_answered(self._save_wish)
-        slot = (vote.key, vote.rank)
-        future = self._votes.get(slot)
-        if future is None:
-            future = self._votes[slot] = asyncio.get_running_loop().create_future()
-            await self._commit(VoteCast(vote=vote, now_s=time.monotonic()))
-        return await asyncio.shield(future)
+        return await self._commits.vote(vote)
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> None:
         """A member's part of the run is over (`done` or `stopped`); when all of its generation said so, the
@@ -298,7 +272,7 @@ class Coordinator:
         while self._version <= seen_version and time.monotonic() < deadline:
             await self._wait_for_change(deadline - time.monotonic())
         view, below = self._view, self._rendezvous.below_minimum_since
-        newest = self._newest
+        newest = self._commits.newest
         left_out, self._left_out = tuple(self._left_out), []
         warnings, self._warnings = tuple(self._warnings), []
         return RunStatus(
@@ -386,9 +360,6 @@ class Coordinator:
             except TimeoutError:
                 return
 
-    async def _storage(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._disk, function, *arguments)
-
     def _take_records(self, records: tuple[StepRecord, ...]) -> None:
         for record in records:
             self._journal.step(record)
@@ -415,7 +386,7 @@ class Coordinator:
                 if now >= due["flush"]:
                     due["flush"] = now + FLUSH_EVERY_S
                     await self._flush()
-                    await self._commit(Tick(now_s=now))
+                    await self._commits.tell(Tick(now_s=now))
                 if now >= due["heartbeat"]:
                     due["heartbeat"] = now + HEARTBEAT_EVERY_S
                     if self._beating is None or self._beating.done():  # while storage hangs none queue up
@@ -437,7 +408,7 @@ class Coordinator:
         """Asks the GCS for the members that are forming a group, wait, or are waited for: a dead one is left
         out at once (liveness is a hint for speed only). In training a peer's death shows in the collectives.
         """
-        if self._trains and not (self._joins or self._machine.saves or self._finished):
+        if self._trains and not (self._joins or self._commits.under_way or self._finished):
             return
         from ray._private.state import state  # the public state API needs the dashboard process
 
@@ -487,10 +458,10 @@ class Coordinator:
         """A member of the newest generation will cast no vote any more."""
         view = self._view
         if view is not None and member in view.members and view.attempt == self._attempt.number:
-            await self._commit(VoterGone(generation=view.generation, rank=view.members.index(member)))
+            await self._commits.tell(VoterGone(generation=view.generation, rank=view.members.index(member)))
 
     async def _act(self, now: float) -> None:
-        async with self._commits:
+        async with self._commits.lock:
             for action in self._rendezvous.tick(now):
                 if isinstance(action, Form):
                     await self._form(action.formation)
@@ -522,11 +493,13 @@ class Coordinator:
             seq_len=self._start.seq_len,
             members=formation.members,
         )
-        await self._advance(Forming())
+        await self._commits.advance(Forming())
         self._journal.generation(start)
-        await self._storage(self._journal.flush)
+        await self._commits.on_disk(self._journal.flush)
         self._fault("generation_journalled", formation.step, -1)
-        await self._advance(GenerationFormed(generation=formation.generation, parent=formation.parent))
+        await self._commits.advance(
+            GenerationFormed(generation=formation.generation, parent=formation.parent)
+        )
         self._rendezvous.formed(formation.generation, time.monotonic())
         self._acknowledged = formation.step
         for member in formation.members:
@@ -540,7 +513,7 @@ class Coordinator:
         await self._tell()
 
     async def _flush(self) -> None:
-        durable = await self._storage(self._journal.flush)
+        durable = await self._commits.on_disk(self._journal.flush)
         view = self._view
         if (
             durable is None
@@ -552,90 +525,39 @@ class Coordinator:
             self._acknowledged = durable.step
             await self._tell()
 
-    async def _commit(self, event: Event) -> None:
-        """Tells the commit machine what happened and does what it asks for."""
-        async with self._commits:
-            await self._advance(event)
-
-    async def _advance(self, event: Event) -> None:
-        todo = collections.deque([event])
-        while todo:
-            self._machine, actions = self._machine.on(todo.popleft())
-            for action in actions:
-                match action:
-                    case Acknowledge() | GiveUp():
-                        await self._answer_votes(action)
-                    case Fence():
-                        await self._fenced(
-                            f"attempt {self._attempt.number + 1} of this run exists: another launch has "
-                            "taken it over"
-                        )
-                    case ReadyToForm():
-                        pass  # the lock has seen to it
-                    case VerifyPoint():
-                        # reads a whole point back: nobody waits for that
-                        task = asyncio.get_running_loop().create_task(self._verify(action))
-                        self._verifying.add(task)
-                        task.add_done_callback(self._verifying.discard)
-                    case _:
-                        answer = await self._storage(self._committer.perform, action)
-                        if answer is not None:
-                            todo.append(answer)
-
-    async def _verify(self, action: VerifyPoint) -> None:
-        answer = await asyncio.to_thread(self._committer.perform, action)
-        for damage in self._committer.take_damages():
-            self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
-            self._warnings.append(str(damage))
-            await self._tell()
-        if answer is not None:
-            await self._commit(answer)
-
-    async def _answer_votes(self, action: Acknowledge | GiveUp) -> None:
-        committed = isinstance(action, Acknowledge)
-        point = self._committer.last_point
-        if (
-            committed
-            and point is not None
-            and point.key == action.key
-            and (self._newest is None or point.key > self._newest.key)
-        ):
-            self._newest = point
-            self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
-            self._journal.event(
-                "point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s
-            )
-        if isinstance(action, GiveUp):
-            self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
-            self._warnings.append(f"the save of {action.key.point_name} was given up: {action.reason}")
-        for rank in action.ranks:
-            future = self._votes.pop((action.key, rank), None)
-            if future is not None and not future.done():
-                future.set_result(committed)
-        await self._tell()
-
     async def _end(self, outcome: str, reason: str) -> None:
         if self._ended is not None:
             return
         self._ended = (outcome, reason)
         self._journal.event("end", outcome=outcome, reason=reason)
-        await self._storage(self._journal.flush)
-        await self._storage(self._store.write_end, self._attempt.number, outcome, reason)
+        # where storage is what failed, the reason says so, and the end stays unsaid
+        with suppress(StorageError):
+            await self._commits.on_disk(self._journal.flush)
+            await self._commits.on_disk(partial(self._store.write_end, self._attempt.number, outcome, reason))
         for future in (*self._joins.values(),):
             if not future.done():
                 future.set_result(RunOver(reason=reason))
         self._joins.clear()
         await self._tell()
 
-    async def _fenced(self, reason: str) -> None:
+    # ------------------------------------------------------------ what the commits tell
+    async def committed(self, point: Point) -> None:
+        """See `CommitListener`: members may be told to load it."""
+        self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        await self._tell()
+
+    async def warned(self, text: str) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        self._warnings.append(text)
+        await self._tell()
+
+    async def fenced(self, reason: str) -> None:
         """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
         self._ended = ("failed", reason)
         for future in (*self._joins.values(),):
             if not future.done():
                 future.set_result(Refusal(reason=reason))
-        for answer in self._votes.values():
-            if not answer.done():
-                answer.set_result(False)
+        self._commits.refuse_all()
         await self._tell()
 
 

@@ -80,8 +80,7 @@ class Run:
         of `audit --json`.
 
         It shows that each step trained exactly the samples that the plan gives it, each once, in order.
-        Raises `DataIdentityError` if the
-        files have changed since: then nothing can be said.
+        Raises `DataIdentityError` if the files have changed since: then nothing can be said.
         """
         from orchestrator.data.spec import prepare_data
 

@@ -2,8 +2,7 @@
 other.
 
 It knows no stage, no Ray, no torch. Everything that is written to storage has `to_json` / `from_json` through
-`encode` and
-`decode` below, which refuse unknown and missing fields.
+`encode` and `decode` below, which refuse unknown and missing fields.
 """
 
 from __future__ import annotations
@@ -105,10 +104,9 @@ class SourceCursor:
     way.
 
     `block` is the position in the epoch's order, `window` counts within the block, `record` is the position
-    in the window's order,
-    `token` counts within the piece. `prefix_digest` is the xxh3_64 (16 hex digits) of the piece's earlier
-    `token` tokens as little-endian
-    int32: a resume that does not reproduce them is refused. Counts rise when the cursor passes a record.
+    in the window's order, `token` counts within the piece. `prefix_digest` is the xxh3_64 (16 hex digits) of
+    the piece's earlier `token` tokens as little-endian int32: a resume that does not reproduce them is
+    refused. Counts rise when the cursor passes a record.
     """
 
     epoch: int = 0
@@ -140,8 +138,8 @@ class Cursor:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
-    step's target tokens (nats);
-    `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex digits).
+    step's target tokens (nats); `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex
+    digits).
     """
 
     attempt: int
@@ -213,8 +211,8 @@ class TokenChunk:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
     """Which samples a step trains: [first_sample, first_sample + num_samples), holding `num_tokens`
-    positions, all of them full but
-    possibly the last sample, which is shortened (and padded) where a token budget is no multiple of seq_len.
+    positions, all of them full but possibly the last sample, which is shortened (and padded) where a token
+    budget is no multiple of seq_len.
     """
 
     first_sample: int
@@ -303,9 +301,8 @@ class JoinRequest:
     """A member asks to be in the next generation. `key` is its state's key, None when blank.
 
     `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
-    that it had entered the word of
-    without learning the result (its reduced gradient is kept): `StateKey(step = key.step + 1)` in the
-    generation it leaves.
+    that it had entered the word of without learning the result (its reduced gradient is kept): `StateKey(step
+    = key.step + 1)` in the generation it leaves.
     """
 
     member: str
@@ -330,8 +327,8 @@ class GenerationView:
     continues (None: from nothing).
 
     `source_rank` holds the parent's state in memory (None: everybody loads `point`, or builds the initial
-    state when that is None too).
-    A member whose own key equals the parent, or that is `prepared` for exactly that step, needs no copy.
+    state when that is None too). A member whose own key equals the parent, or that is `prepared` for exactly
+    that step, needs no copy.
     """
 
     attempt: int

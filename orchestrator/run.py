@@ -61,9 +61,8 @@ def train(
     has failed.
 
     Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is
-    written, when it cannot
-    begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards the same call continues.
-    `fault_plan` is for tests.
+    written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards
+    the same call continues. `fault_plan` is for tests.
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     began = time.monotonic()
@@ -237,8 +236,7 @@ def _supervise(
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
-    # soft: Ray 2.60 does not
-    # heed a soft affinity of actors without CPUs.
+    # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "scheduling_strategy": here,

@@ -2,8 +2,7 @@
 be called as the function.
 
 Python sets a package's attribute to the submodule when that is imported, so `orchestrator.train` would
-otherwise be a function or a
-module depending on what was imported before.
+otherwise be a function or a module depending on what was imported before.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main
-    thread can do this; in another nothing changes.
+    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main thread
+    can do this; in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

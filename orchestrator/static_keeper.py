@@ -53,8 +53,8 @@ class StaticKeeper:
     """`train.static.Keeper` of one claimed attempt.
 
     One thread writes: it takes votes from a queue, drives the commit machine, and keeps the journal durable
-    meanwhile. Another shows that the attempt lives, and waits for nothing else. If a newer attempt appears
-    or the journal cannot be written, every vote is answered with that error, and the next call of `records`
+    meanwhile. Another shows that the attempt lives, and waits for nothing else. If a newer attempt appears or
+    the journal cannot be written, every vote is answered with that error, and the next call of `records`
     raises it.
     """
 

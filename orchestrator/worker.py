@@ -254,8 +254,7 @@ def try_ports(view: GenerationView) -> tuple[str, ...]:
 
 def train_function(config: dict[str, Any]) -> None:
     """The Ray Train function of every worker. An error of ours ends the run by word to the coordinator; any
-    other is raised too, so that
-    Ray replaces the process.
+    other is raised too, so that Ray replaces the process.
     """
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.

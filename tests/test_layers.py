@@ -21,6 +21,7 @@ LAYERS = [
     {
         "attempt",
         "cluster",
+        "commits",
         "coordinator",
         "worker",
         "progress",

@@ -65,8 +65,8 @@ def _add_record(
     encoder: Encoder,
     settings: StreamSettings,
 ) -> Iterator[TokenChunk]:
-    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad
-    one, nothing for a blank line.
+    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad one,
+    nothing for a blank line.
     """
     try:
         text = window.text(position)

@@ -184,8 +184,8 @@ def _every(folder: Path, names: list[str], nth: int) -> Iterator[str]:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> int:
     """Train a byte-level BPE tokenizer (as GPT-2's) on `texts`, loadable by `AutoTokenizer`, into `folder`.
 
-    Any text can be encoded, and decodes to itself. Returns the number of tokens: `vocab_size`, or
-    less if `texts` are too few. The same texts give the same tokenizer.
+    Any text can be encoded, and decodes to itself. Returns the number of tokens: `vocab_size`, or less if
+    `texts` are too few. The same texts give the same tokenizer.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)

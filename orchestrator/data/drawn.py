@@ -94,8 +94,7 @@ class DrawnStep:
 
     def arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
         """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
-        counted
-        within the step.
+        counted within the step.
         """
         seq_len, num = self.step.seq_len, stop - start
         first = start * seq_len

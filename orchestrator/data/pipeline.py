@@ -177,9 +177,8 @@ def read_chunks(
     """
     _configure(num_tokenizers)
     # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
-    # is gone
-    # The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its own,
-    # waits for a CPU that nobody has counted.
+    # is gone The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its
+    # own, waits for a CPU that nobody has counted.
     placed: dict[str, Any] = {"num_cpus": 1}
     if node_id is not None:
         placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)

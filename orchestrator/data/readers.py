@@ -129,8 +129,8 @@ def _records(file: BufferedReader, path: str, plan: SourcePlan, where: FilePart)
 def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
     """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes.
 
-    Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning
-    at `start` itself would lose that line (DATA.md rule 10).
+    Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning at
+    `start` itself would lose that line (DATA.md rule 10).
     """
     begin = max(0, start - 1)
     data = _read(handle, begin, stop)

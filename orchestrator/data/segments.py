@@ -20,8 +20,8 @@ class Before:
     """What precedes a segment in the stream. `position` counts tokens from the place where it was opened.
 
     `document` is the number of the last entry's document, `token_document` that of the last token's, -1 for
-    none. `epoch_counts` are the counts at the
-    epoch's beginning, `epoch_begins`: no token of the epoch came yet.
+    none. `epoch_counts` are the counts at the epoch's beginning, `epoch_begins`: no token of the epoch came
+    yet.
     """
 
     position: int
@@ -36,8 +36,8 @@ class Before:
 class Place:
     """Where a token lies: its entry in the segment, its number in the piece, and what is passed before it.
 
-    `piece_key` is (epoch, block, window, record, piece). At an epoch's first token the cursor is
-    (epoch, 0, …) in normal form, before any entry of the epoch.
+    `piece_key` is (epoch, block, window, record, piece). At an epoch's first token the cursor is (epoch, 0,
+    …) in normal form, before any entry of the epoch.
     """
 
     entry: int

@@ -247,8 +247,8 @@ class Packer:
 # ---------------------------------------------------------------------------------------- sample by sample
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss;
-    document id -1: padding. `cursor` is the place behind it: a stream opened there continues with the next.
+    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss; document
+    id -1: padding. `cursor` is the place behind it: a stream opened there continues with the next.
     """
 
     index: int

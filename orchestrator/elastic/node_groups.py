@@ -2,9 +2,8 @@
 ends only its own group.
 
 It starts and stops processes and knows nothing of training: which function the workers run is handed in. Ray
-replaces a dead worker of
-a group in place because the backend says `has_replica_groups`; who trains with whom is decided by the
-rendezvous, not here.
+replaces a dead worker of a group in place because the backend says `has_replica_groups`; who trains with whom
+is decided by the rendezvous, not here.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ def remove_orphaned_placement_groups() -> int:
     """Removes this job's placement groups whose creator (a Ray Train controller) is dead; returns how many.
 
     Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are
-    dead), so a stopped or lost
-    node group would keep its CPUs for ever.
+    dead), so a stopped or lost node group would keep its CPUs for ever.
     """
     from ray._private.state import state
     from ray.core.generated import gcs_pb2

@@ -111,10 +111,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the
-    maximum. The run is stopped when more than `max_failures` failures came without a finished step between
-    them, or when too few
-    workers were there for longer than `wait_s`.
+    any node, up to the maximum. The run is stopped when more than `max_failures` failures came without a
+    finished step between them, or when too few workers were there for longer than `wait_s`.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -132,9 +130,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
 
 def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
     """The node on which the tokenizers run: of those that have room for all of them, the one with the fewest
-    CPUs free, so that the roomy
-    nodes are left to workers; the head where several are equal. None: no node has that much room, and they go
-    wherever there is some.
+    CPUs free, so that the roomy nodes are left to workers; the head where several are equal. None: no node
+    has that much room, and they go wherever there is some.
     """
     fitting = [node for node in nodes if node.free_cpus >= limits.num_tokenizers]
     return min(fitting, key=lambda n: (n.free_cpus, not n.is_head, n.node_id)).node_id if fitting else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-# So many undecided members are searched in full (a few thousand branches at most); of more, who fails most
-# is left out first.
+# So many undecided members are searched in full (a few thousand branches at most); of more, who fails most is
+# left out first.
 EXACT = 24
 
 

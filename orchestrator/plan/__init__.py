@@ -1,5 +1,5 @@
-"""What to do, decided in pure integers: order, batches, schedule, identity, resume and lineage. Knows no
-Ray and no torch.
+"""What to do, decided in pure integers: order, batches, schedule, identity, resume and lineage. Knows no Ray
+and no torch.
 """
 
 from orchestrator.stage import make_callable

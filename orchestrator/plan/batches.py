@@ -72,8 +72,7 @@ def rank_samples(
     """The samples [start, stop) of `rank` in the step [first_sample, first_sample + num_samples), by their
     index in the run.
 
-    A rank without a micro-batch gets an empty range that lies at the place where its samples would have
-    been.
+    A rank without a micro-batch gets an empty range that lies at the place where its samples would have been.
     """
     run = rank_run(num_micro_batches(num_samples, micro_batch_size), rank, world_size)
     start = min(run.start * micro_batch_size, num_samples)
@@ -91,8 +90,8 @@ def rebase_step(consumed_tokens: int, global_batch_size: int, seq_len: int) -> i
 def tokens_left(
     consumed_samples: int, consumed_tokens: int, seq_len: int, max_tokens: int | None, max_samples: int | None
 ) -> int | None:
-    """Positions until the first of the two stops, at `seq_len` from here on; None without a stop, 0 when
-    one is reached or passed.
+    """Positions until the first of the two stops, at `seq_len` from here on; None without a stop, 0 when one
+    is reached or passed.
     """
     left = []
     if max_tokens is not None:
@@ -110,8 +109,7 @@ def next_range(
     max_tokens: int | None = None,
     max_samples: int | None = None,
 ) -> StepRange | None:
-    """The samples of the next step, beginning at exactly the next unread token; None when a stop is
-    reached.
+    """The samples of the next step, beginning at exactly the next unread token; None when a stop is reached.
 
     A stop inside the step makes it smaller; a token stop that is no multiple of `seq_len` shortens its last
     sample. The end of the data is not known here: the feed answers with fewer samples then.

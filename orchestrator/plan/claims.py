@@ -17,8 +17,8 @@ GenerationId = tuple[int, int]  # (attempt, generation)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random
-    id of the driver process's life.
+    """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
+    of the driver process's life.
 
     `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
     decided by it.
@@ -33,11 +33,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimParent:
-    """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and which
-    points it inherits.
+    """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and which points
+    it inherits.
 
-    `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in
-    `inherited` is an orphan, whenever its COMMIT appears.
+    `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
+    is an orphan, whenever its COMMIT appears.
     """
 
     attempt: int
@@ -51,8 +51,8 @@ class ClaimParent:
 class GenerationStart:
     """A generation's journal record, durable before members hear of it.
 
-    `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as
-    this generation counts, which differs from `parent.step` where labels were re-based. The counts are the
+    `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as this
+    generation counts, which differs from `parent.step` where labels were re-based. The counts are the
     parent's; the shape is what the generation trains with.
     """
 

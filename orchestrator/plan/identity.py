@@ -32,10 +32,10 @@ SOURCE_SETTINGS = ("format", "text_field")
 class RunIdentity:
     """The frozen identity of a run, in run.json.
 
-    `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its
-    files' contents and decides. `settings` maps dotted paths (and `data.sources.<name>.<field>`) to
-    canonical JSON text; `manifests` maps each source's name, in the order of the configuration (sources are
-    numbered by it), to the digest of its frozen manifest.
+    `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its files'
+    contents and decides. `settings` maps dotted paths (and `data.sources.<name>.<field>`) to canonical JSON
+    text; `manifests` maps each source's name, in the order of the configuration (sources are numbered by it),
+    to the digest of its frozen manifest.
     """
 
     format_version: int
@@ -58,8 +58,8 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
 
 
 def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:
-    """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and
-    what to do; empty if it may.
+    """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and what
+    to do; empty if it may.
 
     `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else. The
     encoder stays what it was, name and version: this version cannot go on with another one from the next

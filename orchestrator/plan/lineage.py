@@ -2,8 +2,8 @@
 from the newest claim.
 
 It reads no storage: claims, parent files and journal records are given to it as values. It decides by names
-and keys alone, never by clocks, step labels or the order in which things were found (MEMBERSHIP.md rules 1,
-2 and 6).
+and keys alone, never by clocks, step labels or the order in which things were found (MEMBERSHIP.md rules 1, 2
+and 6).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Lineage:
     """The effective history, oldest first. With `errors` it is not to be trusted: nothing may be resumed or
     deleted by it.
 
-    `gaps` name steps that belong to the history but have no record; `orphans` counts records off the
-    history. `attempts` are the claims on the chain, oldest first, with the names that each inherited.
+    `gaps` name steps that belong to the history but have no record; `orphans` counts records off the history.
+    `attempts` are the claims on the chain, oldest first, with the names that each inherited.
     """
 
     attempt: int | None  # the newest claim with a parent file
@@ -94,10 +94,10 @@ def effective_history(
 ) -> Lineage:
     """The history as the chain of parents from the newest claim with a parent file back to the first state.
 
-    It begins at that claim's newest generation, or, before it has formed one, at the claim's parent. Of
-    each generation only what lies at or before the branch to its child counts. Equal copies of a record
-    count once; unequal copies, a missing link, and a link that no honest writer makes are in `errors`, and
-    the history then ends there.
+    It begins at that claim's newest generation, or, before it has formed one, at the claim's parent. Of each
+    generation only what lies at or before the branch to its child counts. Equal copies of a record count
+    once; unequal copies, a missing link, and a link that no honest writer makes are in `errors`, and the
+    history then ends there.
     """
     chain = _Chain(claims, parents, generations)
     segments = chain.follow()

@@ -1,5 +1,5 @@
-"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed
-hash, nothing stored.
+"""Document order as a pure function of (seed, source, epoch, position): a keyed permutation and a keyed hash,
+nothing stored.
 
 It uses no library's random generator, since their streams change between versions. Every run froze
 `ORDER_VERSION`: whoever changes a value that this module computes must raise it.
@@ -34,9 +34,9 @@ def permutation(index: int, n: int, key: int) -> int:
     """Where the permutation of range(n) with this key puts `index`: a bijection for every n >= 1, in O(1)
     time and memory.
 
-    A balanced Feistel network over the next power of four, walked along its cycle until it lands in
-    range(n) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A shuffle, not a cipher
-    that keeps secrets. n is at most 2^126.
+    A balanced Feistel network over the next power of four, walked along its cycle until it lands in range(n)
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A shuffle, not a cipher that keeps
+    secrets. n is at most 2^126.
     """
     assert 0 <= index < n, f"index {index} of {n}"
     half = max(1, ((n - 1).bit_length() + 1) // 2)
@@ -51,8 +51,8 @@ def permutation(index: int, n: int, key: int) -> int:
 
 
 def block_at(seed: int, source_name: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
-    """Which block of the source is read at `position` of an epoch; `shuffle` is `block` or `none` (blocks
-    in file order).
+    """Which block of the source is read at `position` of an epoch; `shuffle` is `block` or `none` (blocks in
+    file order).
     """
     assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
     if shuffle == "none":
@@ -70,8 +70,8 @@ def record_hash(seed: int, source_name: str, epoch: int, fragment: int, number: 
 def record_order(
     fragments: npt.ArrayLike, numbers: npt.ArrayLike, seed: int, source_name: str, epoch: int, shuffle: str
 ) -> npt.NDArray[np.int64]:
-    """The order of a window's records, given each one's fragment and its number therein, both
-    (num_records,): indices that sort them.
+    """The order of a window's records, given each one's fragment and its number therein, both (num_records,):
+    indices that sort them.
 
     By `record_hash`, ties by (fragment, number), with `shuffle: none` by (fragment, number) alone.
     Independent of the order given.

@@ -21,8 +21,8 @@ from orchestrator.records import Cursor, StateKey, encode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointInfo:
-    """What the decision needs of a committed resume point. `world_size` is that of the generation that
-    saved it.
+    """What the decision needs of a committed resume point. `world_size` is that of the generation that saved
+    it.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Difference:
 class ResumePlan:
     """What a start would do. `action` is start, resume or refuse; counts that nobody can know are None.
 
-    `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the
-    point's configuration and the new one; for a start, `lr_after` is that of the first step. `budgets` go
-    into the claim and are not part of the JSON.
+    `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
+    configuration and the new one; for a start, `lr_after` is that of the first step. `budgets` go into the
+    claim and are not part of the JSON.
     """
 
     action: str
@@ -88,11 +88,11 @@ def plan_resume(
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
-    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the
-    flat configuration that the point (or, without one, the run) was made with, `identities` are (the run's,
-    the job's) where the job's is known, `data_tokens` is the number of positions that the data still holds,
-    where it is known. A refusal names both values and what to do; a stop that is already reached is no
-    refusal but a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
+    configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
+    job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
+    it is known. A refusal names both values and what to do; a stop that is already reached is no refusal but
+    a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
     """
     old = _with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules)

@@ -78,8 +78,8 @@ class Budgets:
 
     @property
     def stop_samples(self) -> int | None:
-        """The stop in samples, which are counted as they are trained, whatever their seq_len; None: there
-        is none.
+        """The stop in samples, which are counted as they are trained, whatever their seq_len; None: there is
+        none.
         """
         return self.max_samples.given if self.max_samples else None
 
@@ -95,8 +95,8 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
     `at`.
 
     A number that is the same as before keeps its tokens, whatever the shape is now; a number that the user
-    changed is turned again, at the shape of `config`. Raises `ConfigError` for a schedule that decays
-    without knowing when.
+    changed is turned again, at the shape of `config`. Raises `ConfigError` for a schedule that decays without
+    knowing when.
     """
     before, here, train = previous or Budgets(), at or Cursor(), config.train
 
@@ -141,8 +141,8 @@ def learning_rate(train: RateSettings, budgets: Budgets, consumed_tokens: int) -
     """The learning rate of the step after which the run has consumed `consumed_tokens` positions.
 
     It rises linearly to `lr` over the warm-up; then `constant` stays there, `cosine` falls to `lr ·
-    min_lr_ratio` at the total, and `wsd` stays until `decay` positions before the total and falls linearly
-    to `lr · min_lr_ratio`. Past the total it stays at the end's value.
+    min_lr_ratio` at the total, and `wsd` stays until `decay` positions before the total and falls linearly to
+    `lr · min_lr_ratio`. Past the total it stays at the end's value.
     """
     warmup = budgets.warmup.tokens if budgets.warmup else 0
     if consumed_tokens < warmup:

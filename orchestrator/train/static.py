@@ -65,8 +65,8 @@ def meet() -> tuple[Store, int, int]:
     """The store through which the ranks of this start of the group meet, this rank, and the world size.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun keeps one store over its restarts, so the keys
-    stand under TORCHELASTIC_RESTART_COUNT (0 where it is not set): no start reads what an older one wrote.
-    It does not help where agents of several machines count differently.
+    stand under TORCHELASTIC_RESTART_COUNT (0 where it is not set): no start reads what an older one wrote. It
+    does not help where agents of several machines count differently.
     """
     store, rank, world_size = next(rendezvous("env://"))
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
