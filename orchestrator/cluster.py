@@ -76,7 +76,7 @@ class ClusterConnection:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ResourceError(
                     f"something answers at cluster.address={address}, but no Ray takes this driver in "
-                    f"({error}); is it the port of the head's GCS (usually 6379), of the same version of Ray? "
+                    f"({error}); is it the port of the head's GCS (usually 6379), of the same Ray version? "
                     "A cluster that wants a token needs RAY_AUTH_MODE=token, and the token in "
                     "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, here, too"
                 ) from error
