@@ -50,8 +50,8 @@ def run_folder(job: JobConfig) -> Path:
     if _RAY_COPIES in folder.parts:
         raise ConfigError(
             f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
-            "directory, which Ray deletes; give an absolute path that all nodes see, e.g. run.storage=$PWD/runs "
-            "where you submit"
+            "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "
+            "run.storage=$PWD/runs where you submit"
         )
     return folder
 
