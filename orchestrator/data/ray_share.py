@@ -8,15 +8,15 @@ three minutes as alive. The launch has counted the tokenizers' CPUs before it be
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
-import ray
 from ray.data._internal import stats
 from ray.data._internal.cluster_autoscaler.base_cluster_autoscaler import ClusterAutoscaler
 from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.interfaces.execution_options import ExecutionResources
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.utils import cached_ray_internals
+
+from orchestrator.nobody import Nobody
 
 # Credits bound what lies in the object store (`Feeder.slot`, `Feeder.room`), so no share of it is dealt out.
 _OBJECT_STORE_BYTES = 1 << 50
@@ -41,28 +41,12 @@ class _OwnShare(ClusterAutoscaler):
         return self._total
 
 
-class _Nobody:
-    """Stands for an actor that nobody needs: every call of every method is answered with the same value."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def __getattr__(self, name: str) -> _Nobody:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self
-
-    def remote(self, *_: Any, **__: Any) -> Any:
-        """As an actor's method answers."""
-        return ray.put(self._answer)
-
-
 def take_own_share(num_cpus: int) -> None:
     """From now on every dataset of this process has `num_cpus` CPUs, and starts no process for statistics
     (they would feed a page of Ray's dashboard) or for actors' places: each costs 1 to 2 CPU seconds and up to
     200 MB.
     """
-    share, statistics, places = _OwnShare(num_cpus), _Nobody(uuid.uuid4().hex), _Nobody({})
+    share, statistics, places = _OwnShare(num_cpus), Nobody(uuid.uuid4().hex), Nobody({})
     setattr(streaming_executor, "create_cluster_autoscaler", lambda *_, **__: share)  # noqa: B010
     setattr(stats, "get_or_create_stats_actor", lambda: statistics)  # noqa: B010
     for module in (actor_pool_map_operator, cached_ray_internals):

@@ -19,7 +19,7 @@ from ray.train.v2._internal.execution.worker_group import state, worker_group
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from orchestrator.elastic.barrier import NoBarrier
+from orchestrator.nobody import Nobody
 
 # Each costs a process or about a CPU second at start and does nothing for us: we hand Ray Train no datasets,
 # and placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's
@@ -54,6 +54,20 @@ class _PinnedPolicy(FixedScalingPolicy):
         """Nothing to ask for."""
 
 
+class _NoBarrier:
+    """Made as Ray makes its synchronization actor, where workers meet who report to Ray; ours never do."""
+
+    @classmethod
+    def options(cls, **_: Any) -> type[_NoBarrier]:
+        """Nothing to choose."""
+        return cls
+
+    @classmethod
+    def remote(cls, **_: Any) -> Nobody:
+        """No process is started."""
+        return Nobody()
+
+
 class _LeanTrainer(DataParallelTrainer):
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -80,7 +94,7 @@ def run_group(
     (policy.py), which knows about progress. Raises what Ray Train raises when the group cannot go on.
     """
     setattr(data_parallel_trainer, "create_scaling_policy", _PinnedPolicy)  # noqa: B010
-    setattr(worker_group, "SynchronizationActor", NoBarrier)  # noqa: B010
+    setattr(worker_group, "SynchronizationActor", _NoBarrier)  # noqa: B010
     setattr(state, "_shutdown_sync_actor", lambda actor: None)  # noqa: ARG005, B010
     _LeanTrainer(
         train_function,

@@ -22,6 +22,7 @@ from orchestrator.attempt import survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.faults import FaultPlan
 from orchestrator.history import Run
+from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.digest import sample_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.run import RunResult
@@ -153,6 +154,14 @@ def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     return thread
+
+
+def assert_survivors_stayed(job: Job) -> None:
+    """No node group ended before the run did: whoever was not killed went on in its process, and whoever was
+    killed came back beside it.
+    """
+    ended = [e.fields for e in read_journal(Storage(job.run.uri)).events if e.kind == "group ended"]
+    assert not ended, ended
 
 
 def when_struck(plan: FaultPlan, number: int, act: Callable[[], None]) -> None:

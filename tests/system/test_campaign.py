@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.harness import Job
+from tests.system.harness import Job, assert_survivors_stayed
 from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
@@ -29,4 +29,5 @@ def test_a_kill_anywhere_changes_nothing(
     result = job.train(plan)
     assert result.outcome == "done", result.reason
     assert plan.struck() == [0]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)

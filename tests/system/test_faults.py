@@ -12,7 +12,7 @@ from orchestrator.faults import FAIL, FREEZE, HANG
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.storage import Storage
-from tests.system.harness import Job, assert_exactly_once, spawn, when_struck
+from tests.system.harness import Job, assert_exactly_once, assert_survivors_stayed, spawn, when_struck
 from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
 from tests.system.test_nodes import wait_for_world
 
@@ -54,6 +54,7 @@ def test_a_restarted_coordinator_dies_between_claim_and_parent_file(
     plan = job.faults().kill("commit_sent", step=8).kill("claim_made", after=0)
     assert job.train(plan).outcome == "done"
     assert plan.struck() == [0, 1]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
     assert generations(job)[-1].attempt == 3
 
@@ -86,6 +87,7 @@ def test_a_member_that_dies_on_its_way_to_the_group_is_not_waited_for(
     plan = job.faults().kill("connecting", rank=1)
     assert job.train(plan).outcome == "done"
     assert plan.struck() == [0]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
 
 
@@ -111,4 +113,5 @@ def test_two_generations_that_come_to_nothing_stop_nobody(
     plan = job.faults().add(FAIL, "connecting", rank=1).add(FAIL, "connecting", rank=1, after=0)
     assert job.train(plan).outcome == "done"
     assert plan.struck() == [0, 1]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)

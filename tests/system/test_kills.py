@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.system.harness import Job, assert_exactly_once, feeder_pid, sigkill, when_step
+from tests.system.harness import (
+    Job,
+    assert_exactly_once,
+    assert_survivors_stayed,
+    feeder_pid,
+    sigkill,
+    when_step,
+)
 
 pytestmark = pytest.mark.system
 
@@ -71,6 +78,7 @@ def test_one_kill_changes_nothing(
     result = job.train(plan)
     assert result.outcome == "done", result.reason
     assert plan.struck() == [0]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
 
 
@@ -88,6 +96,7 @@ def test_kills_in_a_row_also_while_the_state_is_sent_change_nothing(
     result = job.train(plan, train__max_steps=16, cluster__num_workers=[2, 2])
     assert result.outcome == "done", result.reason
     assert plan.struck() == [0, 1, 2]
+    assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
 
 
