@@ -79,18 +79,6 @@ def test_a_start_dies_between_claim_and_parent_file_and_the_next_one_dies_while_
     assert {start.attempt for start in generations(job)} == {1, 3}
 
 
-def test_a_member_that_dies_on_its_way_to_the_group_is_not_waited_for(
-    job: Job,
-    cluster: Any,
-    unbroken: Unbroken,  # noqa: F811
-) -> None:
-    plan = job.faults().kill("connecting", rank=1)
-    assert job.train(plan).outcome == "done"
-    assert plan.struck() == [0]
-    assert_survivors_stayed(job)
-    assert_same_training(job, unbroken)
-
-
 def test_a_joiner_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(job: Job, cluster: Any) -> None:
     plan = job.faults().kill("step_begin", step=5, rank=1).add(FAIL, "connecting", rank=1, after=0)
     driver = spawn(job, cluster, plan, train__max_steps=100_000, data__num_epochs=100)
@@ -105,13 +93,16 @@ def test_a_joiner_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(job: 
     assert_exactly_once(job)
 
 
-def test_two_generations_that_come_to_nothing_stop_nobody(
+def test_two_generations_come_to_nothing_and_then_a_member_dies_on_its_way_to_the_group(
     job: Job,
     cluster: Any,
     unbroken: Unbroken,  # noqa: F811
 ) -> None:
     plan = job.faults().add(FAIL, "connecting", rank=1).add(FAIL, "connecting", rank=1, after=0)
+    plan = plan.kill("connecting", rank=1, after=1)
     assert job.train(plan).outcome == "done"
-    assert plan.struck() == [0, 1]
+    assert plan.struck() == [0, 1, 2]
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+    # the third was formed to try ports only; nobody waited out a time-out for the dead one
+    assert [start.world_size for start in generations(job)[:5]] == [2, 2, 2, 2, 1]

@@ -166,13 +166,6 @@ def unbroken(server: JobServer, tiny_config: Any, tmp_path_factory: pytest.TempP
     return job.final_digest()
 
 
-def test_a_job_trains_the_same_bits_as_one_worker(job: Job, server: JobServer, unbroken: str) -> None:
-    status, logs = server.end(server.submit(job))
-    assert status == "SUCCEEDED", logs
-    assert_exactly_once(job)
-    assert job.final_digest() == unbroken
-
-
 def test_a_stopped_job_saves_and_the_same_submission_continues(
     job: Job, server: JobServer, unbroken: str
 ) -> None:
