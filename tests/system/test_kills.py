@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from orchestrator.faults import FREEZE
+from orchestrator.monitor.reader import read_journal
+from orchestrator.storage import Storage
 from tests.system.harness import (
     Job,
     assert_exactly_once,
     assert_survivors_stayed,
     feeder_pid,
     sigkill,
-    when_step,
+    when_struck,
 )
 
 pytestmark = pytest.mark.system
@@ -106,10 +112,17 @@ def test_the_feeder_is_killed_and_training_goes_on(
     def kill() -> None:
         killed.append(feeder_pid())
         sigkill(killed[0])
+        for event in read_journal(Storage(job.run.uri)).events:
+            if event.kind == "join":
+                os.kill(event.fields["pid"], signal.SIGCONT)
 
-    watch = when_step(job, 2, kill)
-    result = job.train(train__max_steps=400, resume__every_steps=200)
+    # one rank stands still meanwhile, so that the others are not done before
+    plan = job.faults().add(FREEZE, "step_begin", step=9, rank=1)
+    watch = threading.Thread(target=when_struck, args=(plan, 0, kill))
+    watch.start()
+    result = job.train(plan)
     watch.join()
     assert result.outcome == "done", result.reason
     assert killed, "the feeder lived to the end"
-    assert_exactly_once(job)
+    assert_survivors_stayed(job)
+    assert_same_training(job, unbroken)

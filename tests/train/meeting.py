@@ -80,6 +80,7 @@ class Meeting:
         self._members: tuple[str, ...] = ()
         self._waiting: dict[str, Join] = {}
         self._held: dict[str, str] = {}
+        self._left_out: set[str] = set()
         self._votes: dict[str, dict[int, Vote]] = {}
         self._voters: dict[str, tuple[str, ...]] = {}
         self._wish = {"save": False, "stop": False, "reform": False}
@@ -110,6 +111,12 @@ class Meeting:
         with self.changed:
             del self._held[name]
             self._send(name, "release")
+
+    def leave_out(self, name: str) -> None:
+        """It is silent: the others go on without it, until it comes."""
+        with self.changed:
+            self._left_out.add(name)
+            self._form()
 
     def has_links(self) -> bool:
         return bool(self._links)
@@ -148,6 +155,7 @@ class Meeting:
 
     def _on_join(self, name: str, join: Join) -> None:
         self.joins.append((name, join))
+        self._left_out.discard(name)
         self._waiting[name] = join
         for record in join.records:
             self._journal(record)
@@ -216,7 +224,8 @@ class Meeting:
         self._votes.pop(name)
 
     def _form(self) -> None:
-        live = [member for member in self._members if member in self._links and member not in self.finished]
+        awaited = self._links.keys() - self.finished.keys() - self._left_out
+        live = [member for member in self._members if member in awaited]
         if not self._waiting or any(m not in self._waiting for m in live):
             return
         if not self._members and len(self._waiting) < self._first_size:

@@ -94,6 +94,32 @@ def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_pa
     assert_same_training(meeting, unbroken)
 
 
+def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_that_went_on(tmp_path, unbroken):
+    # c alone has the word of step 4; the others go on without it and train that step again
+    losing = Plan(lose_word=4)
+    plans = {
+        "a": losing,
+        "b": dataclasses.replace(losing, hold=("step_begin", 6)),
+        "c": Plan(hold=("applied", 4)),
+    }
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        meeting = group.meeting
+        meeting.wait_for(lambda: meeting.held("c") is not None)
+        meeting.leave_out("c")
+        meeting.wait_for(lambda: meeting.held("b") is not None)
+        meeting.release("c")
+        meeting.wait_for(lambda: meeting.waits("c"))
+        meeting.release("b")
+        group.finish()
+        assert killed(group) == set()
+    thawed = next(join for name, join in meeting.joins if name == "c" and join.leaves == (1, 1))
+    assert thawed.key == StateKey(attempt=1, generation=1, step=4)
+    assert [view.world_size for view in meeting.views] == [3, 2, 3]
+    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert meeting.views[2].parent == StateKey(attempt=1, generation=2, step=6)
+    assert_same_training(meeting, unbroken)
+
+
 def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tmp_path, unbroken):
     plans = {"b": Plan(hold=("step_begin", 4))}
     with members(tmp_path, ["a", "b"], plans) as group:
