@@ -49,8 +49,9 @@ class Group:
     there go over NCCL.
     """
 
-    def __init__(self, view: GenerationView, timeout_s: float) -> None:
-        self.view, self._timeout = view, datetime.timedelta(seconds=timeout_s)
+    def __init__(self, view: GenerationView, limit_s: float) -> None:
+        self.view, self._limit_s = view, limit_s
+        self._forming = datetime.timedelta(seconds=limit_s)
 
     @classmethod
     @contextmanager
@@ -60,11 +61,10 @@ class Group:
         store: Store,
         device: torch.device,
         limit_s: float,
-        timeout_s: float,
         called_off: Callable[[], bool],
     ) -> Iterator[Group]:
-        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; once they have `agreed`, a
-        collective may take `timeout_s`. `called_off`: see `assemble`.
+        """All members meet and `compare` within `limit_s`, else `GenerationEnded`; see `allow` for the time
+        after that, and `assemble` for `called_off`.
 
         On leaving, however it comes, the group is destroyed: the others' collectives fail, so that they leave
         too.
@@ -73,7 +73,7 @@ class Group:
             # a failed NCCL collective must raise here, not end the process
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        group = cls(view, timeout_s)
+        group = cls(view, limit_s)
         try:
             with collective("forming the group"):
                 assemble(view, store, limit_s, called_off)
@@ -115,14 +115,14 @@ class Group:
                         f"rank {rank} has another {name} ({found}) than rank {view.rank} ({value}); "
                         "members of one group must have the same"
                     )
-        # a peer may load the state from storage now
-        _set_pg_timeout(datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]))
+        self.allow(PHASE_LIMITS_S[LOAD])  # a peer may load the state from storage now
         return [row[len(facts) :] for row in rows]
 
-    def agreed(self) -> None:
-        """The last collective of agreeing on the state; from now on one may take the training limit."""
-        self.gather([1], "agreeing on the state")
-        _set_pg_timeout(self._timeout)
+    def allow(self, seconds: float) -> None:
+        """From now on a collective may wait so long for a peer that says nothing. The same on every rank."""
+        if seconds != self._limit_s:
+            self._limit_s = seconds
+            _set_pg_timeout(datetime.timedelta(seconds=seconds))
 
     def gather(self, values: Sequence[int], what: str) -> list[list[int]]:
         """The integers of every rank, by rank."""
@@ -141,8 +141,11 @@ class Group:
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some ranks; every rank must call it. None for the others."""
         with collective("forming the group that copies the state"):
-            made = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]))
-        return made if self.view.rank in ranks else None
+            made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._forming)
+        if self.view.rank not in ranks:
+            return None
+        _set_pg_timeout(datetime.timedelta(seconds=PHASE_LIMITS_S[LOAD]), made)
+        return made
 
     def send(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
         """`tensor` of rank `source` to the others of `group`, in place."""

@@ -22,9 +22,9 @@ class TrainJob:
     """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`,
     `cuda` or `cuda:N`.
 
-    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits
-    for a peer that says nothing; not shorter than the longest a peer may need for its batch, a save, or a
-    copy of the state.
+    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
+    the least for a peer that says nothing; five times the last step if that is more, and
+    `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
     """
 
     model: ModelConfig

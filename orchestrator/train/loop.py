@@ -17,6 +17,7 @@ from orchestrator.plan.schedule import learning_rate
 from orchestrator.records import (
     FEED_WAIT,
     LOAD,
+    PHASE_LIMITS_S,
     REFORM,
     SAVE,
     SAVE_WAIT,
@@ -108,14 +109,14 @@ class _Trainer:
         with collective("reaching the store of rank 0"):
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
-        job, called_off = self._job, lambda: self._membership.wishes(view).ended
-        limits = job.forming_limit_s, job.collective_limit_s
-        with Group.formed(view, store, self._device, *limits, called_off) as group:
+        limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.wishes(view).ended
+        with Group.formed(view, store, self._device, limit_s, called_off) as group:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
             self._membership.phase(LOAD)
             agree(group, self._state, self._job.config_digest, prepared, self._files, self._faults)
             self._membership.phase(STEP)
+            self._allow(group)
             self._faults("joined", view.step, view.rank)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
@@ -135,6 +136,7 @@ class _Trainer:
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, DONE)
             control = self._step(group, batch)
+            self._allow(group, saves=bool(control & SAVE))
             if control & SAVE:
                 self._save(view)
             if control & STOP:
@@ -142,6 +144,14 @@ class _Trainer:
                 return self._finish(group, DONE if over else STOPPED)
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was wished for")
+
+    def _allow(self, group: Group, saves: bool = False) -> None:
+        """How long the next collectives may wait for a peer: it may take five times as long as the last step
+        did; how long the first one takes, and a save, nobody knows.
+        """
+        known = self._records and not saves
+        limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
+        group.allow(limit_s or PHASE_LIMITS_S[SAVE_WAIT])
 
     # -------------------------------------------------------------------------------- a step
     def _next_range(self, cursor: Cursor) -> StepRange | None:
