@@ -51,7 +51,7 @@ def test_every_config_of_the_repository_is_valid_and_survives_json_and_pickle(pa
 
 def test_the_quickstart_reads_as_it_is_written() -> None:
     config = load_config(QUICKSTART)
-    assert (config.run.run_uri, config.pack.seq_len, config.train.lr) == ("./runs/quickstart", 256, 1e-3)
+    assert (config.run.run_uri, config.pack.seq_len, config.train.lr) == ("./runs/quickstart", 256, 2e-3)
     assert (config.resume.from_, config.resume.every_minutes, config.resume.every_steps) == (
         "latest",
         None,
@@ -172,7 +172,7 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("train..lr=1", "is not of the form section.field=value"),
         ("train.lr=", "has no value; write train.lr=null"),
         ("train.lr=[1", "is not YAML"),
-        ("train.lr.x=1", "train.lr is 0.001, not a section"),
+        ("train.lr.x=1", "train.lr is 0.002, not a section"),
         ("data.sources.7.path=x", "cannot be set"),
         ('run.storage="\\ud800"', "half a character"),
         ("train.lr=!!python/object:os.system x", "tagged 'os.system'"),

@@ -36,7 +36,9 @@ LAYERS = [
 STAGES = LAYERS[3]
 LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_RAY_AND_TORCH = (
-    LAYERS[0] | LAYERS[1] | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
+    (LAYERS[0] - {"nobody"})
+    | LAYERS[1]
+    | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
 )
 
 

@@ -28,19 +28,6 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_the_driver_is_killed_and_the_same_command_continues(job: Job, cluster: Any, tmp_path: Path) -> None:
-    driver = start(job, cluster, tmp_path)
-    watch = when_step(job, 6, driver.kill)
-    assert driver.wait(timeout=120) == -signal.SIGKILL
-    watch.join()
-    driver.communicate()
-    newest = job.run.points()[-1]["step"]
-    result = job.train(**{**ENDLESS, "train__max_steps": newest + 6})
-    assert (result.outcome, result.step) == ("done", newest + 6), result.reason
-    assert len({record.attempt for record in job.run.steps()}) == 2
-    assert_exactly_once(job)
-
-
 def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_path: Path) -> None:
     driver = start(job, cluster, tmp_path)
     watch = when_step(job, 5, lambda: driver.send_signal(signal.SIGINT))

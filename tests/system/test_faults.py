@@ -46,19 +46,6 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     assert {record.attempt for record in job.run.steps()} == {1, 2}
 
 
-def test_a_restarted_coordinator_dies_between_claim_and_parent_file(
-    job: Job,
-    cluster: Any,
-    unbroken: Unbroken,  # noqa: F811
-) -> None:
-    plan = job.faults().kill("commit_sent", step=8).kill("claim_made", after=0)
-    assert job.train(plan).outcome == "done"
-    assert plan.struck() == [0, 1]
-    assert_survivors_stayed(job)
-    assert_same_training(job, unbroken)
-    assert generations(job)[-1].attempt == 3
-
-
 def test_a_start_dies_between_claim_and_parent_file_and_the_next_one_dies_while_it_restarts(
     job: Job,
     cluster: Any,

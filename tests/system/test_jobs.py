@@ -144,31 +144,7 @@ def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Pa
     return Job(tiny_config(SHAPE), tmp_path)
 
 
-@pytest.fixture(scope="module")
-def unbroken(server: JobServer, tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights' digest of the same job, uninterrupted, on one worker, by the command instead of a job."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    job = Job(tiny_config(SHAPE), folder)
-    config = job.config(cluster__num_workers=1, cluster__address=server.address)
-    (folder / "job.yaml").write_text(yaml.safe_dump(config.to_json()))
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(folder / "job.yaml")]
-    made = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=server.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    assert_exactly_once(job)
-    return job.final_digest()
-
-
-def test_a_stopped_job_saves_and_the_same_submission_continues(
-    job: Job, server: JobServer, unbroken: str
-) -> None:
+def test_a_stopped_job_saves_and_the_same_submission_continues(job: Job, server: JobServer) -> None:
     submission = server.submit(job)
     watch = when_step(job, 2, lambda: server.client.stop_job(submission))
     status, logs = server.end(submission)
@@ -184,7 +160,6 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert f"resumes from {newest['name']}" in logs
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2
-    assert job.final_digest() == unbroken
 
 
 @pytest.mark.parametrize(

@@ -64,44 +64,42 @@ def test_two_workers_train_the_same_bits_as_one(
     assert_same_training(job, unbroken)
 
 
-@pytest.mark.parametrize(
-    ("place", "step", "rank"),
-    [
-        ("step_begin", 6, 1),
-        ("word_received", 7, 0),
-        ("applied", 7, 0),
-        ("save_part_written", 8, 1),
-        ("votes_complete", 8, -1),
-        ("generation_journalled", -1, -1),
-    ],
-)
-def test_one_kill_changes_nothing(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]], place: str, step: int, rank: int
-) -> None:
-    plan = job.faults().kill(place, step=step, rank=rank)
-    result = job.train(plan)
-    assert result.outcome == "done", result.reason
-    assert plan.struck() == [0]
-    assert_survivors_stayed(job)
-    assert_same_training(job, unbroken)
-
-
-def test_kills_in_a_row_also_while_the_state_is_sent_change_nothing(
+def test_workers_are_killed_one_after_the_other_at_every_place(
     job: Job, cluster: Any, unbroken: tuple[str, list[float]]
 ) -> None:
-    # the first kill leaves one worker; its replacement dies while it receives the state; then the coordinator
-    # dies
+    # one worker is left each time, and saves; the first replacement dies, too, while it receives the state
     plan = (
         job.faults()
-        .kill("step_begin", step=5, rank=1)
+        .kill("step_begin", step=3, rank=1)
         .kill("state_half_received")
-        .kill("commit_sent", step=12)
+        .kill("word_received", step=7, rank=0)
+        .kill("applied", step=10, rank=0)
+        .kill("save_part_written", step=12, rank=1)
     )
-    result = job.train(plan, train__max_steps=16, cluster__num_workers=[2, 2])
+    result = job.train(plan, cluster__num_workers=[2, 2])
     assert result.outcome == "done", result.reason
-    assert plan.struck() == [0, 1, 2]
+    assert plan.struck() == [0, 1, 2, 3, 4]
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+
+
+def test_the_coordinator_is_killed_again_and_again(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
+    # the last one dies while it restarts: it has claimed, and has not said what it inherits
+    plan = (
+        job.faults()
+        .kill("generation_journalled")
+        .kill("votes_complete", step=4)
+        .kill("commit_sent", after=1)
+        .kill("claim_made", after=2)
+    )
+    result = job.train(plan)
+    assert result.outcome == "done", result.reason
+    assert plan.struck() == [0, 1, 2, 3]
+    assert_survivors_stayed(job)
+    assert_same_training(job, unbroken)
+    assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2, 3, 5}
 
 
 def test_the_feeder_is_killed_and_training_goes_on(
