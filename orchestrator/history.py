@@ -5,10 +5,10 @@ trained on. Needs no cluster.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.attempt import survey
 from orchestrator.config import JobConfig, parse_config
@@ -18,6 +18,9 @@ from orchestrator.records import Cursor, StepRange, StepRecord
 from orchestrator.resume.points import Damage, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
 
 
 def open_run(run_uri: str | Path) -> Run:
@@ -79,7 +82,9 @@ class Run:
         """Recomputes the stream from the files and compares every step of the effective history; the document
         of `audit --json`.
 
-        It shows that each step trained exactly the samples that the plan gives it, each once, in order.
+        It shows that each step trained exactly the samples that the plan gives it, each once, in order, and
+        that every epoch that is finished held the documents that the files hold, read in their own order. Of
+        an unfinished epoch it cannot show the latter.
         Raises `DataIdentityError` if the files have changed since: then nothing can be said.
         """
         from orchestrator.data.spec import prepare_data
@@ -92,7 +97,7 @@ class Run:
         spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
         starts = {start.id: start for start in seen.journal.generations}
         records = seen.lineage.records
-        first = next(iter(_differences(spec, records, starts)), None)
+        first = _first_difference(spec, records, starts)
         if first is None and seen.lineage.gaps:
             first = {"step": None, "reason": seen.lineage.gaps[0]}
         last = records[-1] if records else None
@@ -166,17 +171,22 @@ def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _differences(
-    spec: Any, records: tuple[StepRecord, ...], starts: Mapping[tuple[int, int], GenerationStart]
-) -> Iterator[dict[str, Any]]:
-    """The steps whose digest or counts are not those of the stream, from the first record on."""
-    packer, chunks = spec.packer(Cursor()), spec.chunks(Cursor())
-    samples = tokens = 0
+def _first_difference(
+    spec: DataSpec, records: tuple[StepRecord, ...], starts: Mapping[tuple[int, int], GenerationStart]
+) -> dict[str, Any] | None:
+    """The first step whose digest or counts are not those of the stream, else the first finished epoch that
+    held other documents than the files.
+    """
+    from orchestrator.data.tally import Tallies, tally_files
+
+    tallies, packer = Tallies(), spec.packer(Cursor())
+    chunks = tallies.watch(spec.chunks(Cursor()))
+    cursor = Cursor()
     for record in records:
         step = StepRange(
-            first_sample=samples,
-            num_samples=record.consumed_samples - samples,
-            num_tokens=record.consumed_tokens - tokens,
+            first_sample=cursor.consumed_samples,
+            num_samples=record.consumed_samples - cursor.consumed_samples,
+            num_tokens=record.consumed_tokens - cursor.consumed_tokens,
             seq_len=starts[record.attempt, record.generation].seq_len,
         )
         while (drawn := packer.draw(step)) is None:
@@ -187,11 +197,17 @@ def _differences(
                 packer.feed(chunk)
         found, trained = f"{drawn.digest:016x}", record.digest
         if found != trained or drawn.step != step:
-            yield {
-                "step": record.key.point_name,
-                "reason": f"trained samples have digest {trained}, the stream gives {found}"
+            reason = (
+                f"trained samples have digest {trained}, the stream gives {found}"
                 if drawn.step == step
-                else f"the step took {step}, the stream gives {drawn.step}",
-            }
-            return
-        samples, tokens = record.consumed_samples, record.consumed_tokens
+                else f"the step took {step}, the stream gives {drawn.step}"
+            )
+            return {"step": record.key.point_name, "reason": reason}
+        cursor = drawn.cursor
+    finished = min((source.epoch for source in cursor.sources.values()), default=0)
+    files = tally_files(spec) if finished else None
+    for epoch in range(finished):
+        if tallies.of(epoch) != files:
+            reason = f"epoch {epoch} held {tallies.of(epoch)}; the files hold {files}"
+            return {"step": None, "reason": reason}
+    return None
