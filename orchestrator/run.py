@@ -223,7 +223,6 @@ def _supervise(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from orchestrator.coordinator import Coordinator, CoordinatorStart
     from orchestrator.data.feeder import start_feeder
     from orchestrator.elastic.policy import tokenizer_node
     from orchestrator.elastic.supervisor import Launch, Supervisor
@@ -238,34 +237,7 @@ def _supervise(
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {
-        "scheduling_strategy": here,
-        "name": f"coordinator-{attempt.launch}",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 20_000,
-    }
-    coordinator: Any = (
-        ray.remote(Coordinator)
-        .options(**options)
-        .remote(
-            CoordinatorStart(
-                attempt=attempt,
-                storage=str(folder),
-                min_workers=limits.min_workers,
-                max_workers=limits.max_workers,
-                expected=limits.max_workers,
-                keep_latest=job.resume.keep_latest,
-                run=job.run.name,
-                global_batch_size=job.train.global_batch_size,
-                seq_len=job.pack.seq_len,
-                flat_config=job.flat(),
-                rng=starting.rng_document(job),
-                fault_plan=fault_plan,
-            )
-        )
-    )
+    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
     feeder = start_feeder(
         attempt.launch,
         spec,
@@ -315,6 +287,39 @@ def _supervise(
         progress.close()
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def _start_coordinator(
+    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str
+) -> Any:
+    """The launch's coordinator, an actor on the node that `here` names."""
+    import ray
+
+    from orchestrator.coordinator import Coordinator, CoordinatorStart
+
+    options: dict[str, Any] = {
+        "scheduling_strategy": here,
+        "name": f"coordinator-{attempt.launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    start = CoordinatorStart(
+        attempt=attempt,
+        storage=str(folder),
+        min_workers=limits.min_workers,
+        max_workers=limits.max_workers,
+        expected=limits.max_workers,
+        keep_latest=job.resume.keep_latest,
+        run=job.run.name,
+        global_batch_size=job.train.global_batch_size,
+        seq_len=job.pack.seq_len,
+        flat_config=job.flat(),
+        rng=starting.rng_document(job),
+        fault_plan=fault_plan,
+    )
+    return ray.remote(Coordinator).options(**options).remote(start)
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:

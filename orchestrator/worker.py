@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -102,24 +102,6 @@ class CoordinatorMembership:
         """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when
         it is refused.
         """
-        unreached: tuple[str, ...] = ()
-        while True:
-            answer = self._join_once(key, cursor, leaves, prepared, records, reason, unreached)
-            if answer is None or not answer.probe:
-                return answer
-            leaves, reason = (answer.attempt, answer.generation), "tried the others' ports"
-            unreached = try_ports(answer)
-
-    def _join_once(
-        self,
-        key: StateKey | None,
-        cursor: Cursor | None,
-        leaves: tuple[int, int] | None,
-        prepared: StateKey | None,
-        records: Sequence[StepRecord],
-        reason: str,
-        unreached: tuple[str, ...],
-    ) -> GenerationView | None:
         request = JoinRequest(
             member=self.member,
             launch=self._task.launch,
@@ -134,9 +116,16 @@ class CoordinatorMembership:
             records=tuple(records),
             reason=reason[-2000:],
             pid=os.getpid(),
-            unreached=unreached,
         )
         answer = self._ask("join", request)
+        while isinstance(answer, GenerationView) and answer.probe:
+            request = replace(
+                request,
+                leaves=(answer.attempt, answer.generation),
+                reason="tried the others' ports",
+                unreached=try_ports(answer),
+            )
+            answer = self._ask("join", request)
         if isinstance(answer, Refusal):
             raise FencedError(answer.reason)
         if answer is None or isinstance(answer, RunOver):

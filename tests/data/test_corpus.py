@@ -68,7 +68,8 @@ def test_its_tokenizer_has_8192_tokens_and_gives_any_text_back(stdlib: tuple[Pat
 
 
 def test_transformers_loads_the_tokenizer_with_its_end_of_text(corpus: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(corpus / "tokenizer"))
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.bos_token is None
