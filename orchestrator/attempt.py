@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import JobConfig, field_rules
+from orchestrator.data.encoder import installed_encoders
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import RefusedError, ResumePointError
 from orchestrator.faults import Hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import Journal, read_journal
 from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.encoders import EncoderSpan, with_encoder
 from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import Lineage, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
@@ -38,16 +40,21 @@ from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
 from orchestrator.resume.store import RunStore
 
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `unreadable` are the attempts' files that could not be used, for the user to hear of.
+    oldest first. `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that
+    could not be used, for the user to hear of.
     """
 
     journal: Journal
     lineage: Lineage
     points: tuple[str, ...]
+    encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
 
 
@@ -57,8 +64,8 @@ class Attempt:
 
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
     trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are
-    older launches' saves that this one removed; `ended` is (outcome, reason) when the launch had ended before
-    that restart.
+    older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
+    (outcome, reason) when the launch had ended before that restart.
     """
 
     number: int
@@ -68,6 +75,7 @@ class Attempt:
     inherited: tuple[str, ...]
     step_label: int
     budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
     damages: tuple[Damage, ...] = ()
     unreadable: tuple[UnreadableFile, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
@@ -91,7 +99,10 @@ def survey(store: RunStore) -> Survey:
     lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
     keys = ((name, parse_point_name(name)) for name in store.point_names())
     on_lineage = tuple(name for name, key in keys if key is not None and lineage.on_lineage(key))
-    return Survey(journal=journal, lineage=lineage, points=on_lineage, unreadable=unreadable)
+    encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
+    return Survey(
+        journal=journal, lineage=lineage, points=on_lineage, encoders=encoders, unreadable=unreadable
+    )
 
 
 def choose_point(
@@ -126,9 +137,11 @@ def choose_point(
 
 
 def point_info(store: RunStore, point: Point) -> PointInfo:
-    """What resume decision needs of a point; its token budgets stand in the parent file of its attempt."""
+    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt."""
     parent = store.read_parent(point.key.attempt)
-    budgets = parent.budgets if isinstance(parent, ClaimParent) and parent.budgets else Budgets()
+    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
+    if isinstance(parent, ClaimParent):
+        budgets, encoders = parent.budgets or budgets, parent.encoders
     return PointInfo(
         name=point.name,
         key=point.key,
@@ -138,6 +151,7 @@ def point_info(store: RunStore, point: Point) -> PointInfo:
         world_size=point.commit.world_size,
         optimizer_steps=point.commit.optimizer_steps,
         budgets=budgets,
+        encoders=encoders,
     )
 
 
@@ -149,9 +163,8 @@ def decide(
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `plan.resume.plan_resume`."""
     rules = {rule.path: rule.rule for rule in field_rules()}
-    if point is None:
-        return plan_resume(config, rules, None, None, identities)
-    return plan_resume(config, rules, point_info(store, point), point.config, identities)
+    info, flat = (point_info(store, point), point.config) if point else (None, None)
+    return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
 
 
 def begin_launch(
@@ -159,10 +172,12 @@ def begin_launch(
     config: JobConfig,
     launch: str,
     host: str,
-    identities: tuple[RunIdentity, RunIdentity] | None,
+    run: RunIdentity,
+    data: DataSpec,
     faults: Hook,
 ) -> tuple[Attempt, ResumePlan]:
-    """Claims the next attempt for a start command and writes what it inherits.
+    """Claims the next attempt for a start command and writes what it inherits. `run` is the run's identity,
+    `data` the job's data.
 
     Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
     run (the claim then stays without descendants and harms nobody).
@@ -175,10 +190,13 @@ def begin_launch(
     faults("claim_made", -1, -1)
     seen = survey(store)
     point, damages = choose_point(store, seen, config.resume.from_)
-    plan = decide(store, config, point, identities)
+    plan = decide(store, config, point, (run, data.identity()))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
-    inherited = seen.points
+    inherited, encoders = seen.points, plan.encoders
+    if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
+        begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
+        encoders = with_encoder(encoders, plan.encoder, begins)
     store.write_parent(
         ClaimParent(
             attempt=number,
@@ -186,6 +204,7 @@ def begin_launch(
             inherited=inherited,
             budgets=plan.budgets,
             differences=plan.differences,
+            encoders=encoders,
         )
     )
     attempt = Attempt(
@@ -196,6 +215,7 @@ def begin_launch(
         inherited=inherited,
         step_label=plan.step_after,
         budgets=plan.budgets,
+        encoders=encoders,
         damages=damages,
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number),
@@ -243,7 +263,11 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
         point = first.point
     store.write_parent(
         ClaimParent(
-            attempt=number, parent=point.key if point else None, inherited=seen.points, budgets=first.budgets
+            attempt=number,
+            parent=point.key if point else None,
+            inherited=seen.points,
+            budgets=first.budgets,
+            encoders=first.encoders,
         )
     )
     older = [g for g in seen.journal.generations if first.number <= g.attempt < number]

@@ -112,10 +112,12 @@ class DataConfig(_Section):
     """Size of the pieces that files are read in, in bytes."""
     replay_bytes: Annotated[int, free("a whole number >= 1, in bytes", ge=1)] = 256 << 20
     """Bound of the feeder's memory for batches that may be asked for again, in bytes."""
-    encoder: Annotated[Literal["auto", "gigatoken", "tokenizers"], same("auto, gigatoken or tokenizers")] = (
-        "auto"
-    )
-    """Library that encodes; `auto`: the run's own, at first gigatoken where it agrees with tokenizers."""
+    encoder: Annotated[
+        Literal["auto", "gigatoken", "tokenizers"], may_change("auto, gigatoken or tokenizers")
+    ] = "auto"
+    """Library that encodes, another one from the next whole document on; `auto`: the run's own, at first
+    gigatoken where it agrees with tokenizers.
+    """
 
 
 class PackConfig(_Section):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from orchestrator.errors import OrchestratorError
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 Record = TypeVar("Record")
 
 
@@ -200,6 +201,8 @@ class TokenChunk:
     kind: Int32Array  # (num_entries,) PIECE, EMPTY or BAD
     last_piece: Int32Array  # (num_entries,)
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
+    file: Int32Array  # (num_entries,) number of the record's file in the manifest
+    place: Int64Array  # (num_entries,) byte offset of the record in it, in a Parquet file the row
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
         str, ...

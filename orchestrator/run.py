@@ -86,7 +86,7 @@ def train(
             busy.result()
             _preflight(job, needs, limits, folder, () if local else _memories())
             attempt, plan = starting.claim(store, job, spec, fault_plan)
-            spec = starting.prepare(job, folder, freeze=True)
+            spec = starting.freeze(job, folder, attempt.encoders)
             status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
     return _result(job, status, time.monotonic() - began)
 

@@ -24,6 +24,7 @@ from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, su
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
 from orchestrator.faults import hook
+from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.resume.store import RunStore
 
@@ -113,8 +114,12 @@ def claim(
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     launch = secrets.token_hex(8)
-    identities = (run.identity, spec.identity())
-    return begin_launch(store, job, launch, socket.gethostname(), identities, hook(fault_plan))
+    return begin_launch(store, job, launch, socket.gethostname(), run.identity, spec, hook(fault_plan))
+
+
+def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
+    """The data of a claimed attempt, frozen in the run's folder if they are not yet; see `prepare`."""
+    return prepare(job, folder, freeze=True).made_by(encoders)
 
 
 def reached(plan: ResumePlan) -> bool:
@@ -164,6 +169,13 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
         say(f"  {difference.field}: {difference.old} -> {difference.new}")
+    if attempt.encoders != plan.encoders:
+        newest = attempt.encoders[-1]
+        for source, (epoch, block, window, record) in newest.begins.items():
+            say(
+                f"  {newest.encoder} encodes from the next whole document on: source {source}, "
+                f"epoch {epoch}, block {block}, window {window}, record {record}"
+            )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
 from orchestrator.errors import ConfigError, ElasticError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
+from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
@@ -132,8 +133,8 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
         attempt, plan = starting.claim(store, job, spec, fault_plan)
         keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
     with _ending(keeper), meeting.telling_failure():
-        spec = starting.prepare(job, folder, freeze=True)
-        meeting.tell(encode(attempt.budgets))
+        spec = starting.freeze(job, folder, attempt.encoders)
+        meeting.tell([encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
     try:
@@ -150,12 +151,13 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
 
 
 def _follow(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
-    """The other ranks: of the decision they need the token budgets; the data are frozen by then."""
+    """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
     told = meeting.hear()
     if told is None:
         return None
-    spec = starting.prepare(job, folder, freeze=False)
-    return _train(job, spec, folder, decode(Budgets, told), None, lambda text: None, fault_plan)
+    budgets, encoders = told
+    spec = starting.freeze(job, folder, tuple(decode(EncoderSpan, span) for span in encoders))
+    return _train(job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
 
 
 def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan]:

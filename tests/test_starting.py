@@ -74,22 +74,41 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(("first", "other"), [("tokenizers", "gigatoken"), ("gigatoken", "tokenizers")])
-def test_another_encoder_is_refused_at_every_start_and_the_runs_own_goes_on_at_every_start(
+def test_another_encoder_is_told_and_stays_at_every_later_start(
     runner: Runner, first: str, other: str
 ) -> None:
     newest = runner.launch(encoder=first)
-    for wanted in ("auto", first, "auto", first):
-        before = files(runner.folder)
-        refused = runner.plan(encoder=other)
-        assert refused.action == "refuse"
-        (refusal,) = refused.refusals
-        assert f"the run encodes with {first} " in refusal
-        assert f"the job asks for data.encoder={other}" in refusal
-        assert "data.encoder" in [difference.field for difference in refused.differences]
-        assert files(runner.folder) == before
-        plan = runner.plan(encoder=wanted)
-        assert (plan.action, plan.point) == ("resume", newest.point_name)
-        newest = runner.launch(encoder=wanted)
+    before = files(runner.folder)
+    plan = runner.plan(encoder=other)
+    assert (plan.action, plan.point) == ("resume", newest.point_name)
+    (told,) = [d for d in plan.differences if d.field == "data.encoder"]
+    assert (told.old.split()[0], told.new.split()[0], told.rule) == (first, other, "may_change")
+    assert files(runner.folder) == before
+    attempt = runner.begin(encoder=other)
+    said: list[str] = []
+    starting.announce(said.append, runner.config(encoder=other), attempt, plan)
+    assert [text for text in said if "encodes from the next whole document on: source" in text]
+    for wanted in (other, "auto", other):
+        runner.launch(encoder=wanted)
+        assert runner.begin(encoder="auto").encoders == attempt.encoders
+
+
+def test_a_rewind_goes_back_to_who_encoded_then(runner: Runner) -> None:
+    first = runner.launch(encoder="gigatoken")
+    assert len(runner.begin(encoder="tokenizers").encoders) == 2
+    runner.launch(encoder="tokenizers")
+    job = runner.config()
+    job = job.model_copy(update={"resume": job.resume.model_copy(update={"from_": first.point_name})})
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    attempt, plan = starting.claim(runner.store, job, spec)
+    assert attempt.encoders == plan.encoders
+    assert [span.encoder.name for span in attempt.encoders] == ["gigatoken"]
+
+
+def test_before_anything_is_trained_another_encoder_takes_the_place_of_the_first(runner: Runner) -> None:
+    runner.begin(encoder="gigatoken")
+    attempt = runner.begin(encoder="tokenizers")
+    assert [(span.encoder.name, span.begins) for span in attempt.encoders] == [("tokenizers", {})]
 
 
 def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:

@@ -6,24 +6,27 @@ It is a pure function of (task, files, tokenizer, settings) and may run again at
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.encoder import GIGATOKEN, Encoder, difference_text, split_pieces
+from orchestrator.data.encoder import GIGATOKEN, Encoder, Encoders, difference_text, split_pieces
 from orchestrator.data.fragments import SourcePlan
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
-from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, TokenChunk, WindowTask
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
 # Text is encoded in batches of about so many bytes; the fixed cost of a call vanishes in it.
 _BATCH_BYTES = 1 << 20
-_FIELDS = ("record", "piece", "kind", "last_piece", "special_texts")
+_FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
+_Entry = tuple[int, int, int, bool, int, int, int]
+_NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 def tokenize_block(
-    task: WindowTask, plan: SourcePlan, encoder: Encoder, settings: StreamSettings
+    task: WindowTask, plan: SourcePlan, encoders: Encoders, settings: StreamSettings
 ) -> Iterator[TokenChunk]:
     """The chunks of the block that `task` names, from its window, record and piece on, in order.
 
@@ -38,12 +41,14 @@ def tokenize_block(
         seen = window.number
         ordered = OrderedWindow(window, plan, settings, task.epoch)
         here = (task.record, task.piece) if window.number == task.window else (0, 0)
-        writer = _Writer(task, window.number, window.last, encoder, settings)
+        writer = _Writer(task, window.number, window.last, settings)
         if here[0] and here[0] >= len(ordered):
             raise _absent(task, f"window {window.number} has {len(ordered)} records")
         for position in range(here[0], len(ordered)):
             first_piece = here[1] if position == here[0] else 0
-            yield from _add_record(writer, ordered, position, first_piece, encoder, settings)
+            place = (task.epoch, task.block, window.number, position)
+            yield from writer.encode_with(encoders.at(task.source, place))
+            yield from _add_record(writer, ordered, position, first_piece, settings)
         yield from writer.finish()
     if seen is None:
         raise _absent(task, "the block has fewer windows")
@@ -62,28 +67,29 @@ def _add_record(
     window: OrderedWindow,
     position: int,
     first_piece: int,
-    encoder: Encoder,
     settings: StreamSettings,
 ) -> Iterator[TokenChunk]:
     """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad one,
     nothing for a blank line.
     """
+    origin = window.origin(position)
     try:
         text = window.text(position)
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
             raise BadDocumentError(f"{reason}; mend the document, or set data.on_bad_document=skip") from None
-        writer.add(position, 0, BAD, reason=reason)
+        writer.add(position, origin, BAD, reason=reason)
         return
     if text is None:
         return
     if not text:
-        writer.add(position, 0, EMPTY)
+        writer.add(position, origin, EMPTY)
         return
     pieces = split_pieces(text, window.size(position), settings.piece_bytes)
     if first_piece >= len(pieces):
         raise _absent(writer.task, f"that document has {len(pieces)} pieces")
+    encoder = writer.encoder
     check = encoder.choice.name == GIGATOKEN and window.is_drawn(position, CHECK_ONE_IN)
     for number in range(first_piece, len(pieces)):
         special = encoder.count_special(pieces[number])
@@ -93,15 +99,17 @@ def _add_record(
                 "take them out, or set data.special_tokens_in_text=text"
             )
         if check:
-            _check(writer, window, position, pieces[number], encoder)
-        writer.add(position, number, PIECE, pieces[number], number == len(pieces) - 1, special)
+            _check(writer, window, position, pieces[number])
+        last = number == len(pieces) - 1
+        writer.add(position, origin, PIECE, pieces[number], number, last, special)
         yield from writer.full_chunks()
 
 
-def _check(writer: _Writer, window: OrderedWindow, position: int, text: str, encoder: Encoder) -> None:
+def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> None:
     """Encodes the text by both libraries; what differs is reported, the stream keeps its own encoder's
     ids.
     """
+    encoder = writer.encoder
     ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
     if not np.array_equal(ids, expected):
         writer.differences.append(
@@ -112,18 +120,12 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str, enc
 class _Writer:
     """Gathers the entries of one window, encodes them in batches, and cuts them into chunks."""
 
-    def __init__(
-        self, task: WindowTask, window: int, last_window: bool, encoder: Encoder, settings: StreamSettings
-    ) -> None:
+    def __init__(self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings) -> None:
         self.task = task
         self.differences: list[str] = []
-        self._window, self._last_window, self._encoder, self._settings = (
-            window,
-            last_window,
-            encoder,
-            settings,
-        )
-        self._entries: list[tuple[int, int, int, bool, int]] = []  # in the order of _FIELDS
+        self._window, self._last_window, self._settings = window, last_window, settings
+        self._encoder: Encoder | None = None
+        self._entries: list[_Entry] = []  # in the order of _FIELDS
         self._texts: list[str] = []
         self._text_size = 0
         self._reasons: list[str] = []
@@ -133,20 +135,33 @@ class _Writer:
     def add(
         self,
         record: int,
-        piece: int,
+        origin: tuple[int, int],
         kind: int,
         text: str = "",
+        piece: int = 0,
         last_piece: bool = True,
         special_texts: int = 0,
         reason: str = "",
     ) -> None:
         """One more entry."""
-        self._entries.append((record, piece, kind, last_piece, special_texts))
+        self._entries.append((record, piece, kind, last_piece, special_texts, *origin))
         if kind == PIECE:
             self._texts.append(text)
             self._text_size += len(text) if text.isascii() else len(text.encode())
         elif kind == BAD:
             self._reasons.append(reason)
+
+    @property
+    def encoder(self) -> Encoder:
+        """Who encodes what is added now."""
+        assert self._encoder is not None, "encode_with comes first"
+        return self._encoder
+
+    def encode_with(self, encoder: Encoder) -> Iterator[TokenChunk]:
+        """From the next entry on; the chunks that get full while the entries before are encoded."""
+        if self._encoder not in (None, encoder):
+            yield from self._encode()
+        self._encoder = encoder
 
     def full_chunks(self) -> Iterator[TokenChunk]:
         """The chunks that are full now."""
@@ -162,7 +177,8 @@ class _Writer:
         yield self._chunk(ends_window=True)
 
     def _encode(self) -> Iterator[TokenChunk]:
-        batch = _Batch(self._entries, self._texts, self._reasons, self._encoder, self._settings)
+        encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        batch = _Batch(self._entries, encoded, self._reasons, self._settings)
         if self._encoded and self._num_tokens + len(batch.tokens) > self._settings.chunk_tokens:
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
@@ -171,8 +187,10 @@ class _Writer:
 
     def _chunk(self, ends_window: bool) -> TokenChunk:
         batches, self._encoded, self._num_tokens = self._encoded, [], 0
-        columns = {
-            name: np.concatenate([b.columns[name] for b in batches]).astype(np.int32)
+        columns: dict[str, Any] = {
+            name: np.concatenate([b.columns[name] for b in batches]).astype(
+                np.int64 if name == "place" else np.int32
+            )
             for name in batches[0].columns
         }
         differences, self.differences = self.differences, []
@@ -195,15 +213,14 @@ class _Batch:
 
     def __init__(
         self,
-        entries: list[tuple[int, int, int, bool, int]],
-        texts: list[str],
+        entries: list[_Entry],
+        encoded: tuple[Int32Array, Int32Array],
         reasons: list[str],
-        encoder: Encoder,
         settings: StreamSettings,
     ) -> None:
         table = np.array(entries, np.int64).reshape(len(entries), len(_FIELDS))
-        self.columns: dict[str, npt.NDArray[np.int64]] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
-        ids, lengths = encoder.encode(texts)
+        self.columns: dict[str, Int64Array] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
+        ids, lengths = encoded
         is_piece = self.columns["kind"] == PIECE
         first = self.columns["piece"][is_piece] == 0
         last = self.columns["last_piece"][is_piece] == 1
@@ -219,7 +236,7 @@ def _wrap(
     first: npt.NDArray[np.bool_],
     last: npt.NDArray[np.bool_],
     settings: StreamSettings,
-) -> tuple[Int32Array, npt.NDArray[np.int64]]:
+) -> tuple[Int32Array, Int64Array]:
     """(tokens, number of tokens of each piece) with BOS before each first piece and EOS behind each last
     one.
     """

@@ -8,11 +8,10 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from orchestrator.errors import FeedError
 from orchestrator.plan.digest import batch_digest
-from orchestrator.records import BatchSlice, Cursor, Int32Array, SourceCursor, StepRange
+from orchestrator.records import BatchSlice, Cursor, Int32Array, Int64Array, SourceCursor, StepRange
 
 NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
 # The source's number in a sample's digest; mixtures number their sources.
@@ -30,7 +29,7 @@ class DrawnStep:
         self,
         step: StepRange,
         tokens: Int32Array,
-        document_starts: npt.NDArray[np.int64],
+        document_starts: Int64Array,
         source: str,
         before: Cursor,
         source_cursor: SourceCursor,

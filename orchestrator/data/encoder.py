@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +16,7 @@ import orjson
 from orchestrator.data.settings import CUT_SHARE
 from orchestrator.data.tokenizer_files import TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
 from orchestrator.records import Int32Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
@@ -44,23 +44,17 @@ HOSTILE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderChoice:
-    """The library that encodes, and its version: frozen with the run."""
-
-    name: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
-
-
 def installed_version(name: str) -> str | None:
     """The version of the library on this machine, None if it is not there."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def installed_encoders() -> dict[str, str | None]:
+    """Both libraries' versions on this machine, None where one is not there."""
+    return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS)}
 
 
 class Encoder:
@@ -117,6 +111,23 @@ class Encoder:
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids.view(np.int32), np.diff(offsets).astype(np.int32)
+
+
+class Encoders:
+    """The encoders that made a stream and make it on, each built when its first document comes."""
+
+    def __init__(
+        self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
+    ) -> None:
+        self._model, self._spans, self._mode = model, spans, special_tokens_in_text
+        self._built: dict[EncoderChoice, Encoder] = {}
+
+    def at(self, source: str, place: Place) -> Encoder:
+        """The one of the document there. Raises as `Encoder` does."""
+        choice = encoder_at(self._spans, source, place)
+        if choice not in self._built:
+            self._built[choice] = Encoder(self._model, choice, self._mode)
+        return self._built[choice]
 
 
 def _load_gigatoken(model_json: str, parse: bool) -> Any:

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import ray
 import ray.data
@@ -24,7 +25,7 @@ from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.ray_share import take_own_share
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, OrchestratorError
-from orchestrator.records import Int32Array, TokenChunk, WindowTask
+from orchestrator.records import TokenChunk, WindowTask
 
 # One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that
 # waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.
@@ -32,7 +33,9 @@ SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
 
-_ARRAYS = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts")
+_ARRAYS = dict.fromkeys(
+    ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file"), "<i4"
+) | {"place": "<i8"}
 _TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
 _ROW = pa.schema(
@@ -88,9 +91,9 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
     @cached_property
-    def _encoder(self) -> Any:
+    def _encoders(self) -> Any:
         # at the first slot, not at the start: an error here must be reported, not restarted
-        return self._spec.build_encoder()
+        return self._spec.build_encoders()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         """The chunks of one slot, a table of one row each."""
@@ -109,7 +112,7 @@ class Tokenizer:
             yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
             return
         for chunk in tokenize_block(
-            task, self._spec.source_plan(task.source), self._encoder, self._spec.settings
+            task, self._spec.source_plan(task.source), self._encoders, self._spec.settings
         ):
             # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new
             # window only
@@ -132,13 +135,13 @@ def _of_ours(error: Exception) -> OrchestratorError:
 def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
     """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
     values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
-    values |= {name: [memoryview(_bytes(getattr(chunk, name)))] for name in _ARRAYS}
+    values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
     return pa.table({"slot": [slot], **values}, schema=_ROW)
 
 
-def _bytes(array: Int32Array) -> Any:
-    return np.ascontiguousarray(array, dtype="<i4").view(np.uint8)
+def _bytes(array: npt.NDArray[Any], kind: str) -> Any:
+    return np.ascontiguousarray(array, dtype=kind).view(np.uint8)
 
 
 def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
@@ -148,7 +151,9 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
     if row["source"][0].as_py() is None:
         return None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
-    arrays: dict[str, Any] = {name: np.frombuffer(row[name][0].as_buffer(), dtype="<i4") for name in _ARRAYS}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(row[name][0].as_buffer(), dtype=kind) for name, kind in _ARRAYS.items()
+    }
     texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
     return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
 

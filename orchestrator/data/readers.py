@@ -14,19 +14,17 @@ from dataclasses import dataclass
 from io import BufferedReader
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from orchestrator.data.fragments import FilePart, SourcePlan
 from orchestrator.data.manifest import require_unchanged
 from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.records import Int64Array
 
 # Compressed input and plain look-ahead are read in such pieces.
 READ_BYTES = 1 << 20
 _ZSTD_READ_BYTES = 1 << 16
 _PARQUET_ROWS = 1024
-
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, SourceCursor, TokenChunk
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, SourceCursor, TokenChunk
 
 Counts = tuple[int, int, int, int]  # documents, empty, bad, special texts
 
@@ -89,7 +88,7 @@ class Segment:
         filled = chunk.num_tokens > 0
         documents = document[filled]
         earlier = np.concatenate([[before.token_document], documents[:-1]])
-        self._document_starts: npt.NDArray[np.int64] = self._begins[filled][documents != earlier]
+        self._document_starts: Int64Array = self._begins[filled][documents != earlier]
         self.document_after = int(document[-1]) if len(document) else before.document
         self.token_document_after = int(documents[-1]) if len(documents) else before.token_document
 
@@ -108,7 +107,7 @@ class Segment:
         shift = self._skip - self.start
         return self.chunk.tokens[max(start, self.start) + shift : max(min(stop, self.stop) + shift, 0)]
 
-    def document_starts_between(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def document_starts_between(self, start: int, stop: int) -> Int64Array:
         """Positions in [start, stop) at which its documents begin."""
         first, last = self._document_starts.searchsorted([max(start, self.start), stop])
         return self._document_starts[first:last]

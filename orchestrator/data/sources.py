@@ -14,9 +14,10 @@ import numpy as np
 import orjson
 
 from orchestrator.data.fragments import SourcePlan
-from orchestrator.data.readers import READ_BYTES, Int64Array, Part, read_fragment
+from orchestrator.data.readers import READ_BYTES, Part, read_fragment
 from orchestrator.data.settings import StreamSettings
 from orchestrator.plan.order import block_at, record_order
+from orchestrator.records import Int64Array
 
 _BOM = b"\xef\xbb\xbf"
 # Under `skip`, lines before a bad record are counted only this far back: the run must not read files twice.
@@ -89,6 +90,11 @@ class OrderedWindow:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
         part, index = self._find(position)
         return (part.fragment * 389 + part.number + index) % one_in == 0
+
+    def origin(self, position: int) -> tuple[int, int]:
+        """Where the record lies: (number of the file in the manifest, byte offset or row in it)."""
+        part, index = self._find(position)
+        return part.file, int(part.places[index])
 
     def place(self, position: int) -> str:
         """Where the record lies, for people: file, byte offset and line, or file and row."""

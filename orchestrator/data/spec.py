@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.data import manifest as manifests
 from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.encoder import TOKENIZERS, Encoder, EncoderChoice, choose_encoder, installed_version
+from orchestrator.data.encoder import GIGATOKEN, TOKENIZERS, Encoders, choose_encoder, installed_version
 from orchestrator.data.fragments import SourcePlan, plan_source
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
 from orchestrator.data.manifest import Manifest
@@ -22,6 +22,7 @@ from orchestrator.data.sources import BadRecordError, OrderedWindow, read_window
 from orchestrator.data.stream import Packer, Sample, open_samples
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place, place_of
 from orchestrator.plan.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.plan.order import ORDER_VERSION
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
@@ -40,7 +41,7 @@ _SAMPLE_CHARACTERS = 8192
 class DataSpec:
     """A run's data and how they become tokens. Pickles; goes to the feeder and to every tokenizer process.
 
-    `encoder` is the one that was frozen, whatever the job asks for: the identity shows what it asks for.
+    `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start.
     """
@@ -50,7 +51,7 @@ class DataSpec:
     tokenizer: TokenizerModel
     tokenizer_folder: str | None
     vocab_size: int
-    encoder: EncoderChoice
+    encoders: tuple[EncoderSpan, ...]
     run_identity: RunIdentity
     notes: tuple[str, ...] = ()
 
@@ -62,9 +63,15 @@ class DataSpec:
         """The files, fragments and blocks of a source."""
         return next(plan for plan in self.plans if plan.source == source)
 
-    def build_encoder(self) -> Encoder:
-        """The run's encoder. Raises `DataIdentityError` if this machine has another version of it."""
-        return Encoder(self.tokenizer, self.encoder, self.settings.special_tokens_in_text)
+    def made_by(self, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
+        """The same data, encoded so."""
+        return replace(self, encoders=encoders or self.encoders)
+
+    def build_encoders(self) -> Encoders:
+        """What `tokenize_block` encodes with. It raises `DataIdentityError` if this machine has another
+        version of what it needs.
+        """
+        return Encoders(self.tokenizer, self.encoders, self.settings.special_tokens_in_text)
 
     def tasks_from(self, cursor: Cursor) -> Iterator[WindowTask]:
         """The block tasks from a cursor on, over all epochs; endless for `num_epochs` None."""
@@ -93,9 +100,22 @@ class DataSpec:
 
     def chunks(self, cursor: Cursor) -> Iterator[TokenChunk]:
         """The chunks of all tasks from a cursor on, tokenized in this process."""
-        encoder = self.build_encoder()
+        encoders = self.build_encoders()
         for task in self.tasks_from(cursor):
-            yield from tokenize_block(task, self.source_plan(task.source), encoder, self.settings)
+            yield from tokenize_block(task, self.source_plan(task.source), encoders, self.settings)
+
+    def next_documents(self, cursor: Cursor) -> dict[str, Place]:
+        """Per source the first document of which the stream before `cursor` has trained no token.
+
+        That is the one behind the document of the cursor's token, for that token has been a target already
+        (DATA.md rule 1). It is read, because at an epoch's border the cursor does not name it.
+        """
+        source = self.plans[0].source
+        for chunk in self.chunks(cursor):
+            filled = chunk.record[chunk.num_tokens > 0]
+            if len(filled):
+                return {source: (chunk.epoch, chunk.block, chunk.window, int(filled[0]) + 1)}
+        return {source: place_of(cursor.sources.get(source, SourceCursor()))}  # nothing is left to read
 
     def packer(self, cursor: Cursor) -> Packer:
         """A packer that takes those chunks."""
@@ -164,7 +184,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         tokenizer=facts.model,
         tokenizer_folder=None if folder is None else str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
-        encoder=encoder,
+        encoders=(EncoderSpan(encoder=encoder),),
         run_identity=_identity(config, facts.digest, encoder, manifest, plan),
         notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
     )
@@ -188,8 +208,8 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
-    wanted = encoder.name if config.data.encoder == "auto" else config.data.encoder
-    offered = EncoderChoice(name=wanted, version=installed_version(wanted) or "(not installed)")
+    if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
+        _choose(config, settings, facts, plan)  # raises if it does not take this tokenizer
     asked = _tokenizer_now(config, frozen, facts)
     return DataSpec(
         plans=(plan,),
@@ -197,8 +217,8 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         tokenizer=facts.model,
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
-        encoder=encoder,
-        run_identity=_identity(config, asked, offered, now, plan),
+        encoders=(EncoderSpan(encoder=encoder),),
+        run_identity=_identity(config, asked, encoder, now, plan),
         notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
     )
 

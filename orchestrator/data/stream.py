@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from orchestrator.data.drawn import SOURCE_NUMBER, DrawnStep
 from orchestrator.data.segments import Before, Counts, Segment
@@ -19,7 +18,7 @@ from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, DataIdentityError, FeedError
 from orchestrator.plan.batches import ceil_div
 from orchestrator.plan.digest import add_tokens, token_hasher
-from orchestrator.records import Cursor, Int32Array, SourceCursor, StepRange, TokenChunk
+from orchestrator.records import Cursor, Int32Array, Int64Array, SourceCursor, StepRange, TokenChunk
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -207,7 +206,7 @@ class Packer:
         )
 
     # ------------------------------------------------------------------------------------ drawing
-    def _gather(self, start: int, stop: int) -> tuple[Int32Array, npt.NDArray[np.int64]]:
+    def _gather(self, start: int, stop: int) -> tuple[Int32Array, Int64Array]:
         """Tokens [start, stop) in an array of its own, and where documents begin in it."""
         tokens, starts = [], []
         for segment in self._segments:

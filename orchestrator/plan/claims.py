@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import Difference
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import StateKey
@@ -37,7 +38,8 @@ class ClaimParent:
     it inherits.
 
     `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
-    is an orphan, whenever its COMMIT appears.
+    is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
+    too (empty: the run's first encoder, all of them).
     """
 
     attempt: int
@@ -45,6 +47,7 @@ class ClaimParent:
     inherited: tuple[str, ...] = ()
     budgets: Budgets | None = None
     differences: tuple[Difference, ...] = ()
+    encoders: tuple[EncoderSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,9 +33,9 @@ class RunIdentity:
     """The frozen identity of a run, in run.json.
 
     `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its files'
-    contents and decides. `settings` maps dotted paths (and `data.sources.<name>.<field>`) to canonical JSON
-    text; `manifests` maps each source's name, in the order of the configuration (sources are numbered by it),
-    to the digest of its frozen manifest.
+    contents and decides. The encoder is the first one (`plan.encoders`). `settings` maps dotted paths (and
+    `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name, in the order
+    of the configuration (sources are numbered by it), to the digest of its frozen manifest.
     """
 
     format_version: int
@@ -61,9 +61,8 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
     """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and what
     to do; empty if it may.
 
-    `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else. The
-    encoder stays what it was, name and version: this version cannot go on with another one from the next
-    whole document on (rule 6), and every other way would repeat or lose tokens unseen.
+    `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else. Who
+    encodes may change: `plan.encoders` decides how.
     """
     refusals = []
     if old.format_version != new.format_version:
@@ -84,25 +83,9 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
             f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
             "keep the tokenizer, or start a new run"
         )
-    refusals += _compare_encoders(old, new)
     refusals += _compare_settings(old.settings, new.settings)
     refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
     return tuple(refusals)
-
-
-def _compare_encoders(old: RunIdentity, new: RunIdentity) -> list[str]:
-    was = f"{old.encoder_name} {old.encoder_version}"
-    if old.encoder_name != new.encoder_name:
-        return [
-            f"the run encodes with {was}, the job asks for data.encoder={new.encoder_name}; "
-            f"set data.encoder=auto or {old.encoder_name}, or start a new run"
-        ]
-    if old.encoder_version != new.encoder_version:
-        return [
-            f"the run encodes with {was}, this machine offers {new.encoder_name} {new.encoder_version}; "
-            f"install {old.encoder_name}=={old.encoder_version} on every machine, or start a new run"
-        ]
-    return []
 
 
 def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.plan.batches import Remaining, next_range, rebase_step, remaining
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.plan.identity import RunIdentity, compare
 from orchestrator.plan.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records import Cursor, StateKey, encode
@@ -22,7 +23,7 @@ from orchestrator.records import Cursor, StateKey, encode
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointInfo:
     """What the decision needs of a committed resume point. `world_size` is that of the generation that saved
-    it.
+    it; no `encoders`: the run's first one made all of it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class PointInfo:
     world_size: int
     optimizer_steps: int
     budgets: Budgets
+    encoders: tuple[EncoderSpan, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +54,9 @@ class ResumePlan:
     """What a start would do. `action` is start, resume or refuse; counts that nobody can know are None.
 
     `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
-    configuration and the new one; for a start, `lr_after` is that of the first step. `budgets` go into the
-    claim and are not part of the JSON.
+    configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
+    `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
+    next whole document on (None: the run is not begun, and nobody has chosen).
     """
 
     action: str
@@ -70,11 +73,14 @@ class ResumePlan:
     differences: tuple[Difference, ...]
     refusals: tuple[str, ...]
     budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
+    encoder: EncoderChoice | None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        del document["budgets"]
+        for inner in ("budgets", "encoders", "encoder"):
+            del document[inner]
         return document
 
 
@@ -85,14 +91,16 @@ def plan_resume(
     old_flat: Mapping[str, Any] | None = None,
     identities: tuple[RunIdentity, RunIdentity] | None = None,
     data_tokens: int | None = None,
+    installed: Mapping[str, str | None] | None = None,
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
     `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
     configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
     job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
-    it is known. A refusal names both values and what to do; a stop that is already reached is no refusal but
-    a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    it is known, `installed` are the encoders here (see `encoders.choose_next`). A refusal names both values
+    and what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
+    `ConfigError` for a schedule without an end.
     """
     old = _with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules)
@@ -100,6 +108,11 @@ def plan_resume(
     if identities is not None:
         refused += _identity_refusals(identities, config, old_flat is not None)
     cursor = point.cursor if point else Cursor()
+    spans, encoder = _spans(point, identities), None
+    if spans:
+        encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
+        refused += missing
+        different = _with_encoders_named(different, spans[-1].encoder, encoder)
     budgets = budgets_for(config, point.budgets if point else None, cursor)
     left = _remaining(config, cursor, budgets, data_tokens)
     return ResumePlan(
@@ -117,7 +130,30 @@ def plan_resume(
         differences=different,
         refusals=tuple(refused),
         budgets=budgets,
+        encoders=spans,
+        encoder=encoder,
     )
+
+
+def _spans(
+    point: PointInfo | None, identities: tuple[RunIdentity, RunIdentity] | None
+) -> tuple[EncoderSpan, ...]:
+    if point is not None and point.encoders:
+        return point.encoders
+    if identities is None:
+        return ()
+    first = EncoderChoice(name=identities[0].encoder_name, version=identities[0].encoder_version)
+    return (EncoderSpan(encoder=first),)
+
+
+def _with_encoders_named(
+    different: tuple[Difference, ...], old: EncoderChoice, new: EncoderChoice
+) -> tuple[Difference, ...]:
+    """`data.encoder` may name another library, another version of it, or (auto) what encodes already."""
+    if old == new:
+        return different
+    named = Difference(field="data.encoder", old=str(old), new=str(new), rule="may_change")
+    return (*(d for d in different if d.field != named.field), named)
 
 
 def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
@@ -149,14 +185,14 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
     """One text for each difference that no resume may make; `point` is its name, or empty without a point.
 
     A field that names something whose content decides (a path) is not refused when contents are compared too
-    (`content_known`), nor is `data.encoder`: `identity.compare` knows what the run encodes with.
+    (`content_known`).
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
         f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
         f"keep {d.field}={_text(d.old)}, or start a new run under another run.name"
         for d in different
-        if d.rule == "same" and not (content_known and (d.field == "data.encoder" or is_content(d)))
+        if d.rule == "same" and not (content_known and is_content(d))
     )
 
 

@@ -285,7 +285,7 @@ def test_the_tokens_of_a_piece_do_not_depend_on_the_pieces_before_it(
 
     def tokens_from(piece: int) -> list[int]:
         chunks = tokenize_block(
-            replace(task, piece=piece), spec.plans[0], spec.build_encoder(), spec.settings
+            replace(task, piece=piece), spec.plans[0], spec.build_encoders(), spec.settings
         )
         return [t for chunk in chunks for t in chunk.tokens.tolist()]
 

@@ -39,6 +39,8 @@ def chunk(
         kind=np.array(kinds, np.int32),
         last_piece=np.ones(num, np.int32),
         special_texts=np.zeros(num, np.int32),
+        file=np.zeros(num, np.int32),
+        place=np.arange(first, first + num, dtype=np.int64),
         bad_reasons=tuple(f"bad {first + i}" for i in range(num) if kinds[i] == BAD),
         ends_window=ends,
         ends_block=ends,

@@ -102,11 +102,11 @@ def test_a_slot_is_the_same_task_whoever_executes_it_again(spec: DataSpec) -> No
 
 def test_credits_follow_what_was_taken_and_never_stop_the_slot_that_is_due(spec: DataSpec) -> None:
     opening = Opening(1, spec, Cursor(), 2, 1 << 20)
-    encoder = spec.build_encoder()
+    encoders = spec.build_encoders()
     for slot in opening.list_slots(256):
         assert [s for s in range(40) if opening.may_begin(s)] == list(range(slot + 2 + SLOTS_AHEAD + 1))
         task, _ = opening.begin(slot)
-        for chunk in tokenize_block(task, spec.source_plan(task.source), encoder, spec.settings):
+        for chunk in tokenize_block(task, spec.source_plan(task.source), encoders, spec.settings):
             assert opening.may_bring(slot, chunk.window)
             assert not opening.may_bring(slot, chunk.window + WINDOWS_AHEAD + 1)
             opening.take(slot, chunk)
@@ -120,9 +120,9 @@ def test_credits_follow_what_was_taken_and_never_stop_the_slot_that_is_due(spec:
 def test_a_chunk_that_comes_out_of_turn_is_caught(spec: DataSpec) -> None:
     opening = Opening(1, spec, Cursor(), 2, 1 << 20)
     opening.list_slots(256)
-    encoder = spec.build_encoder()
+    encoders = spec.build_encoders()
     task, _ = opening.begin(1)
-    late = next(tokenize_block(task, spec.source_plan(task.source), encoder, spec.settings))
+    late = next(tokenize_block(task, spec.source_plan(task.source), encoders, spec.settings))
     with pytest.raises(AssertionError, match="slot 0 was being taken"):
         opening.take(1, late)
     with pytest.raises(

@@ -246,6 +246,6 @@ def test_reopening_in_a_large_block_parses_nothing_before_the_cursor(
     (task,) = spec.tasks_from(Cursor())
     whole = [n for chunk in spec.chunks(Cursor()) for n in chunk.record.tolist()]
 
-    encoder = spec.build_encoder()
-    rest = tokenize_block(replace(task, record=40), spec.plans[0], encoder, spec.settings)
+    encoders = spec.build_encoders()
+    rest = tokenize_block(replace(task, record=40), spec.plans[0], encoders, spec.settings)
     assert [n for chunk in rest for n in chunk.record.tolist()] == [n for n in whole if n >= 40]

@@ -53,8 +53,11 @@ KEYS_OF_THE_PLAN = {
 RULES = {rule.path: rule.rule for rule in field_rules()}
 
 
-def decide(config, point, old_flat=None, **facts):
-    return plan_resume(config, RULES, point, old_flat, **facts)
+HERE = {"gigatoken": "0.3.1", "tokenizers": "9"}
+
+
+def decide(config, point, old_flat=None, installed=HERE, **facts):
+    return plan_resume(config, RULES, point, old_flat, installed=installed, **facts)
 
 
 def resumed(*overrides, point=POINT, **facts):
@@ -182,16 +185,22 @@ def test_a_setting_is_refused_once_although_configuration_and_identity_both_name
     assert len(decide(job_seed_1, POINT, None, identities=(IDENTITY, new)).refusals) == 1
 
 
-def test_another_encoder_is_refused_and_its_name_in_place_of_auto_is_not():
-    other = replace(IDENTITY, encoder_name="tokenizers")
-    plan = resumed("data.encoder=tokenizers", identities=(IDENTITY, other))
-    assert plan.action == "refuse"
-    assert [d.field for d in plan.differences] == ["data.encoder"]
-    (refusal,) = plan.refusals
-    assert "encodes with gigatoken 0.3.1, the job asks for data.encoder=tokenizers" in refusal
-    named = resumed("data.encoder=gigatoken", identities=(IDENTITY, IDENTITY))
-    assert (named.action, [d.field for d in named.differences]) == ("resume", ["data.encoder"])
-    assert resumed("data.encoder=gigatoken").action == "refuse", "nobody knows what the run encodes with"
+def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_auto_changes_nothing():
+    here = (IDENTITY, IDENTITY)
+    plan = resumed("data.encoder=tokenizers", identities=here)
+    (difference,) = plan.differences
+    assert (difference.field, difference.old, difference.new) == (
+        "data.encoder",
+        "gigatoken 0.3.1",
+        "tokenizers 9",
+    )
+    assert (plan.action, str(plan.encoder)) == ("resume", "tokenizers 9")
+    named = resumed("data.encoder=gigatoken", identities=here)
+    assert (named.action, str(named.encoder)) == ("resume", "gigatoken 0.3.1")
+    assert [(d.old, d.new) for d in named.differences] == [("auto", "gigatoken")]
+    newer = resumed(identities=here, installed={"gigatoken": "0.4.0"})
+    assert newer.action == "refuse"
+    assert "gigatoken 0.3.1, this machine has gigatoken 0.4.0" in newer.refusals[0]
 
 
 def test_a_run_without_a_point_is_still_held_to_what_it_was_started_with():

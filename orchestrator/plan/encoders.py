@@ -1,0 +1,89 @@
+"""Which encoder makes which documents of a run's stream, and how a run takes up another one (DATA.md rule 6).
+
+It installs, loads and reads nothing: what is installed here, and where documents begin, is given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.records import Cursor, SourceCursor
+
+Place = tuple[int, int, int, int]
+"""(epoch, block, window, record in the window's order): where a document stands in its source's stream."""
+
+_BEGIN: Place = (0, 0, 0, 0)
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderChoice:
+    """A library that encodes, and its version."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderSpan:
+    """`encoder` makes each source's documents from `begins[source]` on (not named: from the first on), until
+    the next span begins.
+    """
+
+    encoder: EncoderChoice
+    begins: dict[str, Place] = field(default_factory=dict)
+
+    def begin(self, source: str) -> Place:
+        """Its first document of `source`."""
+        return self.begins.get(source, _BEGIN)
+
+
+def place_of(cursor: SourceCursor) -> Place:
+    """The record that a cursor names."""
+    return (cursor.epoch, cursor.block, cursor.window, cursor.record)
+
+
+def encoder_at(spans: tuple[EncoderSpan, ...], source: str, place: Place) -> EncoderChoice:
+    """Which encoder makes the document at `place`: that of the last span that has begun there."""
+    return next(span.encoder for span in reversed(spans) if span.begin(source) <= place)
+
+
+def with_encoder(
+    spans: tuple[EncoderSpan, ...], encoder: EncoderChoice, begins: Mapping[str, Place]
+) -> tuple[EncoderSpan, ...]:
+    """The spans when `encoder` takes over at `begins`. What would have begun there or later never begins."""
+    new = EncoderSpan(encoder=encoder, begins=dict(begins))
+    kept = tuple(s for s in spans if any(s.begin(source) < place for source, place in begins.items()))
+    return kept if kept and kept[-1].encoder == encoder else (*kept, new)
+
+
+def choose_next(
+    spans: tuple[EncoderSpan, ...], wanted: str, cursor: Cursor, installed: Mapping[str, str | None]
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    """(what encodes from the next whole document behind `cursor` on, why this machine cannot go on so).
+
+    `wanted` is `data.encoder`: `auto` stays with the run's newest, name and version. `installed` are the
+    versions here (None: not there). Where something was trained already, the encoder that began the document
+    at hand is needed too, because it finishes it. Each reason has both versions and what to do.
+    """
+    newest = spans[-1].encoder
+    found = installed.get(wanted)
+    if wanted != AUTO and found is None:
+        return newest, (f"data.encoder={wanted} is not installed on this machine; install it, or set auto",)
+    encoder = newest if found is None else EncoderChoice(name=wanted, version=found)
+    needed = {encoder: "encodes"}
+    if cursor.consumed_tokens:
+        for source, at in cursor.sources.items():
+            needed.setdefault(encoder_at(spans, source, place_of(at)), "has begun the document at hand")
+    return encoder, tuple(
+        f"the run {why} with {each}, this machine has {each.name} "
+        f"{installed.get(each.name) or '(not installed)'}; install {each.name}=={each.version} on every "
+        "machine. To encode with another one from the next whole document on, set data.encoder to its name "
+        "while both are installed (a new version of the same library: by way of the other, a start each)"
+        for each, why in needed.items()
+        if installed.get(each.name) != each.version
+    )

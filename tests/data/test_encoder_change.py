@@ -1,0 +1,115 @@
+"""Another encoder takes over at the next whole document, wherever the run stood, and every opening agrees.
+
+The tokenizer is one on which the two libraries really differ: gigatoken does not heed `use_regex: false`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from orchestrator.data.encoder import Encoder, installed_version
+from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.errors import ConfigError
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, with_encoder
+from orchestrator.records import Cursor
+from tests.data.making import job, samples, some_texts, spec_of, write_corpus
+
+Make = Callable[..., dict[str, Any]]
+FAST, SLOW = (EncoderChoice(name=n, version=installed_version(n) or "") for n in ("gigatoken", "tokenizers"))
+
+
+def save_tokenizer(folder: Path, texts: list[str]) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return str(folder)
+
+
+@pytest.fixture
+def spec(tmp_path: Path, tiny_config: Make) -> DataSpec:
+    """Two epochs, in windows and pieces that are much smaller than the corpus, encoded by gigatoken."""
+    texts = some_texts(60, longest=200)
+    write_corpus(tmp_path / "data", texts, "jsonl")
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", texts)
+    config = job(tiny_config, tmp_path / "data", tokenizer=tokenizer, encoder="tokenizers", num_epochs=2)
+    return spec_of(config).made_by((EncoderSpan(encoder=FAST),))
+
+
+def documents(spec: DataSpec, cursor: Cursor) -> list[list[int]]:
+    """The tokens of each document from a cursor's document (or piece of it) on."""
+    found: list[list[int]] = [[]]
+    for chunk in spec.chunks(cursor):
+        ends = np.cumsum(chunk.num_tokens)
+        for i, end in enumerate(ends.tolist()):
+            found[-1] += chunk.tokens[end - int(chunk.num_tokens[i]) : end].tolist()
+            if chunk.last_piece[i] and found[-1]:
+                found.append([])
+    return found[:-1]
+
+
+def test_the_two_libraries_differ_on_this_tokenizer(
+    spec: DataSpec, tmp_path: Path, tiny_config: Make
+) -> None:
+    fast, slow = (Encoder(spec.tokenizer, choice, "text") for choice in (FAST, SLOW))
+    texts = some_texts(60, longest=200)[20:23]
+    assert fast.encode(texts)[0].tolist() != slow.encode(texts)[0].tolist()
+    config = job(tiny_config, tmp_path / "data", tokenizer=str(tmp_path / "tokenizer"))
+    run = tmp_path / "run"
+    assert prepare_data(config, run).encoders[0].encoder == SLOW, "auto has compared them"
+    asked = config.model_copy(update={"data": config.data.model_copy(update={"encoder": "gigatoken"})})
+    for folder in (None, run):  # at the first start, and at a later one
+        with pytest.raises(ConfigError, match=r"data\.encoder=gigatoken cannot be used: for "):
+            prepare_data(asked, folder)
+
+
+def test_from_every_place_the_document_at_hand_is_finished_and_the_next_is_the_others(spec: DataSpec) -> None:
+    before = spec.made_by((EncoderSpan(encoder=SLOW),))
+    old, new = documents(spec, Cursor()), documents(before, Cursor())
+    assert sum(a != b for a, b in zip(old, new, strict=True)) > len(old) // 2
+    ends = np.cumsum([len(document) for document in old])
+    cursors = [sample.cursor for sample in samples(spec, 700)]
+    epoch = int(ends[len(old) // 2 - 1])
+    (border, *_) = (sample.cursor for sample in samples(spec, epoch))
+    assert (border.sources["made"].epoch, border.sources["made"].record) == (1, 0)
+    for cursor in (*cursors[:-1], border):
+        changed = spec.made_by(with_encoder(spec.encoders, SLOW, spec.next_documents(cursor)))
+        at_hand = int(np.searchsorted(ends, cursor.consumed_tokens, side="right"))
+        expected = [*old[: at_hand + 1], *new[at_hand + 1 :]]
+        assert documents(changed, Cursor()) == expected, cursor
+        whole = [token for document in expected for token in document]
+        rest = [sample.input_ids.tolist() for sample in samples(changed, 50, cursor)]
+        flat = [token for ids in rest for token in ids]
+        there = whole[cursor.consumed_tokens : -1]  # the last token is a target only
+        assert flat[: len(there)] == there, cursor
+
+
+def test_an_epoch_that_begins_with_empty_documents_changes_behind_its_first_real_one(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    """The cursor at its border names record 0, but the token that was a target already is of a later one."""
+    real = some_texts(60, longest=200)
+    write_corpus(tmp_path / "data", ["", "", *real[20:22]], "jsonl", num_files=1)
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", real)
+    options = {"tokenizer": tokenizer, "encoder": "tokenizers", "num_epochs": 2, "shuffle": "none"}
+    made_slow = spec_of(job(tiny_config, tmp_path / "data", **options))
+    made_fast = made_slow.made_by((EncoderSpan(encoder=FAST),))
+    old, new = documents(made_fast, Cursor()), documents(made_slow, Cursor())
+    (border, *_) = (sample.cursor for sample in samples(made_fast, sum(map(len, old[:2]))))
+    assert (border.sources["made"].epoch, border.sources["made"].record) == (1, 0)
+    begins = made_fast.next_documents(border)
+    assert begins["made"][0] == 1
+    assert begins["made"][3] > 3, "two empty documents, a blank line and the first real one lie before it"
+    changed = made_fast.made_by(with_encoder(made_fast.encoders, SLOW, begins))
+    assert documents(changed, Cursor()) == [*old[:3], new[3]]
+    assert old[3] != new[3]
