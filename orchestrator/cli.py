@@ -100,13 +100,20 @@ def verify(
 
 
 @app.command()
-def audit(run: RunUri, json: Json = False) -> None:
+def audit(
+    run: RunUri,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="only these steps, both included; a2:250 is attempt 2's step 250"),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Recompute the token stream from the files and compare it, step by step, with what the journal says was
     trained.
     """
     from orchestrator.history import open_run
 
-    report = open_run(run).audit()
+    report = open_run(run).audit(steps)
     if json:
         _print_json(report)
     else:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.records import StateKey, Vote
 from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import PointCommitter
+from orchestrator.resume.committer import PointCommitter, note_committed
 from orchestrator.resume.events import (
     Acknowledge,
     Event,
@@ -138,9 +138,7 @@ class Commits:
         is_newer = point is not None and (self.newest is None or point.key > self.newest.key)
         if committed and point is not None and point.key == action.key and is_newer:
             self.newest = point
-            self._journal.event(
-                "point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s
-            )
+            note_committed(self._journal, point)
             await self._listener.committed(point)
         if isinstance(action, GiveUp):
             self._journal.event("save given up", point=action.key.point_name, reason=action.reason)

@@ -47,6 +47,7 @@ from orchestrator.records import (
     StepRecord,
     Vote,
     Wishes,
+    encode,
 )
 from orchestrator.resume.commit import CommitMachine
 from orchestrator.resume.committer import PointCommitter
@@ -317,13 +318,15 @@ class Coordinator:
 
     async def feed_notes(self, notes: Any) -> None:
         """What the feeder noticed (`data.feeder.FeedNotes`): bad documents that were skipped, documents that
-        the encoders differ about.
+        the encoders differ about, cursors.
         """
         self._ensure_running()
         for text in notes.bad_documents:
             self._journal.event("bad document", text=text)
         for text in notes.encoder_differences:
             self._journal.event("encoders differ", text=text)
+        for cursor in notes.cursors:
+            self._journal.event("cursor", cursor=encode(cursor))
 
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""

@@ -6,21 +6,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.attempt import survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.errors import RefusedError
-from orchestrator.plan.claims import GenerationStart
-from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.records import StepRecord
 from orchestrator.resume.points import Damage, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
-
-if TYPE_CHECKING:
-    from orchestrator.data.spec import DataSpec
 
 
 def open_run(run_uri: str | Path) -> Run:
@@ -78,39 +73,20 @@ class Run:
         """The configuration of the newest attempt."""
         return self._configs()[-1][1]
 
-    def audit(self) -> dict[str, Any]:
-        """Recomputes the stream from the files and compares every step of the effective history; the document
-        of `audit --json`.
+    def audit(self, steps: str | None = None) -> dict[str, Any]:
+        """Recomputes the stream from the files and compares every step of the effective history, or `steps`
+        (`A:B`, both included), with the journal; the document of `audit --json`. See `audit.audit_history`.
 
-        It shows that each step trained exactly the samples that the plan gives it, each once, in order, and
-        that every epoch that is finished held the documents that the files hold, read in their own order. Of
-        an unfinished epoch it cannot show the latter.
-        Raises `DataIdentityError` if the files have changed since: then nothing can be said.
+        Raises `RefusedError` for steps that the history does not have, `DataIdentityError` if files have
+        changed since, or this machine lacks an encoder: then nothing can be said.
         """
+        from orchestrator.audit import audit_history
         from orchestrator.data.spec import prepare_data
 
         seen = survey(self._store)
-        config = self.config()
-        spec = prepare_data(config, Path(self._store.storage.root))
-        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much
-        # it took
-        spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
-        starts = {start.id: start for start in seen.journal.generations}
-        records = seen.lineage.records
-        first = _first_difference(spec, records, starts)
-        if first is None and seen.lineage.gaps:
-            first = {"step": None, "reason": seen.lineage.gaps[0]}
-        last = records[-1] if records else None
-        committed = [key.step for key in map(parse_point_name, seen.points) if key is not None]
-        return {
-            "exactly_once": first is None,
-            "samples": last.consumed_samples if last else 0,
-            "tokens": last.consumed_tokens if last else 0,
-            "steps": len(records),
-            "attempts": len(self._store.claim_numbers()),
-            "final_up_to_step": max(committed, default=None),
-            "first_difference": first,
-        }
+        spec = prepare_data(self.config(), Path(self._store.storage.root)).made_by(seen.encoders)
+        report = audit_history(spec, seen, steps)
+        return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
     def _configs(self) -> list[tuple[int, JobConfig]]:
@@ -169,45 +145,3 @@ def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         section, _, field = path.partition(".")
         sections.setdefault(section, {})[field] = value
     return sections
-
-
-def _first_difference(
-    spec: DataSpec, records: tuple[StepRecord, ...], starts: Mapping[tuple[int, int], GenerationStart]
-) -> dict[str, Any] | None:
-    """The first step whose digest or counts are not those of the stream, else the first finished epoch that
-    held other documents than the files.
-    """
-    from orchestrator.data.tally import Tallies, tally_files
-
-    tallies, packer = Tallies(), spec.packer(Cursor())
-    chunks = tallies.watch(spec.chunks(Cursor()))
-    cursor = Cursor()
-    for record in records:
-        step = StepRange(
-            first_sample=cursor.consumed_samples,
-            num_samples=record.consumed_samples - cursor.consumed_samples,
-            num_tokens=record.consumed_tokens - cursor.consumed_tokens,
-            seq_len=starts[record.attempt, record.generation].seq_len,
-        )
-        while (drawn := packer.draw(step)) is None:
-            chunk = next(chunks, None)
-            if chunk is None:
-                packer.finish()
-            else:
-                packer.feed(chunk)
-        found, trained = f"{drawn.digest:016x}", record.digest
-        if found != trained or drawn.step != step:
-            reason = (
-                f"trained samples have digest {trained}, the stream gives {found}"
-                if drawn.step == step
-                else f"the step took {step}, the stream gives {drawn.step}"
-            )
-            return {"step": record.key.point_name, "reason": reason}
-        cursor = drawn.cursor
-    finished = min((source.epoch for source in cursor.sources.values()), default=0)
-    files = tally_files(spec) if finished else None
-    for epoch in range(finished):
-        if tallies.of(epoch) != files:
-            reason = f"epoch {epoch} held {tallies.of(epoch)}; the files hold {files}"
-            return {"step": None, "reason": reason}
-    return None

@@ -24,7 +24,7 @@ from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
 from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import PointCommitter
+from orchestrator.resume.committer import PointCommitter, note_committed
 from orchestrator.resume.events import (
     Acknowledge,
     Action,
@@ -279,9 +279,7 @@ class StaticKeeper:
             self._say(f"warning: the save of {action.key.point_name} was given up: {action.reason}")
         elif point is not None and point.key == action.key:
             self._newest = point
-            self._journal.event(
-                "point committed", point=point.name, bytes=point.num_bytes, save_s=point.commit.save_s
-            )
+            note_committed(self._journal, point)
         for rank in action.ranks:
             with self._lock:
                 answer = self._answers.pop((action.key, rank), None)

@@ -100,6 +100,9 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
         f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, "
         f"{report['attempts']} attempts"
     )
+    if report["steps"]:
+        amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
+    not_shown = [f"not shown: {text}" for text in report["not_shown"]]
     if report["exactly_once"]:
         final = report["final_up_to_step"]
         return [
@@ -107,6 +110,8 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
             f"final up to step {final}; later steps may still be replaced"
             if final is not None
             else "nothing is final yet",
+            *not_shown,
         ]
     first = report["first_difference"]
-    return [f"{amounts}, NOT exactly once", f"first difference: {first}"]
+    where = "" if first["step"] is None else f"step {first['step']}: "
+    return [f"{amounts}, NOT exactly once", f"first difference: {where}{first['reason']}", *not_shown]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from orchestrator.data.encoder import GIGATOKEN, Encoder, Encoders, difference_text, split_pieces
 from orchestrator.data.fragments import SourcePlan
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, read_windows
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
@@ -34,8 +34,20 @@ def tokenize_block(
     window ends with a chunk that says so, even an empty one. Raises `BadDocumentError` (under `stop`) and
     `DataError` with the place, `DataIdentityError` if the task's window, record or piece is not there.
     """
+    windows = read_windows(plan, settings, task.epoch, task.block)
+    yield from tokenize_windows(task, windows, plan, encoders, settings)
+
+
+def tokenize_windows(
+    task: WindowTask,
+    windows: Iterator[Window],
+    plan: SourcePlan,
+    encoders: Encoders,
+    settings: StreamSettings,
+) -> Iterator[TokenChunk]:
+    """The chunks of these windows, which stand for the block that `task` names; see `tokenize_block`."""
     seen = None
-    for window in read_windows(plan, settings, task.epoch, task.block):
+    for window in windows:
         if window.number < task.window:
             continue
         seen = window.number

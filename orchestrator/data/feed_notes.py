@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.data.drawn import DrawnStep
+from orchestrator.records import Cursor
+
+CURSOR_TOKENS = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +40,12 @@ class FeederStats:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedNotes:
     """For the journal: bad documents that were passed (place and reason), documents that the two encoder
-    libraries encoded differently.
+    libraries encoded differently, and a cursor about every `CURSOR_TOKENS`, where an audit can begin.
     """
 
     bad_documents: tuple[str, ...]
     encoder_differences: tuple[str, ...]
+    cursors: tuple[Cursor, ...]
 
 
 class Notebook:
@@ -49,14 +53,20 @@ class Notebook:
 
     def __init__(self) -> None:
         self._given_to = 0  # samples
-        self._bad: dict[tuple[int, str], None] = {}  # (sample at which the step that passed it ends, text)
+        # by the sample at which a step ends: bad documents that it passed, its cursor
+        self._bad: dict[tuple[int, str], None] = {}
+        self._cursors: dict[int, Cursor] = {}
         self._differences: dict[str, None] = {}
 
     def drawn(self, step: DrawnStep) -> None:
         """A step was drawn, perhaps not for the first time."""
         end = step.cursor.consumed_samples
-        if end > self._given_to:
-            self._bad.update({(end, text): None for text in step.bad_reasons})
+        if end <= self._given_to:
+            return
+        self._bad.update({(end, text): None for text in step.bad_reasons})
+        tokens = step.cursor.consumed_tokens
+        if (tokens - step.step.num_tokens) // CURSOR_TOKENS < tokens // CURSOR_TOKENS:
+            self._cursors[end] = step.cursor
 
     def differences(self, texts: tuple[str, ...]) -> None:
         """A chunk was taken."""
@@ -67,6 +77,10 @@ class Notebook:
         bad = [note for note in self._bad if note[0] <= consumed_samples]
         for note in bad:
             del self._bad[note]
+        passed = [end for end in self._cursors if end <= consumed_samples]
+        cursors = tuple(self._cursors.pop(end) for end in passed)
         differences, self._differences = tuple(self._differences), {}
         self._given_to = max(self._given_to, consumed_samples)
-        return FeedNotes(bad_documents=tuple(text for _, text in bad), encoder_differences=differences)
+        return FeedNotes(
+            bad_documents=tuple(text for _, text in bad), encoder_differences=differences, cursors=cursors
+        )

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 
 import numpy as np
@@ -68,18 +68,28 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
         with _damage(path), open(path, "rb") as file:
             if not accept_changed:
                 require_unchanged(row, path, file.fileno())
-            for line, records, sizes, start in _records(file, path, plan, where):
-                places = start + np.cumsum(sizes) - sizes if where.group is None else start + _count(records)
-                yield Part(
-                    fragment=fragment,
-                    file=where.file,
-                    number=number,
-                    line=line,
-                    records=records,
-                    sizes=sizes,
-                    places=places,
-                )
-                number += len(records)
+            for part in _parts(file, path, plan, where):
+                yield replace(part, fragment=fragment, number=number)
+                number += len(part.records)
+
+
+def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]:
+    """The records of all files, each read from its first byte to its last; as if one fragment held them all.
+
+    What it gives does not depend on how files are cut. Raises as `read_fragment` does.
+    """
+    number = 0
+    for index, row in enumerate(plan.manifest.files):
+        path = plan.manifest.path(index)
+        groups = range(len(row.group_rows)) if plan.manifest.format == "parquet" else (None,)
+        with _damage(path), open(path, "rb") as file:
+            if not accept_changed:
+                require_unchanged(row, path, file.fileno())
+            for group in groups:
+                where = FilePart(file=index, start=0, stop=row.bytes, group=group)
+                for part in _parts(file, path, plan, where, whole=True):
+                    yield replace(part, number=number)
+                    number += len(part.records)
 
 
 def _count(records: Sequence[object]) -> Int64Array:
@@ -101,10 +111,23 @@ def _damage(path: str) -> Iterator[None]:
         ) from error
 
 
+def _parts(
+    file: BufferedReader, path: str, plan: SourcePlan, where: FilePart, whole: bool = False
+) -> Iterator[Part]:
+    """The records there, numbered by nobody yet. `whole`: plain lines are read as a stream, too."""
+    for line, records, sizes, start in _records(file, path, plan, where, whole):
+        places = start + np.cumsum(sizes) - sizes if where.group is None else start + _count(records)
+        yield Part(
+            fragment=0, file=where.file, number=0, line=line, records=records, sizes=sizes, places=places
+        )
+
+
 _Batch = tuple[int | None, Sequence[bytes | None], Int64Array, int]
 
 
-def _records(file: BufferedReader, path: str, plan: SourcePlan, where: FilePart) -> Iterator[_Batch]:
+def _records(
+    file: BufferedReader, path: str, plan: SourcePlan, where: FilePart, whole: bool
+) -> Iterator[_Batch]:
     """(line, records, sizes, place of the first) of the part's records, in one or more batches."""
     text_field, format_ = plan.manifest.text_field, plan.manifest.format
     if where.group is not None:
@@ -114,7 +137,7 @@ def _records(file: BufferedReader, path: str, plan: SourcePlan, where: FilePart)
     elif format_ == "text":
         content = b"".join(decoded(file, path))
         yield 1, [content], np.array([len(content)], np.int64), 0
-    elif path.endswith((".gz", ".zst")):
+    elif whole or path.endswith((".gz", ".zst")):
         yield from _stream_lines(decoded(file, path))
     else:
         start, data = read_range(file.fileno(), where.start, where.stop)

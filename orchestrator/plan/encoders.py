@@ -52,6 +52,13 @@ def encoder_at(spans: tuple[EncoderSpan, ...], source: str, place: Place) -> Enc
     return next(span.encoder for span in reversed(spans) if span.begin(source) <= place)
 
 
+def encoder_of_epoch(spans: tuple[EncoderSpan, ...], source: str, epoch: int) -> EncoderChoice | None:
+    """Who makes all documents of an epoch; None if it is more than one."""
+    first = encoder_at(spans, source, (epoch, 0, 0, 0))
+    others = {s.encoder for s in spans if (epoch, 0, 0, 0) < s.begin(source) < (epoch + 1, 0, 0, 0)}
+    return first if others <= {first} else None
+
+
 def with_encoder(
     spans: tuple[EncoderSpan, ...], encoder: EncoderChoice, begins: Mapping[str, Place]
 ) -> tuple[EncoderSpan, ...]:

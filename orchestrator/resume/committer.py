@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.records import StateKey, StepRecord, encode
 from orchestrator.resume.events import (
     CheckNewerClaim,
     ClaimChecked,
@@ -48,6 +48,19 @@ class StepJournal(Protocol):
 
     def covers(self, key: StateKey) -> bool:
         """Whether every step record of the attempt's chain up to `key` is durable."""
+
+
+def note_committed(journal: StepJournal, point: Point) -> None:
+    """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
+    there.
+    """
+    journal.event(
+        "point committed",
+        point=point.name,
+        bytes=point.num_bytes,
+        save_s=point.commit.save_s,
+        cursor=encode(point.cursor),
+    )
 
 
 class PointCommitter:

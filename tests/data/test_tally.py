@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from orchestrator.config import parse_config
 from orchestrator.data import sources
-from orchestrator.data.local_feed import InProcessFeed
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.data.tally import Tallies, tally_files
-from orchestrator.history import _first_difference
-from orchestrator.plan.claims import GenerationStart
 from orchestrator.plan.order import block_at, record_order
-from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.records import Cursor
 from tests.conftest import TinyConfig
+from tests.data.making import job, some_texts, spec_of, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +30,10 @@ def tallies_of(spec: DataSpec) -> Tallies:
 
 
 def test_every_epoch_holds_what_the_files_hold(spec: DataSpec) -> None:
-    files, stream = tally_files(spec), tallies_of(spec)
+    files, stream = tally_files(spec, spec.encoders[0].encoder), tallies_of(spec)
     assert files.documents > 50
     assert stream.of(0) == stream.of(1) == files
+    assert stream.twice(0) is stream.twice(1) is None
     assert str(files.documents) in str(files).replace(",", "")
 
 
@@ -56,52 +56,36 @@ WRONG = [("block_at", a_block_twice), ("record_order", a_record_twice)]
 def test_an_order_that_repeats_something_is_found_out(
     spec: DataSpec, monkeypatch: pytest.MonkeyPatch, name: str, wrong
 ) -> None:
-    files = tally_files(spec)
+    files = tally_files(spec, spec.encoders[0].encoder)
     monkeypatch.setattr(sources, name, wrong)
     once = replace(spec, settings=replace(spec.settings, num_epochs=1))
-    assert tallies_of(once).of(0) != files
+    found = tallies_of(once)
+    assert found.of(0) != files
+    assert found.twice(0) is not None
 
 
-def trained(spec: DataSpec) -> tuple[StepRecord, ...]:
-    """Records of a run that trained this stream to its end, 1,000 samples of 64 tokens a step."""
-    feed, cursor, records = InProcessFeed(spec), Cursor(), []
-    while True:
-        step = StepRange(
-            first_sample=cursor.consumed_samples, num_samples=1000, num_tokens=64_000, seq_len=64
-        )
-        batch = feed.get(step, 0, 1, 1000, cursor)
-        cursor = batch.cursor
-        record = StepRecord(
-            attempt=1, generation=1, step=len(records) + 1, consumed_samples=cursor.consumed_samples,
-            consumed_tokens=cursor.consumed_tokens, target_tokens=cursor.target_tokens, loss=1.0,
-            grad_norm=1.0, lr=1.0, digest=f"{batch.step_digest:016x}", step_s=1.0, data_wait_s=0.0,
-            save_blocked_s=0.0,
-        )  # fmt: skip
-        records.append(record)
-        if batch.end_of_data:
-            feed.close()
-            return tuple(records)
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "text", "lines"])
+def test_files_read_whole_hold_what_their_fragments_hold(
+    tmp_path: Path, tiny_config: TinyConfig, kind: str
+) -> None:
+    write_corpus(tmp_path, some_texts(40, lines=kind != "lines"), kind)
+    made = spec_of(job(tiny_config, tmp_path, kind))
+    assert made.plans[0].num_fragments > 3 or kind.endswith(("gz", "zst"))
+    found = tallies_of(made)
+    assert found.of(0) == tally_files(made, made.encoders[0].encoder)
+    assert found.twice(0) is None
 
 
-START = GenerationStart(
-    attempt=1, generation=1, parent=None, step=0, consumed_samples=0, consumed_tokens=0, target_tokens=0,
-    world_size=1, global_batch_size=1000, seq_len=64,
-)  # fmt: skip
-
-
-def test_the_audit_sees_what_the_plan_cannot(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    records, endless = trained(spec), replace(spec, settings=replace(spec.settings, num_epochs=None))
-    assert _first_difference(endless, records, {(1, 1): START}) is None
-    other = (*records[:3], replace(records[3], digest="0" * 16), *records[4:])
-    found = _first_difference(endless, other, {(1, 1): START})
-    assert found is not None
-    assert found["step"] == "00000004-a0001-g0001"
-    # the run was trained by a wrong order, and the audit recomputes it by the same one: every step agrees
-
-    def wrong(*arguments):
-        return block_at(*arguments) if arguments[-1] == "none" else a_block_twice(*arguments)
-
-    monkeypatch.setattr(sources, "block_at", wrong)
-    found = _first_difference(endless, trained(spec), {(1, 1): START})
-    assert found is not None
-    assert (found["step"], "epoch 0 held" in found["reason"]) == (None, True)
+def test_equal_documents_at_different_places_are_different_documents(
+    tmp_path: Path, tiny_config: TinyConfig
+) -> None:
+    write_corpus(tmp_path, ["the same"] * 12, "jsonl")
+    made = spec_of(job(tiny_config, tmp_path))
+    files, stream = tally_files(made, made.encoders[0].encoder), tallies_of(made)
+    assert stream.of(0) == files
+    assert stream.twice(0) is None
+    write_corpus(tmp_path / "b", ["the same"] * 12, "jsonl", num_files=2)
+    other = spec_of(job(tiny_config, tmp_path / "b"))
+    moved = tally_files(other, other.encoders[0].encoder)
+    assert (moved.documents, moved.tokens) == (files.documents, files.tokens)
+    assert moved.digest != files.digest

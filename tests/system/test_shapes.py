@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.attempt import survey
 from orchestrator.errors import RefusedError
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
 from tests.system.harness import Job, assert_exactly_once
 
 pytestmark = pytest.mark.system
@@ -25,6 +28,7 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     )
     assert (first.outcome, first.consumed_tokens) == ("done", 40_001), first.reason
     other = {"cluster__num_workers": 1, "train__global_batch_size": 24, "pack__seq_len": 128}
+    other |= {"data__encoder": "tokenizers"}  # the ids are the same, who makes them changes within a document
     # the only worker dies: the whole group goes back to a point
     second_plan = job.faults().kill("gradient_done", rank=0, step=(first.step or 0) + 8)
     second = job.train(second_plan, **budget, **other, train__max_tokens=77_777)
@@ -37,6 +41,8 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     assert (third.outcome, third.consumed_tokens) == ("done", 100_000), third.reason
     assert [len(p.struck()) for p in (plan, second_plan, third_plan)] == [1, 1, 1]
     assert_exactly_once(job)
+    spans = survey(RunStore(Storage(job.run.uri))).encoders
+    assert [span.encoder.name for span in spans] == ["gigatoken", "tokenizers"], "auto stays with the newest"
     again = job.config(**budget, train__max_tokens=100_000, train__global_batch_size=16, pack__seq_len=128)
     found = orchestrator.plan(again)
     assert (found.action, found.remaining_steps, found.consumed_tokens) == ("resume", 0, 100_000)

@@ -1,0 +1,58 @@
+"""How people name steps of a run's history: `250`, or `a2:250` where attempts have labelled two steps alike
+(DATA.md rule 18).
+
+It knows records and labels only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from orchestrator.errors import RefusedError
+from orchestrator.records import StepRecord
+
+_STEP = r"(?:a\d+:)?\d+"
+_STEPS = re.compile(rf"({_STEP})?:({_STEP})?")
+
+
+def step_name(records: Sequence[StepRecord], index: int) -> str:
+    """The name of `records[index]` in the history that `records` are."""
+    record = records[index]
+    alike = sum(other.step == record.step for other in records)
+    return str(record.step) if alike == 1 else f"a{record.attempt}:{record.step}"
+
+
+def find_step(records: Sequence[StepRecord], name: str) -> int:
+    """The index of the step that `name` means. Raises `RefusedError` if there is none, or more than one."""
+    attempt, _, label = name.rpartition(":")
+    found = [
+        index
+        for index, record in enumerate(records)
+        if record.step == int(label) and (not attempt or record.attempt == int(attempt[1:]))
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " or ".join(f"a{records[index].attempt}:{label}" for index in found)
+        raise RefusedError(f"step {name} occurs {len(found)} times in the run's history; write {names}")
+    if not records:
+        raise RefusedError(f"the run's history has no step {name}: nothing was trained yet")
+    first, last = step_name(records, 0), step_name(records, len(records) - 1)
+    raise RefusedError(f"the run's history has no step {name}; it goes from step {first} to step {last}")
+
+
+def find_steps(records: Sequence[StepRecord], text: str) -> range:
+    """The indices of `A:B`, both included; without A from the first step on, without B to the last.
+
+    Raises `RefusedError` as `find_step` does, for anything that is not `A:B`, and if B comes before A.
+    """
+    match = _STEPS.fullmatch(text)
+    if match is None:
+        raise RefusedError(f"{text!r} names no steps; write A:B, e.g. 100:250, 100:, or a2:100:a3:250")
+    first, last = match.groups()
+    start = find_step(records, first) if first else 0
+    stop = find_step(records, last) + 1 if last else len(records)
+    if start >= stop:
+        raise RefusedError(f"steps {text}: {last} comes before {first}; write the earlier step first")
+    return range(start, stop)

@@ -1,0 +1,306 @@
+"""An audit shows what was trained, says what it cannot show, and finds planted faults, whole or in parts.
+
+Runs are made here by taking batches from the real feed and journalling them, without a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+import orchestrator
+from orchestrator import starting
+from orchestrator.attempt import survey
+from orchestrator.audit import audit_history
+from orchestrator.cli import main
+from orchestrator.config import parse_config
+from orchestrator.data import feed_notes, readers, sources
+from orchestrator.data.feed_notes import Notebook
+from orchestrator.data.local_feed import InProcessFeed
+from orchestrator.errors import DataIdentityError, RefusedError
+from orchestrator.monitor.journal import JournalWriter
+from orchestrator.plan.claims import ClaimParent, GenerationStart
+from orchestrator.plan.encoders import EncoderSpan, with_encoder
+from orchestrator.plan.order import block_at
+from orchestrator.plan.step_names import find_step, find_steps, step_name
+from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, encode
+from orchestrator.resume.claims import RESUME, START
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import Storage
+from tests.data.making import some_texts, write_corpus
+from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
+
+Make = Callable[..., dict[str, Any]]
+
+
+class TrainedRun:
+    """A run of attempts, each of which goes on where the one before ended; one generation each."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self.job = parse_config(dict(mapping))
+        self.folder = starting.run_folder(self.job)
+        self.store = RunStore(Storage(str(self.folder)))
+        self.spec = starting.prepare(self.job, self.folder, freeze=True)
+        self.store.create_run(self.job.run.name, self.spec.identity())
+        self.cursor, self.number = Cursor(), 0
+        self.key: StateKey | None = None
+        self.encoders: tuple[EncoderSpan, ...] = ()
+
+    def attempt(
+        self,
+        num_steps: int,
+        batch: int = 8,
+        seq_len: int = 64,
+        label: int | None = None,
+        noted: Callable[[Cursor], Cursor] = lambda cursor: cursor,
+        wrong: int = 0,
+    ) -> None:
+        """Trains `num_steps` steps, or to the end of the data, counting from `label` on; every fourth step's
+        cursor, as `noted` makes it, goes into the journal. The digest of step `wrong` is not that of its
+        samples.
+        """
+        self.number += 1
+        self.store.claim(self.number, f"{self.number:016x}", RESUME if self.key else START, "host")
+        inherited = (self.key.point_name,) if self.key else ()
+        self.store.write_parent(
+            ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
+        )
+        journal = JournalWriter(self.store.storage, self.number)
+        journal.event("attempt", launch="", why="", pid=1, config=self.job.flat())
+        first = (self.key.step if self.key else 0) if label is None else label
+        journal.generation(
+            GenerationStart(
+                attempt=self.number, generation=1, parent=self.key, step=first, world_size=1,
+                consumed_samples=self.cursor.consumed_samples, consumed_tokens=self.cursor.consumed_tokens,
+                target_tokens=self.cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
+            )
+        )  # fmt: skip
+        feed = InProcessFeed(self.spec.made_by(self.encoders))
+        for step in range(first + 1, first + num_steps + 1):
+            asked = StepRange(
+                first_sample=self.cursor.consumed_samples, num_samples=batch, num_tokens=batch * seq_len,
+                seq_len=seq_len,
+            )  # fmt: skip
+            taken = feed.get(asked, 0, 1, batch, self.cursor)
+            if not taken.step.num_samples:
+                break
+            self.cursor = taken.cursor
+            at = self.cursor
+            record = StepRecord(
+                attempt=self.number, generation=1, step=step, consumed_samples=at.consumed_samples,
+                consumed_tokens=at.consumed_tokens, target_tokens=at.target_tokens, loss=1.0, grad_norm=1.0,
+                lr=1.0, digest=f"{taken.step_digest + (step == wrong):016x}", step_s=1.0,
+                data_wait_s=0.0, save_blocked_s=0.0,
+            )  # fmt: skip
+            journal.step(record)
+            self.key = record.key
+            if step % 4 == 0:
+                journal.event("cursor", cursor=encode(noted(self.cursor)))
+            if taken.end_of_data:
+                break
+        feed.close()
+        journal.close()
+
+    def records(self) -> tuple[StepRecord, ...]:
+        return survey(self.store).lineage.records
+
+    def audit(self, steps: str | None = None) -> dict[str, Any]:
+        return orchestrator.open(self.folder).audit(steps)
+
+
+@pytest.fixture
+def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
+    """Two epochs of a small corpus in many fragments, blocks and windows."""
+    write_corpus(tmp_path / "data", some_texts(120), "jsonl")
+    source = {"name": "made", "path": str(tmp_path / "data"), "format": "jsonl"}
+    small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
+    return tiny_config({"data.sources": [source], **small})
+
+
+def test_a_run_that_was_trained_to_its_end_is_shown_whole(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(7)
+    run.attempt(1000, batch=16, seq_len=50)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert report["not_shown"] == [], "the last epoch is compared, too"
+    assert (report["samples"], report["tokens"]) == (run.cursor.consumed_samples, run.cursor.consumed_tokens)
+    assert (report["attempts"], report["first_step"]) == (2, "1")
+    assert report["last_step"] == str(report["steps"])
+
+
+def test_what_an_audit_leaves_open_it_says(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(12)
+    assert run.audit()["not_shown"] == [
+        "that epoch 0 holds every document of the files: it is not trained to its end; no record came twice"
+    ]
+    (text,) = run.audit("7:9")["not_shown"]
+    assert "it is read from its middle on" in text
+
+
+def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(21, wrong=2)
+    assert run.audit()["first_difference"]["step"] == "2"
+    for steps, exactly_once in (("3:", False), ("1:1", True), ("5:9", True), (":1", True), ("9:21", True)):
+        report = run.audit(steps)
+        assert report["exactly_once"] is exactly_once, (steps, report)
+    report = run.audit("6:9")
+    assert (report["steps"], report["samples"], report["tokens"]) == (4, 32, 4 * 8 * 64)
+    assert (report["first_step"], report["last_step"]) == ("6", "9")
+
+
+def one_token_later(cursor: Cursor) -> Cursor:
+    source = cursor.sources["made"]
+    return replace(cursor, sources={"made": replace(source, token=source.token + 1)})
+
+
+def test_a_cursor_that_is_not_the_streams_is_found_by_whoever_passes_it_or_begins_there(
+    mapping: dict[str, Any],
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(6, noted=one_token_later)
+    found = run.audit()["first_difference"]
+    assert (found["step"], "the journal's cursor behind it" in found["reason"]) == ("4", True)
+    with pytest.raises(DataIdentityError, match="tokens before it had digest"):
+        run.audit("5:6")
+
+
+def test_a_label_that_occurs_twice_is_written_with_its_attempt(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    run.attempt(6, batch=16, label=3, wrong=9)
+    report = run.audit("a1:2:a2:8")
+    assert (report["first_step"], report["last_step"], report["steps"]) == ("2", "8", 10)
+    assert run.audit("a1:5:a2:5")["first_step"] == "a1:5"
+    assert run.audit("8:")["first_difference"]["step"] == "9"
+    records = run.records()
+    assert [step_name(records, i) for i in range(len(records))] == [
+        *("1", "2", "3", "a1:4", "a1:5", "a1:6", "a2:4", "a2:5", "a2:6", "7", "8", "9")
+    ]
+    assert (find_step(records, "a2:4"), find_steps(records, ":3")) == (6, range(3))
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ("5:8", "step 5 occurs 2 times in the run's history; write a1:5 or a2:5"),
+        ("7:99", "no step 99; it goes from step 1 to step 9"),
+        ("a1:9:", "no step a1:9"),
+        ("8:7", "7 comes before 8"),
+        ("a2:5:a1:6", "a1:6 comes before a2:5"),
+        ("7", "'7' names no steps; write A:B"),
+        ("7-8", "'7-8' names no steps"),
+    ],
+)
+def test_steps_that_are_not_there_or_not_one_are_refused(
+    mapping: dict[str, Any], steps: str, text: str
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    run.attempt(6, label=3)
+    with pytest.raises(RefusedError, match=re.escape(text)):
+        run.audit(steps)
+
+
+def test_the_command_audits_steps_and_says_what_it_leaves_open(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8, wrong=8)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder), "--steps", "2:4"])
+    told = capsys.readouterr().out
+    assert ended.value.code in (0, None)
+    assert told.startswith("steps 2 to 4: 24 samples, 1,536 tokens, 3 steps, 1 attempts, exactly once")
+    assert "not shown: that epoch 0 holds every document" in told
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder), "--steps", "5:", "--json"])
+    assert ended.value.code == 1
+    assert orjson.loads(capsys.readouterr().out)["first_difference"]["step"] == "8"
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder), "--steps", "9:"])
+    assert (ended.value.code, "no step 9" in capsys.readouterr().err) == (2, True)
+
+
+# ---------------------------------------------------------------------------------------- planted faults
+def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
+    """Position 1 gives the block of position 0 again."""
+    return block_at(seed, source, epoch, 0 if position == 1 else position, num_blocks, shuffle)
+
+
+def a_line_lost_at_each_border(handle: int, start: int, stop: int) -> tuple[int, bytes]:
+    """Begins at `start` instead of the byte before it (DATA.md rule 10)."""
+    begin, data = readers_range(handle, start, stop)
+    cut = data.find(b"\n") + 1 if start else 0
+    return begin + cut, data[cut:]
+
+
+readers_range = readers.read_range
+WRONG = [
+    (sources, "block_at", a_block_twice, "epoch 0 held the record at"),
+    (readers, "read_range", a_line_lost_at_each_border, "the files hold"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "wrong", "text"), WRONG)
+def test_a_fault_that_the_recomputed_stream_has_too_is_found_in_the_files(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: Any, name: str, wrong: Any, text: str
+) -> None:
+    monkeypatch.setattr(module, name, wrong)
+    run = TrainedRun(mapping)
+    run.attempt(1000)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert (found["step"], text in found["reason"]) == (None, True)
+
+
+def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tmp_path: Path) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    (tmp_path / "data" / "part-0.jsonl").write_text('{"text": "another"}\n')
+    with pytest.raises(DataIdentityError, match="changed"):
+        run.audit()
+
+
+# ---------------------------------------------------------------------------------------- encoders, cursors
+def test_an_audit_follows_a_change_of_the_encoder(mapping: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", some_texts(60, longest=200))
+    mapping["data"] |= {"tokenizer": tokenizer, "encoder": "tokenizers"}
+    run = TrainedRun(mapping)
+    run.encoders = (EncoderSpan(encoder=FAST),)
+    run.attempt(5)
+    spec = run.spec.made_by(run.encoders)
+    run.encoders = with_encoder(run.encoders, SLOW, spec.next_documents(run.cursor))
+    run.attempt(1000)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert report["not_shown"] == ["epoch 0's tokens against the files: two encoders made them"]
+    seen = survey(run.store)
+    for spans in ((EncoderSpan(encoder=FAST),), (EncoderSpan(encoder=SLOW),)):
+        assert audit_history(run.spec.made_by(spans), seen)["first_difference"] is not None
+
+
+def test_the_feeder_notes_a_cursor_every_so_many_tokens_and_gives_it_once_it_is_committed(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_notes, "CURSOR_TOKENS", 1000)
+    spec, notebook, cursors = TrainedRun(mapping).spec, Notebook(), [Cursor()]
+    packer = spec.packer(Cursor())
+    for chunk in spec.chunks(Cursor()):
+        packer.feed(chunk)
+    for first in range(0, 48, 8):  # steps of 512 tokens: 1000, 2000 and 3000 lie in the 2nd, 4th and 6th
+        drawn = packer.draw(StepRange(first_sample=first, num_samples=8, num_tokens=512, seq_len=64))
+        assert drawn is not None
+        notebook.drawn(drawn)
+        cursors.append(drawn.cursor)
+    assert notebook.give(24).cursors == (cursors[2],)
+    assert notebook.give(48).cursors == (cursors[4], cursors[6])
+    assert notebook.give(48).cursors == ()
