@@ -6,19 +6,18 @@ first failure ends the group, and the same command continues.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
-from orchestrator.errors import ConfigError, ElasticError, OrchestratorError, ResourceError
+from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
@@ -30,10 +29,9 @@ from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from orchestrator.data.spec import DataSpec
     from orchestrator.train.job import Outcome
+    from orchestrator.train.meeting import Meeting
 
 _USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
 
@@ -53,7 +51,11 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     if job.cluster.use_gpu:
         _require_gpus()
     _require_memory(job)
-    meeting = _Meeting()
+    if "RANK" not in os.environ:
+        raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
+    from orchestrator.train.meeting import meet
+
+    meeting = meet()
     if meeting.rank != 0:
         return _follow(meeting, job, folder, fault_plan)
     return _lead(meeting, job, folder, fault_plan)
@@ -82,59 +84,21 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         os._exit(code)
 
 
-class _Meeting:
-    """What rank 0 tells the others before the group is there: one value, or why there is none."""
-
-    def __init__(self) -> None:
-        from torch._C._distributed_c10d import PrefixStore
-
-        from orchestrator.train.static import meet
-
-        if "RANK" not in os.environ:
-            raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
-        store, self.rank, _ = meet()
-        self._store: Store = PrefixStore("starting", store)
-
-    def tell(self, value: Any) -> None:
-        """The value, as JSON."""
-        self._store.set("value", json.dumps({"value": value}))
-
-    @contextmanager
-    def telling_failure(self) -> Iterator[None]:
-        """An exception reaches the other ranks instead of leaving them waiting."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(RuntimeError):  # the store is gone
-                self._store.set("value", json.dumps({"error": f"{type(error).__name__}: {error}"}))
-            raise
-
-    def hear(self) -> Any:
-        """What rank 0 told. `ElasticError` if it failed or is gone."""
-        try:
-            answer = json.loads(self._store.get("value"))
-        except RuntimeError as error:
-            raise ElasticError(f"rank 0 said nothing ({error}); start the same command again") from error
-        if "error" in answer:
-            raise ElasticError(f"rank 0 failed: {answer['error']}")
-        return answer["value"]
-
-
-def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _lead(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
     store = RunStore(Storage(str(folder)))
-    with meeting.telling_failure():
+    with meeting.telling_failure("decision"):
         starting.check_writable(folder)
         spec, plan = _look(store, job, folder)
         if starting.reached(plan):
-            meeting.tell(None)
+            meeting.tell("decision", None)
             _say(starting.stop_is_reached(plan))
             return None
         attempt, plan = starting.claim(store, job, spec, fault_plan)
         keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
-    with _ending(keeper), meeting.telling_failure():
+    with _ending(keeper), meeting.telling_failure("decision"):
         spec = starting.freeze(job, folder, attempt.encoders)
-        meeting.tell([encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
+        meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress = Progress(job.monitor.progress_s, total)
     try:
@@ -142,7 +106,7 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
             progress.say(f"note: {note}")
         starting.announce(progress.say, job, attempt, plan)
         with _shown(progress, keeper, job.monitor.progress_s):
-            outcome = _train(job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
+            outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
     finally:
         progress.close()
     _say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}")
@@ -150,14 +114,14 @@ def _lead(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> O
     return outcome
 
 
-def _follow(meeting: _Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
     """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
-    told = meeting.hear()
+    told = meeting.hear("decision")
     if told is None:
         return None
     budgets, encoders = told
     spec = starting.freeze(job, folder, tuple(decode(EncoderSpan, span) for span in encoders))
-    return _train(job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
+    return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
 
 
 def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan]:
@@ -196,6 +160,7 @@ def _require_memory(job: JobConfig) -> None:
 
 
 def _train(
+    meeting: Meeting,
     job: JobConfig,
     spec: DataSpec,
     folder: Path,
@@ -218,7 +183,7 @@ def _train(
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
     )
-    membership = StaticMembership(keeper)
+    membership = StaticMembership(meeting, keeper)
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless

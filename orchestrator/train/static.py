@@ -1,28 +1,25 @@
 """The membership of a group that never changes: the ranks that torchrun started, in one generation.
 
-It knows torchrun's environment and store; claims, commits and journal are the keeper's, in rank 0's process.
+It knows torchrun's store; claims, commits and journal are the keeper's, in rank 0's process.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from orchestrator.errors import ElasticError
 from orchestrator.records import Cursor, GenerationView, StateKey, StepRecord, Vote, Wishes, decode, encode
-from orchestrator.train.membership import STORE_TIMEOUT_S
+from orchestrator.train.meeting import Meeting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +58,6 @@ class Keeper(Protocol):
         """The run is over; called once."""
 
 
-def meet() -> tuple[Store, int, int]:
-    """The store through which the ranks of this start of the group meet, this rank, and the world size.
-
-    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. torchrun keeps one store over its restarts, so the keys
-    stand under TORCHELASTIC_RESTART_COUNT (0 where it is not set): no start reads what an older one wrote. It
-    does not help where agents of several machines count differently.
-    """
-    store, rank, world_size = next(rendezvous("env://"))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"restart/{restart}", store), rank, world_size
-
-
 class StaticMembership:
     """The group that torchrun started: one generation, and the first failure ends it (torchrun starts all
     ranks again).
@@ -81,15 +66,15 @@ class StaticMembership:
     ranks' answers go through torchrun's store.
     """
 
-    def __init__(self, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
-        """Meets the other ranks' store. `vote_limit_s`: how long a vote may stay unanswered."""
+    def __init__(self, meeting: Meeting, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
+        """`vote_limit_s`: how long a vote may stay unanswered."""
         self.member = secrets.token_hex(6)
-        self._store, self._rank, self._world_size = meet()
-        # a store serves one blocked caller at a time: the group's own must stay free while votes wait. It is
-        # opened now, because a new connection to a torchrun that is gone is tried for 30 minutes
-        self._vote_store, _, _ = meet()
-        assert (keeper is not None) == (self._rank == 0), (
-            f"rank 0 alone has a keeper; this is rank {self._rank}"
+        self._meeting = meeting
+        # the group's store must stay free while votes wait. This one is opened now, because a new connection
+        # to a torchrun that is gone is tried for minutes
+        self._voting = meeting.again()
+        assert (keeper is not None) == (meeting.rank == 0), (
+            f"rank 0 alone has a keeper; this is rank {meeting.rank}"
         )
         self._keeper = keeper
         self._limit = datetime.timedelta(seconds=vote_limit_s)
@@ -116,24 +101,24 @@ class StaticMembership:
         generation.
         """
         del key, cursor, leaves, prepared, records
+        meeting = self._meeting
         if self._joined:
             raise ElasticError(
-                f"the static group of {self._world_size} ranks came apart ({reason}); "
+                f"the static group of {meeting.world_size} ranks came apart ({reason}); "
                 "start the same command again"
             )
         self._joined = True
-        self._store.set(f"member/{self._rank}", self.member)
+        meeting.store.set(f"member/{meeting.rank}", self.member)
         if self._keeper is not None:
-            with self._published("start", self._store):
-                start = self._keeper.begin(self._world_size)
-                self._store.set("start", json.dumps({"value": encode(start)}))
-        begin = decode(Start, self._answer("start", self._store))
-        names = [self._store.get(f"member/{rank}").decode() for rank in range(self._world_size)]
+            with meeting.telling_failure("start"):
+                meeting.tell("start", encode(self._keeper.begin(meeting.world_size)))
+        begin = decode(Start, meeting.hear("start"))
+        names = [meeting.store.get(f"member/{rank}").decode() for rank in range(meeting.world_size)]
         return GenerationView(
             attempt=begin.attempt,
             generation=begin.generation,
-            rank=self._rank,
-            world_size=self._world_size,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
             members=tuple(names),
             host="",  # the store is torchrun's
             port=0,
@@ -147,7 +132,7 @@ class StaticMembership:
 
     def connect_store(self, view: GenerationView) -> Store:
         """See `Membership`."""
-        return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._store)
+        return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._meeting.store)
 
     def wishes(self, view: GenerationView) -> Wishes:
         """See `Membership`: nothing but a stop is ever wished for."""
@@ -194,35 +179,14 @@ class StaticMembership:
                 answer.set_exception(error)
 
     def _exchange(self, vote: Vote) -> bool:
-        store, place = self._vote_store, f"vote/{vote.key.point_name}"
-        store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
+        meeting, place = self._voting, f"vote/{vote.key.point_name}"
+        meeting.store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
         if self._keeper is not None:
-            with self._published(f"{place}/answer", store):
-                others = [f"{place}/{rank}" for rank in range(1, self._world_size)]
-                store.wait(others, self._limit)
-                votes = [vote, *(decode(Vote, json.loads(store.get(name))) for name in others)]
+            with meeting.telling_failure(f"{place}/answer"):
+                others = [f"{place}/{rank}" for rank in range(1, meeting.world_size)]
+                meeting.store.wait(others, self._limit)
+                votes = [vote, *(decode(Vote, json.loads(meeting.store.get(name))) for name in others)]
                 answers = [self._keeper.vote(each) for each in votes]
                 committed = all(answer.result(self._limit.total_seconds()) for answer in answers)
-                store.set(f"{place}/answer", json.dumps({"value": committed}))
-        store.wait([f"{place}/answer"], self._limit)
-        return bool(self._answer(f"{place}/answer", store))
-
-    @contextmanager
-    def _published(self, name: str, store: Store) -> Iterator[None]:
-        """An exception of rank 0 reaches the other ranks instead of leaving them waiting."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(RuntimeError):  # the store is gone
-                store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-                # it may end with this process: the others read it first, if they live
-                heard = [f"{name}/heard/{rank}" for rank in range(1, self._world_size)]
-                store.wait(heard, datetime.timedelta(seconds=STORE_TIMEOUT_S))
-            raise
-
-    def _answer(self, name: str, store: Store) -> object:
-        answer = json.loads(store.get(name))
-        if "error" in answer:
-            store.set(f"{name}/heard/{self._rank}", "")
-            raise ElasticError(f"rank 0 failed: {answer['error']}")
-        return answer["value"]
+                meeting.tell(f"{place}/answer", committed)
+        return bool(meeting.hear(f"{place}/answer", self._limit))

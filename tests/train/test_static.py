@@ -21,6 +21,7 @@ from orchestrator.errors import ElasticError
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.storage import Storage
 from orchestrator.train.loop import train
+from orchestrator.train.meeting import meet
 from orchestrator.train.static import Start, StaticMembership
 from tests.train.feed import FormulaFeed
 from tests.train.meeting import WAIT_S
@@ -102,7 +103,7 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
     as_rank(rank, world_size, port)
     keeper = NotingKeeper(folder, stop_at) if rank == 0 else None
     try:
-        membership = StaticMembership(keeper)
+        membership = StaticMembership(meet(), keeper)
         if keeper is not None:
             keeper.membership = membership
         outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), Storage(str(folder)))
@@ -172,7 +173,7 @@ def empty_vote(rank: int, world_size: int) -> Vote:
 def failing_rank(rank: int, port: int, folder: Path, voted: Any, other_is_gone: Any) -> None:
     """Votes for a save that is never answered, and fails. Rank 0 fails last: the store is in its process."""
     as_rank(rank, 2, port)
-    membership = StaticMembership(SilentKeeper(folder, voted) if rank == 0 else None)
+    membership = StaticMembership(meet(), SilentKeeper(folder, voted) if rank == 0 else None)
     view = membership.join(None, None, None, None, (), "start")
     assert view is not None
     answer = membership.vote(empty_vote(rank, 2))
@@ -204,7 +205,7 @@ def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_word_to_the_others(tmp_
     environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    trains, joins = StaticMembership(NotingKeeper(tmp_path)), StaticMembership(NotingKeeper(tmp_path))
+    trains, joins = (StaticMembership(meet(), NotingKeeper(tmp_path)) for _ in range(2))
     assert trains.join(None, None, None, None, (), "start") is not None
     del store
     answer = trains.vote(empty_vote(0, 1))
