@@ -9,9 +9,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -21,10 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 from orchestrator.errors import ElasticError
 from orchestrator.train.membership import STORE_TIMEOUT_S
 
+MEETING_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
+POLL_S = 0.05
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The ranks of one start of the group. The keys of `store` belong to this start alone: nobody
+    """The ranks of one start of the group have met. The keys of `store` belong to this start alone: nobody
     reads what an older one wrote. A store serves one blocked caller at a time.
     """
 
@@ -35,7 +40,8 @@ class Meeting:
 
     def again(self) -> Meeting:
         """The same over a connection of its own, for another thread."""
-        return meet()
+        store, _, _ = _connect(MEETING_LIMIT_S)
+        return replace(self, store=PrefixStore(self.start, store))
 
     def tell(self, name: str, value: Any) -> None:
         """Rank 0 tells the value, as JSON."""
@@ -71,12 +77,56 @@ class Meeting:
         return answer["value"]
 
 
-def meet() -> Meeting:
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+def meet(limit_s: float = MEETING_LIMIT_S) -> Meeting:
+    """Waits until all ranks of this start have met. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-    torchrun keeps one store over its restarts, so the keys stand under TORCHELASTIC_RESTART_COUNT (0 where it
-    is not set). It does not help where agents of several machines count differently.
+    `ElasticError`: they have not after `limit_s`.
     """
-    store, rank, world_size = next(rendezvous("env://"))
-    start = f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        store, rank, world_size = _connect(limit_s)
+        start = _agree_on_start(PrefixStore("meeting", store), rank, world_size, limit_s)
+    except RuntimeError as error:
+        where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
+        raise ElasticError(
+            f"{where.format_map(os.environ)} within {limit_s:.0f} s ({error}); "
+            "start the same command again on every machine"
+        ) from error
     return Meeting(start=start, store=PrefixStore(start, store), rank=rank, world_size=world_size)
+
+
+def _connect(limit_s: float) -> tuple[Store, int, int]:
+    """A connection, this rank, and the world size."""
+    store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit_s)))
+    store.set_timeout(default_pg_timeout)  # of a key; `limit_s` was for the connection
+    return store, rank, world_size
+
+
+def _agree_on_start(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+    """A random name of this start, the same on all ranks.
+
+    torchrun's store lives on over its restarts, and nothing in a rank's environment is the same for all ranks
+    of a start and new in each: every machine counts its own restarts. So a rank writes a random name of its
+    own over what an older process wrote in its place. Rank 0's is the start's: it is the answer under every
+    name that rank 0 finds, and the rank repeats it. When all have, nobody is of an older start, which cannot
+    know the name. (torchrun ends all ranks of a start before the next.)
+    """
+    own = secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"rank/{rank}", own)
+        store.wait([f"answer/{own}"], datetime.timedelta(seconds=limit_s))
+        start = store.get(f"answer/{own}").decode()
+        store.set(f"rank/{rank}", start)
+        return start
+    missing, deadline = set(range(1, world_size)), time.monotonic() + limit_s
+    while True:
+        for other in sorted(missing):
+            said = store.get(f"rank/{other}").decode() if store.check([f"rank/{other}"]) else ""
+            if said == own:
+                missing.remove(other)
+            elif said:
+                store.set(f"answer/{said}", own)
+        if not missing:
+            return own
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"missing: {', '.join(f'rank {other}' for other in sorted(missing))}")
+        time.sleep(POLL_S)

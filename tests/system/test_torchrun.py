@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
 from tests.system.harness import Job, assert_exactly_once, when_step
+from tests.train.test_static import free_port
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,16 +41,18 @@ def start(
     world_size: int,
     faults: FaultPlan | None = None,
     restarts: int = 0,
+    meeting: Sequence[str] = ("--standalone",),
     **changes: Any,
 ) -> Any:
-    """`torchrun` as a process of its own, which starts a failed group again `restarts` times."""
+    """`torchrun` as a process of its own, which starts a failed group again `restarts` times. `meeting`: its
+    options for where the machines meet.
+    """
     path = folder / f"job-{len(list(folder.glob('job-*')))}.yaml"
     path.write_text(yaml.safe_dump(job.config(**changes).to_json()))
     program = [str(ROOT / "jobs" / "torchrun_train.py")]
     if faults is not None:
         program = [str(ROOT / "tests" / "system" / "torchrun_rank.py"), faults.to_json()]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--max-restarts", str(restarts)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meeting, "--max-restarts", str(restarts)]
     return subprocess.Popen(
         [*launcher, "--nproc-per-node", str(world_size), *program, str(path)],
         cwd=folder,
@@ -144,6 +148,25 @@ def test_torchrun_restarts_a_group_that_lost_a_rank_and_no_sample_is_trained_twi
     assert [ended and ended.outcome for ended in ends] == ["failed", "done"]
     assert_exactly_once(job)
     assert job.final_digest() == alone.final_digest()
+    assert job.losses() == alone.losses()
+
+
+def test_ranks_of_two_machines_that_were_restarted_unequally_often_find_each_other(
+    job: Job, tiny_config: Any, tmp_path: Path
+) -> None:
+    # rank 1 dies in training, and once more before it meets rank 0, whose agent does not count that
+    plan = job.faults().kill("applied", step=6, rank=1).kill("started", rank=1, after=0)
+    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    meeting += ("--local-addr=127.0.0.1", "--rdzv-id=two-machines")
+    agents = [start(job, tmp_path, 1, plan, restarts=2, meeting=meeting) for _ in range(2)]
+    for code, err in map(end, [*agents, start(alone, tmp_path, 1)]):
+        assert code == 0, err
+    assert plan.struck() == [0, 1]
+    assert last_end(job)[0] == "done"
+    assert_exactly_once(job)
+    rows = [(row["step"], row["weights_digest"]) for row in job.run.points() if row["on_lineage"]]
+    assert rows == [(row["step"], row["weights_digest"]) for row in alone.run.points()]
     assert job.losses() == alone.losses()
 
 

@@ -219,3 +219,46 @@ def test_a_refused_start_reaches_every_rank(tmp_path):
     ends = torchrun(tmp_path, 3)
     assert ends[0] == "ValueError: three are too many"
     assert ends[1] == ends[2] == "ElasticError: rank 0 failed: ValueError: three are too many"
+
+
+def meeting_rank(rank: int, world_size: int, port: int, restarts: int, word: str, heard: Any) -> None:
+    """Meets the others in a store that outlives it; rank 0 tells them its word."""
+    as_rank(rank, world_size, port)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    meeting = meet()
+    if rank == 0:
+        meeting.tell("word", word)
+    heard.put((rank, meeting.hear("word")))
+
+
+def test_ranks_that_were_restarted_unequally_often_meet_and_hear_nothing_of_older_starts():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard = FORKED.Queue()
+
+    def started(rank: int, restarts: int, word: str) -> Any:
+        arguments = (rank, 3, store.port, restarts, word, heard)
+        process = FORKED.Process(target=meeting_rank, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    killed = started(1, 0, "")
+    store.wait(["meeting/rank/1"])
+    killed.kill()
+    killed.join(WAIT_S)
+    # the restarts that each machine has counted, start by start
+    for word, restarts in {"first": (0, 1, 0), "second": (0, 1, 1), "third": (1, 0, 2)}.items():
+        ranks = [started(rank, count, word) for rank, count in enumerate(restarts)]
+        assert sorted(heard.get(timeout=WAIT_S) for _ in ranks) == [(rank, word) for rank in range(3)]
+        for process in ranks:
+            process.join(WAIT_S)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "missing: rank 1, rank 2"), (1, "keys: /meeting/answer/")])
+def test_a_rank_that_stays_alone_says_where_it_waited_and_for_whom(monkeypatch, rank, missing):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = rank_environment(rank, 3, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    alone = f"rank {rank} of 3 has not met the others at 127.0.0.1:{store.port} within 1 s .*{missing}"
+    with pytest.raises(ElasticError, match=alone):
+        meet(limit_s=1.0)
