@@ -20,6 +20,7 @@ LAYERS = [
     {"data", "train", "resume", "elastic", "monitor"},
     {
         "attempt",
+        "audit",
         "cluster",
         "commits",
         "coordinator",
@@ -38,7 +39,7 @@ LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_RAY_AND_TORCH = (
     (LAYERS[0] - {"nobody"})
     | LAYERS[1]
-    | {"plan", "resume", "monitor", "attempt", "history", "tables", "progress"}
+    | {"plan", "resume", "monitor", "attempt", "audit", "history", "tables", "progress"}
 )
 
 
