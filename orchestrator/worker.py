@@ -23,6 +23,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
 from orchestrator.config import JobConfig
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
+from orchestrator.loading import loading
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import (
     STEP,
@@ -248,11 +249,12 @@ def train_function(config: dict[str, Any]) -> None:
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from orchestrator.data.ray_feed import RayFeed
-    from orchestrator.faults import hook
-    from orchestrator.storage import Storage
-    from orchestrator.train.job import TrainJob
-    from orchestrator.train.loop import train
+    with loading():
+        from orchestrator.data.ray_feed import RayFeed
+        from orchestrator.faults import hook
+        from orchestrator.storage import Storage
+        from orchestrator.train.job import TrainJob
+        from orchestrator.train.loop import train
 
     job = TrainJob(
         model=task.config.model,

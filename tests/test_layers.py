@@ -14,7 +14,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; stages of one layer may not import each other
 LAYERS = [
-    {"errors", "records", "disk", "machine", "storage", "faults", "stage", "nobody"},
+    {"errors", "records", "disk", "machine", "storage", "faults", "stage", "nobody", "loading"},
     {"config", "config_text", "config_problems"},
     {"plan"},
     {"data", "train", "resume", "elastic", "monitor"},

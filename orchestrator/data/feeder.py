@@ -25,6 +25,7 @@ from orchestrator.data.ray_feed import RayFeed, Reopen
 from orchestrator.data.replay import HeldStep
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, FencedError, OrchestratorError
+from orchestrator.loading import loading
 from orchestrator.plan.batches import rank_samples
 from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
 
@@ -332,7 +333,8 @@ class Feeder:
             # loop (0.1 s) later; the second: a helper process less while everything starts.
             os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
             os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
-            from orchestrator.data.pipeline import read_chunks
+            with loading():
+                from orchestrator.data.pipeline import read_chunks
 
             while slots := call(self._list_slots(run)):
                 items = read_chunks(

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
-from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import state, worker_group
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from orchestrator.elastic.in_place import InPlaceConfig
 from orchestrator.nobody import Nobody
 
 # Each costs a process or about a CPU second at start and does nothing for us: we hand Ray Train no datasets,
@@ -30,18 +30,6 @@ _UNUSED_CALLBACKS = (
     "ControllerMetricsCallback",
     "WorkerMetricsCallback",
 )
-
-
-class _InPlaceBackend(Backend):
-    """Sets up no process group; says that a worker may be replaced alone."""
-
-    has_replica_groups = True
-
-
-class _InPlaceConfig(BackendConfig):
-    """Ray asks for the class of the backend here."""
-
-    backend_cls = property(lambda self: _InPlaceBackend)
 
 
 class _PinnedPolicy(FixedScalingPolicy):
@@ -99,7 +87,7 @@ def run_group(
     _LeanTrainer(
         train_function,
         train_loop_config=config,
-        backend_config=_InPlaceConfig(),
+        backend_config=InPlaceConfig(),
         scaling_config=ScalingConfig(
             num_workers=num_workers,
             use_gpu="GPU" in resources_per_worker,

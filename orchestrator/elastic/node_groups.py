@@ -17,6 +17,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.loading import loading
+
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
 # started.
 _CONTROLLER_POLL_S = "0.2"
@@ -55,7 +57,8 @@ class NodeAgent:
         """
         os.environ.update(_TRAIN_ENVIRONMENT)
         # imported here: the agent's process is the only one that needs Ray Train's controller side
-        from orchestrator.elastic.lean_train import run_group
+        with loading():
+            from orchestrator.elastic.lean_train import run_group
 
         run_group(
             name=spec.name,

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook, no_fault
+from orchestrator.loading import loading
 from orchestrator.plan import batches
 from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import learning_rate
@@ -69,9 +70,10 @@ class _Trainer:
         self._files, self._faults = files, faults
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
-        self._state = TrainState(job.model, job.train, self._device, job.invariant)
-        numerics = InvariantGradient if job.invariant else FastGradient
-        self._gradient: Gradient = numerics(self._state.model, job.train.seed)
+        with loading():  # the model's code comes with it
+            self._state = TrainState(job.model, job.train, self._device, job.invariant)
+            numerics = InvariantGradient if job.invariant else FastGradient
+            self._gradient: Gradient = numerics(self._state.model, job.train.seed)
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []
