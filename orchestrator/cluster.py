@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,10 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
 }
+# Processes that do nothing for a Ray of our own: one hands workers' output to the driver (`log_to_driver`),
+# one adds nodes, and the dashboard's server starts without a dashboard, too. Together they take 2 CPU
+# seconds, and Ray waits for the last.
+_HELPERS = ("start_log_monitor", "start_monitor", "start_api_server")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +88,15 @@ class ClusterConnection:
                 ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
-        ray.init(
-            # without the word it would join any cluster that runs on this machine
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
-            include_dashboard=False,
-            object_store_memory=_local_object_store(object_store_needed_bytes),
-            **quiet,
-        )
+        with _without_helpers():
+            ray.init(
+                # without the word it would join any cluster that runs on this machine
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
+                include_dashboard=False,
+                object_store_memory=_local_object_store(object_store_needed_bytes),
+                **quiet,
+            )
 
     def close(self) -> None:
         """Disconnects; a Ray that was started here ends."""
@@ -103,6 +110,21 @@ class ClusterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Within it Ray starts without `_HELPERS`: private methods of Ray 2.60, which come back afterwards."""
+    from ray._private.node import Node
+
+    methods = {name: getattr(Node, name) for name in _HELPERS}
+    try:
+        for name in methods:
+            setattr(Node, name, lambda self, **_: None)  # noqa: ARG005
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
 
 
 def starts_local_ray(config: JobConfig) -> bool:

@@ -1,0 +1,29 @@
+"""The Ray that a launch starts on its own machine, where no cluster is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+from ray._private import worker
+from ray._private.node import Node
+
+from orchestrator.cluster import ClusterConnection
+from orchestrator.config import load_config
+
+pytestmark = pytest.mark.system
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+UNUSED = ("start_log_monitor", "start_monitor", "start_api_server")
+
+
+def test_a_ray_of_our_own_has_no_process_without_use_and_the_next_one_is_rays_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    rays_own = [getattr(Node, name) for name in UNUSED]
+    with ClusterConnection(load_config(QUICKSTART), num_cpus_needed=3, object_store_needed_bytes=0):
+        assert set(worker._global_node.all_processes) == {"gcs_server", "raylet"}
+        assert ray.get(ray.remote(lambda: 7).remote()) == 7
+    assert [getattr(Node, name) for name in UNUSED] == rays_own
+    assert not ray.is_initialized()
