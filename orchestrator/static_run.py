@@ -19,6 +19,7 @@ from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
+from orchestrator.loading import loading
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
@@ -171,8 +172,10 @@ def _train(
 ) -> Outcome:
     from orchestrator.data.local_feed import InProcessFeed
     from orchestrator.train.job import TrainJob
-    from orchestrator.train.loop import train as run_loop
-    from orchestrator.train.static import StaticMembership
+
+    with loading():
+        from orchestrator.train.loop import train as run_loop
+        from orchestrator.train.static import StaticMembership
 
     task = TrainJob(
         model=job.model,

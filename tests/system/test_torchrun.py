@@ -105,7 +105,7 @@ def test_two_ranks_train_the_same_bits_as_one(job: Job, tiny_config: Any, tmp_pa
 
 
 def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tmp_path: Path) -> None:
-    # points are committed one after the other: this one stays behind
+    # points are committed one after the other: that of step 4 is there when this one's turn comes
     plan = job.faults().kill("votes_complete", step=8)
     code, _ = end(start(job, tmp_path, 2, plan))
     assert (code, plan.struck()) == (1, [0])
