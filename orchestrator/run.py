@@ -100,7 +100,8 @@ def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Resum
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     folder = starting.run_folder(job)
     spec = starting.prepare(job, folder, freeze=False)
-    return starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    return replace(found, notes=(*found.notes, *spec.notes))
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:

@@ -31,6 +31,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         "free": "no influence on what is trained",
     }
     lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
+    lines += [f"  {note}" for note in plan.notes]
     return lines + [f"refused: {text}" for text in plan.refusals]
 
 

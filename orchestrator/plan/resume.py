@@ -8,12 +8,20 @@ returns one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config import JobConfig, field_rules
-from orchestrator.plan.batches import Remaining, next_range, rebase_step, remaining
+from orchestrator.plan.batches import (
+    Remaining,
+    idle_share,
+    next_range,
+    num_micro_batches,
+    rebase_step,
+    remaining,
+    steps_per_rank,
+)
 from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.plan.identity import RunIdentity, compare
 from orchestrator.plan.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
@@ -56,7 +64,8 @@ class ResumePlan:
     `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
     configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
     `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
-    next whole document on (None: the run is not begun, and nobody has chosen).
+    next whole document on (None: the run is not begun, and nobody has chosen). `notes` are sentences: how the
+    batch lies on the workers, what another number of them means, what is special about the data.
     """
 
     action: str
@@ -72,6 +81,7 @@ class ResumePlan:
     lr_after: float
     differences: tuple[Difference, ...]
     refusals: tuple[str, ...]
+    notes: tuple[str, ...]
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
     encoder: EncoderChoice | None
@@ -129,6 +139,7 @@ def plan_resume(
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
+        notes=tuple(_shape_notes(config, point)),
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
@@ -216,6 +227,25 @@ def _identity_refusals(
     if settings_told:  # the differences have named the settings already
         new = replace(new, settings=old.settings)
     return compare(old, new, accept_changed=config.resume.accept_changed)
+
+
+def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
+    """How the global batch lies on the workers (DATA.md rule 16), at the least and at the most of them."""
+    train, cluster = config.train, config.cluster
+    num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
+    for world in sorted({cluster.start_workers, cluster.max_workers}):
+        idle = idle_share(num_micro, world)
+        yield (
+            f"world size {world}: {num_micro} micro-batches of {train.micro_batch_size} samples make a step, "
+            f"{steps_per_rank(num_micro, world)} on each worker; {idle:.0%} of the places stay empty"
+        )
+    worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
+    if point is not None and worlds:
+        fast = train.numerics == "fast" or (train.numerics == "auto" and cluster.use_gpu)
+        yield (
+            f"the point was saved at world size {point.world_size}; at another one losses and weights "
+            + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
+        )
 
 
 def _remaining(

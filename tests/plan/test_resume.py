@@ -46,7 +46,7 @@ KEYS_OF_THE_PLAN = {
         "consumed_tokens",
         "remaining_steps",
     ),
-    *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals"),
+    *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
 }
 
 
@@ -201,6 +201,26 @@ def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_aut
     newer = resumed(identities=here, installed={"gigatoken": "0.4.0"})
     assert newer.action == "refuse"
     assert "gigatoken 0.3.1, this machine has gigatoken 0.4.0" in newer.refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (
+            ("cluster.num_workers=2",),
+            ("world size 2: 4 micro-batches of 4 samples make a step, 2 on", "; 0% of"),
+        ),
+        (("cluster.num_workers=6",), ("world size 6: 4 micro-batches", "1 on each worker; 33% of")),
+        (("cluster.num_workers=[2,3]",), ("size 2: 4", "size 3: 4", "2 on each worker; 33%", "the last bit")),
+        (("cluster.num_workers=3", "train.numerics=fast"), ("differ in their last bits",)),
+        (("cluster.num_workers=3", "cluster.use_gpu=true"), ("differ in their last bits",)),
+    ],
+)
+def test_the_notes_say_how_the_batch_lies_on_the_workers(overrides, texts):
+    found = "\n".join(resumed(*overrides).notes)
+    assert all(text in found for text in texts), found
+    assert ("saved at world size 2" in found) is (overrides != ("cluster.num_workers=2",))
+    assert "the point" not in "\n".join(decide(BEFORE, None).notes)
 
 
 def test_a_run_without_a_point_is_still_held_to_what_it_was_started_with():
