@@ -61,9 +61,9 @@ class TrainedRun:
         noted: Callable[[Cursor], Cursor] = lambda cursor: cursor,
         wrong: int = 0,
     ) -> None:
-        """Trains `num_steps` steps, or to the end of the data, counting from `label` on; every fourth step's
-        cursor, as `noted` makes it, goes into the journal. The digest of step `wrong` is not that of its
-        samples.
+        """Trains `num_steps` steps, or to the end of the data, counting from `label` on. Every fourth step's
+        cursor, and the data's last, goes into the journal as `noted` makes it. The digest of step `wrong` is
+        not that of its samples.
         """
         self.number += 1
         self.store.claim(self.number, f"{self.number:016x}", RESUME if self.key else START, "host")
@@ -100,7 +100,7 @@ class TrainedRun:
             )  # fmt: skip
             journal.step(record)
             self.key = record.key
-            if step % 4 == 0:
+            if step % 4 == 0 or taken.end_of_data:
                 journal.event("cursor", cursor=encode(noted(self.cursor)))
             if taken.end_of_data:
                 break
