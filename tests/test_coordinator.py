@@ -35,7 +35,14 @@ def store(tmp_path: Path) -> RunStore:
 def coordinator(store: RunStore) -> Coordinator:
     """Of a launch with one worker."""
     attempt = Attempt(
-        number=1, launch=LAUNCH, why=START, point=None, inherited=(), step_label=0, budgets=Budgets()
+        number=1,
+        launch=LAUNCH,
+        why=START,
+        point=None,
+        inherited=(),
+        step_label=0,
+        budgets=Budgets(),
+        encoders=(),
     )
     return Coordinator(
         CoordinatorStart(
