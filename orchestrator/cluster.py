@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.elastic.policy import NodeFacts
 from orchestrator.errors import ResourceError
 from orchestrator.machine import shared_memory_bytes
 
@@ -191,3 +192,20 @@ def _check_reachable(address: str) -> None:
             "port 6379), "
             "or leave it out to start a local Ray"
         ) from error
+
+
+def node_facts() -> tuple[NodeFacts, ...]:
+    """The nodes as placing and preflight look at them."""
+    return tuple(
+        NodeFacts(
+            node_id=node.node_id,
+            host=node.host,
+            is_head=node.is_head,
+            cpus=node.cpus,
+            gpus=node.gpus,
+            free_cpus=node.free_cpus,
+            free_gpus=node.free_gpus,
+            object_store_bytes=node.object_store_bytes,
+        )
+        for node in nodes()
+    )

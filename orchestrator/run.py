@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import starting
-from orchestrator.attempt import Attempt
 from orchestrator.config import JobConfig, load_config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.resume import ResumePlan
@@ -24,10 +23,9 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 
 if TYPE_CHECKING:
-    from orchestrator.data.spec import DataSpec, Sample
+    from orchestrator.data.spec import Sample
     from orchestrator.elastic.needs import Needs
     from orchestrator.elastic.policy import Limits, NodeFacts
-    from orchestrator.progress import Progress
 
 _FREED_S = 10.0  # how long a start waits for resources that a launch before it held
 
@@ -87,7 +85,9 @@ def train(
             _preflight(job, needs, limits, folder, () if local else _memories())
             attempt, plan = starting.claim(store, job, spec, fault_plan)
             spec = starting.freeze(job, folder, attempt.encoders)
-            status = _supervise(job, attempt, plan, spec, folder, limits, fault_plan)
+            from orchestrator.launching import supervise
+
+            status = supervise(job, attempt, plan, spec, folder, limits, fault_plan)
     return _result(job, status, time.monotonic() - began)
 
 
@@ -157,6 +157,7 @@ def _preflight(
     """Raises `ResourceError` with all that is missing. `memories`: (host, bytes in all) of each node, where
     memory has not been looked at yet.
     """
+    from orchestrator.cluster import node_facts
     from orchestrator.elastic.needs import memory_problems
     from orchestrator.elastic.policy import preflight
     from orchestrator.machine import free_disk_bytes
@@ -174,7 +175,7 @@ def _preflight(
 
     # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
     deadline = time.monotonic() + _FREED_S
-    while problems := look(nodes := _node_facts()):
+    while problems := look(nodes := node_facts()):
         empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
         if look(empty) or time.monotonic() > deadline:
             break
@@ -189,152 +190,7 @@ def _memories() -> list[tuple[str, int]]:
     return [(n.host, n.memory_bytes and n.memory_bytes + n.object_store_bytes) for n in nodes()]
 
 
-def _node_facts() -> tuple[NodeFacts, ...]:
-    from orchestrator.cluster import nodes
-    from orchestrator.elastic.policy import NodeFacts
-
-    return tuple(
-        NodeFacts(
-            node_id=node.node_id,
-            host=node.host,
-            is_head=node.is_head,
-            cpus=node.cpus,
-            gpus=node.gpus,
-            free_cpus=node.free_cpus,
-            free_gpus=node.free_gpus,
-            object_store_bytes=node.object_store_bytes,
-        )
-        for node in nodes()
-    )
-
-
-# ------------------------------------------------------------ a launch
-def _supervise(
-    job: JobConfig,
-    attempt: Attempt,
-    plan: ResumePlan,
-    spec: DataSpec,
-    folder: Path,
-    limits: Limits,
-    fault_plan: str,
-) -> RunStatus:
-    """Starts coordinator, feeder and node groups, and stays until the run has ended; everything started here
-    ends here.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from orchestrator.data.feeder import start_feeder
-    from orchestrator.elastic.policy import tokenizer_node
-    from orchestrator.elastic.supervisor import Launch, Supervisor
-    from orchestrator.progress import Progress
-    from orchestrator.worker import WorkerTask, train_function
-
-    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress = Progress(job.monitor.progress_s, total)
-    for note in spec.notes:
-        progress.say(f"note: {note}")
-    starting.announce(progress.say, job, attempt, plan)
-    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
-    # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
-    feeder = start_feeder(
-        attempt.launch,
-        spec,
-        num_tokenizers=job.data.num_tokenizers,
-        replay_bytes=job.data.replay_bytes,
-        tokenizer_node=tokenizer_node(_node_facts(), limits),
-        options={"scheduling_strategy": here},
-    )
-    cursor = attempt.point.cursor if attempt.point else Cursor()
-    # opened before the workers exist: their first batch is ready when they are
-    feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
-    task = WorkerTask(
-        launch=attempt.launch,
-        coordinator=coordinator,
-        feeder=feeder,
-        config=job,
-        budgets=attempt.budgets,
-        config_digest=starting.config_digest(job),
-        storage=str(folder),
-        fault_plan=fault_plan,
-    )
-    launch = Launch(
-        name=f"{job.run.name}-{attempt.launch[:6]}",
-        train_function=train_function,
-        worker_config={"task": task},
-        resources_per_worker={"CPU": limits.cpus_per_worker, **({"GPU": 1.0} if job.cluster.use_gpu else {})},
-        ray_storage=str(folder / "ray"),
-        limits=limits,
-    )
-    committed = 0
-
-    def show(status: RunStatus) -> None:
-        nonlocal committed
-        progress.show(status)
-        if status.committed.consumed_samples > committed or status.ended:
-            committed = status.committed.consumed_samples
-            feeder.committed.remote(committed)
-            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
-
-    supervisor = Supervisor(launch, coordinator, _node_facts, show)
-    try:
-        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
-            status = supervisor.run()
-        _say_end(progress, job, status)
-        return status
-    finally:
-        progress.close()
-        for handle in (feeder, coordinator):
-            ray.kill(handle, no_restart=True)
-
-
-def _start_coordinator(
-    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str
-) -> Any:
-    """The launch's coordinator, an actor on the node that `here` names."""
-    import ray
-
-    from orchestrator.coordinator import Coordinator, CoordinatorStart
-
-    options: dict[str, Any] = {
-        "scheduling_strategy": here,
-        "name": f"coordinator-{attempt.launch}",
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "max_concurrency": 20_000,
-    }
-    start = CoordinatorStart(
-        attempt=attempt,
-        storage=str(folder),
-        min_workers=limits.min_workers,
-        max_workers=limits.max_workers,
-        expected=limits.max_workers,
-        keep_latest=job.resume.keep_latest,
-        run=job.run.name,
-        global_batch_size=job.train.global_batch_size,
-        seq_len=job.pack.seq_len,
-        flat_config=job.flat(),
-        rng=starting.rng_document(job),
-        fault_plan=fault_plan,
-    )
-    return ray.remote(Coordinator).options(**options).remote(start)
-
-
-def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
-    """Where the results lie, and what to try next."""
-    step, uri = status.last_step, job.run.run_uri
-    where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
-    progress.say(f"{status.ended}: {status.reason}" + (f", loss {step.loss:.4f}" if step else ""))
-    progress.say(f"newest resume point: {where}")
-    progress.say("next:")
-    progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
-    progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
-    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do")
-
-
+# ------------------------------------------------------------ how it ended
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
     from orchestrator.progress import Progress

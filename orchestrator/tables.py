@@ -99,7 +99,7 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
     """The proof in a sentence, or the first step that differs."""
     amounts = (
         f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, "
-        f"{report['attempts']} attempts"
+        f"{report['attempts']} attempt{'' if report['attempts'] == 1 else 's'}"
     )
     if report["steps"]:
         amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"

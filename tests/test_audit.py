@@ -219,7 +219,7 @@ def test_the_command_audits_steps_and_says_what_it_leaves_open(
         main(["audit", str(run.folder), "--steps", "2:4"])
     told = capsys.readouterr().out
     assert ended.value.code in (0, None)
-    assert told.startswith("steps 2 to 4: 24 samples, 1,536 tokens, 3 steps, 1 attempts, exactly once")
+    assert told.startswith("steps 2 to 4: 24 samples, 1,536 tokens, 3 steps, 1 attempt, exactly once")
     assert "not shown: that epoch 0 holds every document" in told
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder), "--steps", "5:", "--json"])

@@ -28,6 +28,7 @@ LAYERS = [
         "progress",
         "tables",
         "history",
+        "launching",
         "starting",
         "static_keeper",
     },

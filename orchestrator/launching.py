@@ -1,0 +1,149 @@
+"""One launch on a cluster: coordinator, feeder and node groups are started, supervised and ended here.
+
+The driver's side. Whether a launch may begin, and from which point, is decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator import starting
+from orchestrator.attempt import Attempt
+from orchestrator.cluster import node_facts
+from orchestrator.config import JobConfig
+from orchestrator.coordinator import Coordinator, CoordinatorStart
+from orchestrator.data.feeder import start_feeder
+from orchestrator.data.spec import DataSpec
+from orchestrator.elastic.policy import Limits, tokenizer_node
+from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.plan.resume import ResumePlan
+from orchestrator.progress import Progress
+from orchestrator.records import Cursor, RunStatus
+from orchestrator.worker import WorkerTask, train_function
+
+
+def supervise(
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    folder: Path,
+    limits: Limits,
+    fault_plan: str,
+) -> RunStatus:
+    """Starts what the attempt needs and stays until the run has ended; everything started here ends here."""
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress = Progress(job.monitor.progress_s, total)
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    starting.announce(progress.say, job, attempt, plan)
+    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
+    # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
+    feeder = _start_feeder(job, attempt, spec, limits, here)
+    task = WorkerTask(
+        launch=attempt.launch,
+        coordinator=coordinator,
+        feeder=feeder,
+        config=job,
+        budgets=attempt.budgets,
+        config_digest=starting.config_digest(job),
+        storage=str(folder),
+        fault_plan=fault_plan,
+    )
+    launch = Launch(
+        name=f"{job.run.name}-{attempt.launch[:6]}",
+        train_function=train_function,
+        worker_config={"task": task},
+        resources_per_worker={"CPU": limits.cpus_per_worker, **({"GPU": 1.0} if job.cluster.use_gpu else {})},
+        ray_storage=str(folder / "ray"),
+        limits=limits,
+    )
+    supervisor = Supervisor(launch, coordinator, node_facts, _shower(progress, coordinator, feeder))
+    try:
+        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
+            status = supervisor.run()
+        _say_end(progress, job, status)
+        return status
+    finally:
+        progress.close()
+        for handle in (feeder, coordinator):
+            ray.kill(handle, no_restart=True)
+
+
+def _shower(progress: Progress, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
+    """Shows each status, and tells the feeder what is committed: it forgets that, and gives its notes."""
+    committed = 0
+
+    def show(status: RunStatus) -> None:
+        nonlocal committed
+        progress.show(status)
+        if status.committed.consumed_samples > committed or status.ended:
+            committed = status.committed.consumed_samples
+            feeder.committed.remote(committed)
+            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
+
+    return show
+
+
+def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:
+    """The launch's feeder, an actor on the node that `here` names, opened where the attempt begins."""
+    feeder = start_feeder(
+        attempt.launch,
+        spec,
+        num_tokenizers=job.data.num_tokenizers,
+        replay_bytes=job.data.replay_bytes,
+        tokenizer_node=tokenizer_node(node_facts(), limits),
+        options={"scheduling_strategy": here},
+    )
+    # opened before the workers exist: their first batch is ready when they are
+    cursor = attempt.point.cursor if attempt.point else Cursor()
+    feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
+    return feeder
+
+
+def _start_coordinator(
+    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str
+) -> Any:
+    """The launch's coordinator, an actor on the node that `here` names."""
+    options: dict[str, Any] = {
+        "scheduling_strategy": here,
+        "name": f"coordinator-{attempt.launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    start = CoordinatorStart(
+        attempt=attempt,
+        storage=str(folder),
+        min_workers=limits.min_workers,
+        max_workers=limits.max_workers,
+        expected=limits.max_workers,
+        keep_latest=job.resume.keep_latest,
+        run=job.run.name,
+        global_batch_size=job.train.global_batch_size,
+        seq_len=job.pack.seq_len,
+        flat_config=job.flat(),
+        rng=starting.rng_document(job),
+        fault_plan=fault_plan,
+    )
+    return ray.remote(Coordinator).options(**options).remote(start)
+
+
+def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
+    """Where the results lie, and what to try next."""
+    step, uri = status.last_step, job.run.run_uri
+    where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
+    progress.say(f"{status.ended}: {status.reason}" + (f", loss {step.loss:.4f}" if step else ""))
+    progress.say(f"newest resume point: {where}")
+    progress.say("next:")
+    progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
+    progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
+    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do")
