@@ -80,6 +80,16 @@ def last_end(job: Job) -> tuple[str, int]:
     return (ended.outcome if ended else "no end", number)
 
 
+@pytest.fixture(scope="module")
+def unbroken(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same run on one rank, which nothing befell."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    alone = Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), folder)
+    code, err = end(start(alone, folder, 1))
+    assert (code, last_end(alone)) == (0, ("done", 1)), err
+    return alone
+
+
 def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_written(
     job: Job, tmp_path: Path
 ) -> None:
@@ -91,17 +101,14 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
     assert not Path(job.config().run.run_uri).exists()
 
 
-def test_two_ranks_train_the_same_bits_as_one(job: Job, tiny_config: Any, tmp_path: Path) -> None:
-    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
-    groups = start(job, tmp_path, 2), start(alone, tmp_path, 1)
-    for code, err in map(end, groups):
-        assert code == 0, err
-    assert last_end(job) == last_end(alone) == ("done", 1)
+def test_two_ranks_train_the_same_bits_as_one(job: Job, unbroken: Job, tmp_path: Path) -> None:
+    code, err = end(start(job, tmp_path, 2))
+    assert (code, last_end(job)) == (0, ("done", 1)), err
     assert_exactly_once(job)
     rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.points()]
     assert rows == [(4, 2, True), (8, 2, True), (10, 2, True)]
-    assert alone.final_digest() == job.final_digest()
-    assert alone.losses() == job.losses()
+    assert unbroken.final_digest() == job.final_digest()
+    assert unbroken.losses() == job.losses()
 
 
 def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tmp_path: Path) -> None:
@@ -135,40 +142,37 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
 
 
 def test_torchrun_restarts_a_group_that_lost_a_rank_and_no_sample_is_trained_twice(
-    job: Job, tiny_config: Any, tmp_path: Path
+    job: Job, unbroken: Job, tmp_path: Path
 ) -> None:
     plan = job.faults().kill("applied", step=6, rank=1)
-    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
-    groups = start(job, tmp_path, 2, plan, restarts=1), start(alone, tmp_path, 1)
-    for code, err in map(end, groups):
-        assert code == 0, err
+    code, err = end(start(job, tmp_path, 2, plan, restarts=1))
+    assert code == 0, err
     assert plan.struck() == [0]
     store = RunStore(Storage(job.run.uri))
     ends = [store.read_end(number) for number in store.claim_numbers()]
     # the restart need not watch whether the first attempt still lives: it says that it has ended
     assert [ended and ended.outcome for ended in ends] == ["failed", "done"]
     assert_exactly_once(job)
-    assert job.final_digest() == alone.final_digest()
-    assert job.losses() == alone.losses()
+    assert job.final_digest() == unbroken.final_digest()
+    assert job.losses() == unbroken.losses()
 
 
 def test_ranks_of_two_machines_that_were_restarted_unequally_often_find_each_other(
-    job: Job, tiny_config: Any, tmp_path: Path
+    job: Job, unbroken: Job, tmp_path: Path
 ) -> None:
     # rank 1 dies in training, and once more before it meets rank 0, whose agent does not count that
     plan = job.faults().kill("applied", step=6, rank=1).kill("started", rank=1, after=0)
-    alone = Job(tiny_config({"resume.every_steps": 4}), tmp_path)
     meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     meeting += ("--local-addr=127.0.0.1", "--rdzv-id=two-machines")
     agents = [start(job, tmp_path, 1, plan, restarts=2, meeting=meeting) for _ in range(2)]
-    for code, err in map(end, [*agents, start(alone, tmp_path, 1)]):
+    for code, err in map(end, agents):
         assert code == 0, err
     assert plan.struck() == [0, 1]
     assert last_end(job)[0] == "done"
     assert_exactly_once(job)
     rows = [(row["step"], row["weights_digest"]) for row in job.run.points() if row["on_lineage"]]
-    assert rows == [(row["step"], row["weights_digest"]) for row in alone.run.points()]
-    assert job.losses() == alone.losses()
+    assert rows == [(row["step"], row["weights_digest"]) for row in unbroken.run.points()]
+    assert job.losses() == unbroken.losses()
 
 
 def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: Job, tmp_path: Path) -> None:
