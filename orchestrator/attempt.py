@@ -9,14 +9,14 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.data.encoder import installed_encoders
 from orchestrator.elastic.formation import PreviousGeneration
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import DataIdentityError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import Journal, read_journal
@@ -47,13 +47,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that
-    could not be used, for the user to hear of.
+    oldest first. `lost` are points on it that were committed, are not there, and nobody deleted. `encoders`
+    made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be used, for
+    the user to hear of.
     """
 
     journal: Journal
     lineage: Lineage
     points: tuple[str, ...]
+    lost: tuple[str, ...]
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
 
@@ -97,12 +99,38 @@ def survey(store: RunStore) -> Survey:
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
     journal = read_journal(store.storage)
     lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
-    keys = ((name, parse_point_name(name)) for name in store.point_names())
-    on_lineage = tuple(name for name, key in keys if key is not None and lineage.on_lineage(key))
+    there = store.point_names()
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
     return Survey(
-        journal=journal, lineage=lineage, points=on_lineage, encoders=encoders, unreadable=unreadable
+        journal=journal,
+        lineage=lineage,
+        points=_on_lineage(lineage, there),
+        lost=_on_lineage(lineage, _committed_and_kept(journal) - set(there)),
+        encoders=encoders,
+        unreadable=unreadable,
     )
+
+
+def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def _committed_and_kept(journal: Journal) -> set[str]:
+    names = {event.fields["point"] for event in journal.events if event.kind == "point committed"}
+    gone = (event.fields["points"] for event in journal.events if event.kind == "points deleted")
+    return names.difference(*gone)
+
+
+def require_frozen(seen: Survey, data: DataSpec) -> None:
+    """Raises `DataIdentityError` where something was trained and the data that it was trained on are not
+    those that the run has frozen, because these are gone.
+    """
+    if seen.lineage.records and data.tokenizer_folder is None:
+        raise DataIdentityError(
+            f"{len(seen.lineage.records)} steps of this run are trained, and its frozen data are gone "
+            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/"
+        )
 
 
 def choose_point(
@@ -113,15 +141,7 @@ def choose_point(
     A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
     """
     if wanted == "latest":
-        if not fast:
-            return store.healthy_newest(seen.points)
-        skipped: list[Damage] = []
-        for name in reversed(seen.points):
-            damages = store.verify_point(name, fast=True)
-            if not damages:
-                return store.read_point(name), tuple(skipped)
-            skipped += damages
-        return None, tuple(skipped)
+        return store.healthy_newest((*seen.points, *seen.lost), fast=fast)
     if wanted not in seen.points:
         listed = ", ".join(seen.points) or "none"
         raise RefusedError(
@@ -189,6 +209,7 @@ def begin_launch(
     store.claim(number, launch, why, host)
     faults("claim_made", -1, -1)
     seen = survey(store)
+    require_frozen(seen, data)
     point, damages = choose_point(store, seen, config.resume.from_)
     plan = decide(store, config, point, (run, data.identity()))
     if plan.action == "refuse":

@@ -19,7 +19,7 @@ from orchestrator.plan.step_names import find_steps, step_name
 from orchestrator.records import Cursor, SourceCursor, StepRange, StepRecord, TokenChunk, decode
 from orchestrator.resume.points import parse_point_name
 
-_ALL = "that epoch {} holds every document of the files: it is "
+_ALL = "that epoch {} holds every document of the files, for these steps are a part of it: it "
 
 
 def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
@@ -27,8 +27,8 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
 
     It shows that each step trained exactly the samples that the plan gives it, each once, in order, and that
     every epoch that was read from its first to its last document held what the files hold, read in their own
-    order (DATA.md rules 26 and 27). `steps` (`A:B`) limits it to these, and to those before them back to the
-    nearest cursor in the journal; audits of adjacent steps join, because a cursor that is passed is compared.
+    order (DATA.md rules 26 and 27). `steps` (`A:B`) limits it to these; it is read from the nearest cursor in
+    the journal on. Audits of adjacent steps join, because a cursor that is passed is compared.
     `not_shown` says what this audit leaves open.
     """
     records = seen.lineage.records
@@ -72,8 +72,8 @@ class _Walk:
         self._chunks: Iterator[TokenChunk] = iter(())
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
-        """The steps whose digest or counts are not those of the stream, or that end at another cursor than
-        the journal's.
+        """The wanted steps whose digest or counts are not those of the stream, or that end at another cursor
+        than the journal's.
         """
         first = max((i for i in self._known if i <= wanted.start), default=0)
         self._begin = self._cursor = self._known.get(first, Cursor())
@@ -96,10 +96,15 @@ class _Walk:
             self._cursor = drawn.cursor
             found, journal = f"{drawn.digest:016x}", self._known.get(index + 1, drawn.cursor)
             reason = None
+            if index < wanted.start:
+                continue
             if drawn.step != step:
                 reason = f"the step took {step}, the stream gives {drawn.step}"
             elif found != record.digest:
-                reason = f"trained samples have digest {record.digest}, the stream gives {found}"
+                reason = (
+                    f"trained samples have digest {record.digest}, the stream gives {found} (or a file was "
+                    "changed in place since, with its size, its time or its ends kept)"
+                )
             elif journal != drawn.cursor:
                 reason = f"the journal's cursor behind it is {journal}, the stream's {drawn.cursor}"
             if reason is not None:
@@ -120,9 +125,9 @@ class _Walk:
                 )
                 return {"step": None, "reason": reason}, not_shown
             if epoch == begin.epoch and not _at_border(begin):
-                not_shown.append(_ALL.format(epoch) + "read from its middle on; no record came twice")
+                not_shown.append(_ALL.format(epoch) + "begins before them; no record came twice")
             elif not self._is_read_to_its_end(epoch, end):
-                not_shown.append(_ALL.format(epoch) + "not trained to its end; no record came twice")
+                not_shown.append(_ALL.format(epoch) + "goes on after them; no record came twice")
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
                 found, files = (

@@ -42,8 +42,7 @@ def train(config: Config, overrides: Overrides = None, json: Json = False) -> No
     result = start(config, overrides or [])
     if json:
         _print_json(result.to_json())
-    if result.outcome == "failed":
-        _say(f"the run failed: {result.reason}")
+    if result.outcome == "failed":  # the reason was shown when the run ended
         raise typer.Exit(1)
 
 
@@ -104,7 +103,10 @@ def audit(
     run: RunUri,
     steps: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="only these steps, both included; a2:250 is attempt 2's step 250"),
+        typer.Option(
+            metavar="A:B",
+            help="only these steps, both included, e.g. 100:250, 100: or 7; attempt 2's step: a2:7",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -474,7 +474,7 @@ class Coordinator:
                         self._left_out.append(self._infos[action.member])
                     await self._tell()
                 elif isinstance(action, StopRun):
-                    await self._end("failed", action.reason)
+                    await self._end(action.outcome, action.reason)
                 else:
                     assert isinstance(action, Waiting), f"unknown action {action}"
 

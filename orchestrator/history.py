@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.attempt import survey
+from orchestrator.attempt import require_frozen, survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.errors import RefusedError
 from orchestrator.records import StepRecord
@@ -81,11 +81,12 @@ class Run:
         changed since, or this machine lacks an encoder: then nothing can be said.
         """
         from orchestrator.audit import audit_history
-        from orchestrator.data.spec import prepare_data
+        from orchestrator.starting import prepare
 
         seen = survey(self._store)
-        spec = prepare_data(self.config(), Path(self._store.storage.root)).made_by(seen.encoders)
-        report = audit_history(spec, seen, steps)
+        spec = prepare(self.config(), Path(self._store.storage.root), freeze=False)
+        require_frozen(seen, spec)
+        report = audit_history(spec.made_by(seen.encoders), seen, steps)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside

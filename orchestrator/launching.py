@@ -6,6 +6,7 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def supervise(
     try:
         with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
+        if status.ended == "done":
+            why = starting.why_done(job, attempt.budgets, status.last_step)
+            status = replace(status, reason=f"{status.reason}: {why}")
         _say_end(progress, job, status)
         return status
     finally:

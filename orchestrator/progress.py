@@ -57,7 +57,8 @@ class Progress:
     def _text(self, status: RunStatus) -> str:
         step = status.last_step
         if step is None:
-            return f"starting: {status.world_size} workers in generation {status.generation}"
+            here = f"a group of {status.world_size} has formed" if status.world_size else "workers are coming"
+            return f"starting: {here}"
         of = f"/{self._total}" if self._total is not None else ""
         waiting = (
             f", waiting for workers for {status.waiting_since:.0f} s"

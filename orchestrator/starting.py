@@ -15,23 +15,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, survey
+from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, require_frozen, survey
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
 from orchestrator.faults import hook
+from orchestrator.plan.claims import Claim
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
+from orchestrator.plan.schedule import Budgets
+from orchestrator.records import StepRecord
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 BUSY_WATCH_S = 10.0
+ORPHANS_S = 90.0
 # Ray unpacks a job's working directory in a folder of this one's.
 _RAY_COPIES = "working_dir_files"
 _RNG = (  # what `train.model.seed_micro_batch` does
@@ -91,19 +96,44 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
     """What a start would do now; the newest point is trusted by sizes."""
     run = store.read_run()
     seen = survey(store)
-    point, _ = choose_point(store, seen, job.resume.from_, fast=True)
-    return decide(store, job, point, (run.identity, spec.identity()) if run else None)
+    require_frozen(seen, spec)
+    point, damages = choose_point(store, seen, job.resume.from_, fast=True)
+    found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
+    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    if point is not None:
+        notes.append("sizes of the point's files are right; the start verifies their digests, too")
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def refuse_busy(store: RunStore) -> None:
-    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one."""
-    claim = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)
-    if claim is not None:
+    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one.
+
+    What a killed driver of this machine left is no launch: its processes end by themselves, within
+    `ORPHANS_S`, and are waited for.
+    """
+    deadline = time.monotonic() + ORPHANS_S
+    while (claim := store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)) is not None:
+        if _driver_was_killed(store, claim) and time.monotonic() < deadline:
+            continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
             f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
             "take another run.name"
         )
+
+
+def _driver_was_killed(store: RunStore, claim: Claim) -> bool:
+    """Whether the launch that made the claim was begun on this machine, by a process that is no more."""
+    drivers = [c for c in store.claims() if c.launch == claim.launch and c.pid]
+    if not drivers or drivers[0].host != socket.gethostname():
+        return False
+    try:
+        os.kill(drivers[0].pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it lives, and is another user's
+    return False
 
 
 def claim(
@@ -127,6 +157,16 @@ def reached(plan: ResumePlan) -> bool:
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
     return plan.action == "resume" and plan.remaining_steps == 0
+
+
+def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str:
+    """Why a run that is done is done: its stop is reached, or the data have ended before it."""
+    tokens, samples = (record.consumed_tokens, record.consumed_samples) if record else (0, 0)
+    if budgets.stop_tokens is not None and tokens >= budgets.stop_tokens:
+        return f"{tokens:,} tokens are trained, as many as were asked for"
+    if budgets.stop_samples is not None and samples >= budgets.stop_samples:
+        return f"{samples:,} samples are trained, as many as were asked for"
+    return f"the data have ended (data.num_epochs={job.data.num_epochs}); raise data.num_epochs to go on"
 
 
 def stop_is_reached(plan: ResumePlan) -> str:

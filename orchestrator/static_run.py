@@ -110,7 +110,11 @@ def _lead(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Ou
             outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
     finally:
         progress.close()
-    _say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}")
+    why = f": {starting.why_done(job, attempt.budgets, keeper.status().last_step)}"
+    _say(
+        f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}"
+        + (why if outcome.reason == "done" else "")
+    )
     _say(f"newest resume point: {job.run.run_uri}/points/{keeper.status().newest_point}")
     return outcome
 

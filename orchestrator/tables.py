@@ -30,6 +30,8 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         "may_change": "may change",
         "free": "no influence on what is trained",
     }
+    if plan.action != "refuse":  # what names it differs, not what it is
+        meanings["same"] = "the same contents elsewhere"
     lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
     lines += [f"  {note}" for note in plan.notes]
     return lines + [f"refused: {text}" for text in plan.refusals]
@@ -108,7 +110,7 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
         final = report["final_up_to_step"]
         return [
             f"{amounts}, exactly once",
-            f"final up to step {final}; later steps may still be replaced"
+            f"final up to step {final}; later ones may still be replaced"
             if final is not None
             else "nothing is final yet",
             *not_shown,

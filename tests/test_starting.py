@@ -5,21 +5,29 @@ real data.
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import orchestrator
 from orchestrator import starting
 from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.config import JobConfig, parse_config
-from orchestrator.errors import RefusedError
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import StateKey
 from orchestrator.resume.claims import RESUME
+from orchestrator.resume.committer import note_committed
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -42,6 +50,9 @@ class Runner:
         job = self.config(**data)
         return starting.look_ahead(self.store, job, starting.prepare(job, self.folder, freeze=False))
 
+    def prepared(self, **data: Any) -> DataSpec:
+        return starting.prepare(self.config(**data), self.folder, freeze=False)
+
     def begin(self, **data: Any) -> Attempt:
         job = self.config(**data)
         spec = starting.prepare(job, self.folder, freeze=True)
@@ -51,15 +62,16 @@ class Runner:
         """A whole launch; the key of the point that it leaves."""
         attempt = self.begin(**data)
         journal = JournalWriter(self.store.storage, attempt.number)
+        note_beginning(journal, attempt, self.config(**data).flat())
         journal.generation(start(1, attempt.parent, attempt.number))
         first = attempt.parent.step if attempt.parent else 0
         for step in range(first + 1, first + 11):
             journal.step(record(key(step, attempt=attempt.number)))
-        journal.close()
         at = key(first + 10, attempt=attempt.number)
         votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
         flat = self.config(**data).flat()
-        self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent)
+        note_committed(journal, self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent))
+        journal.close()
         self.store.write_end(attempt.number, "stopped", "asked to")
         return at
 
@@ -109,6 +121,67 @@ def test_before_anything_is_trained_another_encoder_takes_the_place_of_the_first
     runner.begin(encoder="gigatoken")
     attempt = runner.begin(encoder="tokenizers")
     assert [(span.encoder.name, span.begins) for span in attempt.encoders] == [("tokenizers", {})]
+
+
+def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Runner) -> None:
+    older, newer = runner.launch(), runner.launch()
+    shutil.rmtree(runner.folder / "points" / newer.point_name)
+    told = f"warning: resume point {newer.point_name}"
+    assert [note for note in runner.plan().notes if note.startswith(told)]
+    attempt = runner.begin()
+    assert (attempt.parent, [damage.point for damage in attempt.damages]) == (older, [newer.point_name])
+    shutil.rmtree(runner.folder / "points")
+    for look in (runner.begin, runner.plan):
+        with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
+            look()
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [("manifest", "its frozen data are gone"), ("attempts", r"attempt 1 has a journal but no claim")],
+)
+def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_none(
+    runner: Runner, folder: str, text: str
+) -> None:
+    runner.launch()
+    shutil.rmtree(runner.folder / folder)
+    before = files(runner.folder)
+    for read in (runner.plan, orchestrator.open(runner.folder).audit):
+        with pytest.raises(OrchestratorError, match=text):
+            read()
+    assert files(runner.folder) == before
+    with pytest.raises(OrchestratorError, match=text):
+        starting.look_ahead(runner.store, runner.config(), runner.prepared())
+
+
+def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
+    driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monkeypatch.setattr(os, "getpid", lambda: driver.pid)
+    number = runner.begin().number
+    monkeypatch.undo()
+    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
+    heart, over = runner.store.heartbeat(number), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            heart.beat()
+
+    orphan = threading.Thread(target=beat)
+    orphan.start()
+    try:
+        with pytest.raises(BusyError, match="attempt 1 of launch"):
+            starting.refuse_busy(runner.store)
+        driver.kill()
+        driver.wait()
+        threading.Timer(2.0, over.set).start()
+        starting.refuse_busy(runner.store)
+        assert over.is_set(), "it waited for the orphan"
+    finally:
+        over.set()
+        orphan.join()
 
 
 def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:

@@ -22,7 +22,7 @@ from orchestrator.data.sources import BadRecordError, OrderedWindow, read_window
 from orchestrator.data.stream import Packer, Sample, open_samples
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
 from orchestrator.errors import ConfigError, DataIdentityError
-from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place, place_of
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place
 from orchestrator.plan.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.plan.order import ORDER_VERSION
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
@@ -105,17 +105,21 @@ class DataSpec:
             yield from tokenize_block(task, self.source_plan(task.source), encoders, self.settings)
 
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
-        """Per source the first document of which the stream before `cursor` has trained no token.
+        """Per source the first document with text of which the stream before `cursor` has trained no token.
 
         That is the one behind the document of the cursor's token, for that token has been a target already
-        (DATA.md rule 1). It is read, because at an epoch's border the cursor does not name it.
+        (DATA.md rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
+        second may be the next epoch's, whether or not the job goes so far.
         """
-        source = self.plans[0].source
-        for chunk in self.chunks(cursor):
-            filled = chunk.record[chunk.num_tokens > 0]
-            if len(filled):
-                return {source: (chunk.epoch, chunk.block, chunk.window, int(filled[0]) + 1)}
-        return {source: place_of(cursor.sources.get(source, SourceCursor()))}  # nothing is left to read
+        endless = replace(self, settings=replace(self.settings, num_epochs=None))
+        at_hand = None
+        for chunk in endless.chunks(cursor):
+            for record in chunk.record[chunk.num_tokens > 0].tolist():
+                place = (chunk.epoch, chunk.block, chunk.window, record)
+                if at_hand not in (None, place):
+                    return {chunk.source: place}
+                at_hand = place
+        raise AssertionError("an endless stream has a next document")
 
     def packer(self, cursor: Cursor) -> Packer:
         """A packer that takes those chunks."""

@@ -131,9 +131,12 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopRun:
-    """End the run with `reason`. Final: whoever said it says nothing else after it."""
+    """End the run with `reason`; `outcome` is failed or stopped. Final: whoever said it says nothing else
+    after it.
+    """
 
     reason: str
+    outcome: str = "failed"
 
 
 Action = Form | LeaveOut | Waiting | StopRun

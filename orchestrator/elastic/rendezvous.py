@@ -62,6 +62,7 @@ class Rendezvous:
         self._min, self._max, self._expected = min_workers, max_workers, expected
         self._settings = settings or RendezvousSettings()
         self._states = Succession(attempt, attempt if first_attempt is None else first_attempt, rebase)
+        self._is_first = previous is None  # nobody has trained in this launch before
         self._blame = Blame(self._settings)
         self._group = Gathering(self._settings, previous)
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
@@ -349,6 +350,8 @@ class Rendezvous:
         holders = any(a.request.key is not None for a in self._group.waiting.values())
         if not self._stop or holders or self._group.missing:
             return None
+        if self._is_first and self.generation == 0:
+            return StopRun(outcome="stopped", reason="stopped before the first step, nothing is to be saved")
         return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
 
     def _close(self, now: float) -> Form | Waiting | StopRun:

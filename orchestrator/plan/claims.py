@@ -19,7 +19,7 @@ GenerationId = tuple[int, int]  # (attempt, generation)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
-    of the driver process's life.
+    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim).
 
     `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
     decided by it.
@@ -30,6 +30,7 @@ class Claim:
     why: str
     host: str
     created: str
+    pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,6 +137,10 @@ class _Chain:
             for number in self.parents
             if number not in self.claims
         ]
+        self.errors += [
+            f"attempt {number} has a journal but no claim (attempts/{number:04d}.json); restore the file"
+            for number in sorted({attempt for attempt, _ in self.generations} - set(self.claims))
+        ]
         self.newest = max((number for number in self.parents if number in self.claims), default=None)
 
     def _by(self, values: Iterable[Any], name: Any, what: str) -> dict[Any, Any]:

@@ -236,8 +236,9 @@ def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
     for world in sorted({cluster.start_workers, cluster.max_workers}):
         idle = idle_share(num_micro, world)
         yield (
-            f"world size {world}: {num_micro} micro-batches of {train.micro_batch_size} samples make a step, "
-            f"{steps_per_rank(num_micro, world)} on each worker; {idle:.0%} of the places stay empty"
+            f"world size {world}: a step of {train.global_batch_size} samples is cut into {num_micro} "
+            f"micro-batches of at most {train.micro_batch_size}, up to {steps_per_rank(num_micro, world)} "
+            f"for a worker; workers are idle for {idle:.0%} of it"
         )
     worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
     if point is not None and worlds:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from orchestrator.errors import RefusedError
 from orchestrator.records import StepRecord
 
-_STEP = r"(?:a\d+:)?\d+"
-_STEPS = re.compile(rf"({_STEP})?:({_STEP})?")
+_STEP = r"(?:a[0-9]+:)?[0-9]+"
+_STEPS = re.compile(rf"\s*(?:(?P<one>{_STEP})|({_STEP})?\s*:\s*({_STEP})?)\s*")
 
 
 def step_name(records: Sequence[StepRecord], index: int) -> str:
@@ -39,20 +39,28 @@ def find_step(records: Sequence[StepRecord], name: str) -> int:
     if not records:
         raise RefusedError(f"the run's history has no step {name}: nothing was trained yet")
     first, last = step_name(records, 0), step_name(records, len(records) - 1)
-    raise RefusedError(f"the run's history has no step {name}; it goes from step {first} to step {last}")
+    others = sorted({f"a{record.attempt}" for record in records if record.step == int(label)})
+    known = f"; it has that of {', '.join(others)}" if others else ""
+    raise RefusedError(
+        f"the run's history has no step {name}; it goes from step {first} to step {last}{known}"
+    )
 
 
 def find_steps(records: Sequence[StepRecord], text: str) -> range:
-    """The indices of `A:B`, both included; without A from the first step on, without B to the last.
+    """The indices of `A:B`, both included; without A from the first step on, without B to the last; of one
+    step `A`.
 
     Raises `RefusedError` as `find_step` does, for anything that is not `A:B`, and if B comes before A.
     """
     match = _STEPS.fullmatch(text)
     if match is None:
         raise RefusedError(f"{text!r} names no steps; write A:B, e.g. 100:250, 100:, or a2:100:a3:250")
-    first, last = match.groups()
+    one, first, last = match.groups()
+    if one:
+        index = find_step(records, one)
+        return range(index, index + 1)
     start = find_step(records, first) if first else 0
     stop = find_step(records, last) + 1 if last else len(records)
-    if start >= stop:
+    if start >= stop and first and last:
         raise RefusedError(f"steps {text}: {last} comes before {first}; write the earlier step first")
     return range(start, stop)

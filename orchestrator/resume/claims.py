@@ -6,6 +6,7 @@ It knows which process may claim which number; not what a point contains, nor wh
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,7 +139,8 @@ class ClaimFiles:
         if taken >= number:
             raise _lost(number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
-        claim = Claim(number=number, launch=launch, why=why, host=host, created=now_text())
+        pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
+        claim = Claim(number=number, launch=launch, why=why, host=host, created=now_text(), pid=pid)
         if not self.storage.create(_claim_path(number), seal(encode(claim))):
             raise _lost(number, self.read_claim(number), launch, why)
         return claim

@@ -93,16 +93,19 @@ class PointFiles:
             damages.append(error.damage)
         return damages
 
-    def healthy_newest(self, names: Iterable[str]) -> tuple[Point | None, tuple[Damage, ...]]:
+    def healthy_newest(
+        self, names: Iterable[str], fast: bool = False
+    ) -> tuple[Point | None, tuple[Damage, ...]]:
         """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
 
-        The caller must tell the damages aloud. (None, ()) if no point is named. Raises `ResumePointError` if
-        there are points and none is healthy: training from nothing is then not a thing to do unasked.
+        The caller must tell the damages aloud; `fast` trusts sizes. (None, ()) if no point is named. Raises
+        `ResumePointError` if there are points and none is healthy: training from nothing is then not a thing
+        to do unasked.
         """
         skipped: list[Damage] = []
         candidates = points.newest_first(names)
         for name in candidates:
-            damages = self.verify_point(name)
+            damages = self.verify_point(name, fast=fast)
             if not damages:
                 return self.read_point(name), tuple(skipped)
             skipped += damages

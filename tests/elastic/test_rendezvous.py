@@ -761,7 +761,18 @@ def test_a_stop_with_nobody_left_to_save_ends_the_run():
     machine = started("a")
     machine.wish_stop()
     machine.dead("a", 1.0)
-    only(machine.tick(1.0), StopRun)
+    stop = only(machine.tick(1.0), StopRun)
+    assert isinstance(stop, StopRun)
+    assert stop.outcome == "failed"
+
+
+def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
+    machine = rendezvous()
+    machine.join(request("a"), 0.0)
+    machine.wish_stop()
+    stop = only(machine.tick(1.0), StopRun)
+    assert isinstance(stop, StopRun)
+    assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
 
 
 def test_a_save_is_wished_until_it_is_answered_and_only_once():

@@ -208,10 +208,13 @@ def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_aut
     [
         (
             ("cluster.num_workers=2",),
-            ("world size 2: 4 micro-batches of 4 samples make a step, 2 on", "; 0% of"),
+            ("2: a step of 16 samples is cut into 4 micro-batches", "for 0%"),
         ),
-        (("cluster.num_workers=6",), ("world size 6: 4 micro-batches", "1 on each worker; 33% of")),
-        (("cluster.num_workers=[2,3]",), ("size 2: 4", "size 3: 4", "2 on each worker; 33%", "the last bit")),
+        (("cluster.num_workers=6",), ("world size 6: a step", "up to 1 for a worker", "idle for 33% of it")),
+        (
+            ("cluster.num_workers=[2,3]",),
+            ("size 2", "size 3", "up to 2", "for 33%", "the last bit"),
+        ),
         (("cluster.num_workers=3", "train.numerics=fast"), ("differ in their last bits",)),
         (("cluster.num_workers=3", "cluster.use_gpu=true"), ("differ in their last bits",)),
     ],
