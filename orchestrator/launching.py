@@ -82,11 +82,17 @@ def supervise(
 
 
 def _shower(progress: Progress, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
-    """Shows each status, and tells the feeder what is committed: it forgets that, and gives its notes."""
-    committed = 0
+    """Shows each status, and that a group formed anew; tells the feeder what is committed: it forgets that,
+    and gives its notes.
+    """
+    committed, group = 0, (0, 0)
 
     def show(status: RunStatus) -> None:
-        nonlocal committed
+        nonlocal committed, group
+        now = (status.attempt, status.generation)
+        if group[1] and now != group and status.ended is None:
+            progress.say(f"the workers form a new group: generation {now[1]} of attempt {now[0]}")
+        group = now
         progress.show(status)
         if status.committed.consumed_samples > committed or status.ended:
             committed = status.committed.consumed_samples
