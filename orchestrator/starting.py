@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,17 +110,25 @@ def refuse_busy(store: RunStore) -> None:
     """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one.
 
     What a killed driver of this machine left is no launch: its processes end by themselves, within
-    `ORPHANS_S`, and are waited for.
+    `ORPHANS_S`, and are waited for. What it waits for stands on stderr.
     """
+    newest = store.newest_claim()
+    if newest is not None and store.read_end(newest.number) is None:
+        _say(f"attempt {newest.number} has not said its end: watching {BUSY_WATCH_S:.0f} s whether it lives")
     deadline = time.monotonic() + ORPHANS_S
     while (claim := store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)) is not None:
         if _driver_was_killed(store, claim) and time.monotonic() < deadline:
+            _say(f"attempt {claim.number} lives, but its driver was killed: waiting for its processes to end")
             continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
             f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
             "take another run.name"
         )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
 
 
 def _driver_was_killed(store: RunStore, claim: Claim) -> bool:
