@@ -18,6 +18,11 @@ def plan_lines(plan: ResumePlan) -> list[str]:
             f"  step label {plan.step_before} -> {plan.step_after}",
         ]
     lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
+    lines += [
+        f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, record "
+        f"{at.record}, piece {at.piece}, token {at.token}"
+        for name, at in plan.cursor.sources.items()
+    ]
     left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
     if any(value is None for value in left):
         lines.append("  remaining until the data ends (no max_* is given)")

@@ -74,6 +74,7 @@ class ResumePlan:
     step_after: int
     consumed_samples: int
     consumed_tokens: int
+    cursor: Cursor
     remaining_steps: int | None
     remaining_samples: int | None
     remaining_tokens: int | None
@@ -132,6 +133,7 @@ def plan_resume(
         step_after=step_label(point, config.train.global_batch_size, config.pack.seq_len),
         consumed_samples=cursor.consumed_samples,
         consumed_tokens=cursor.consumed_tokens,
+        cursor=cursor,
         remaining_steps=left.steps if left else None,
         remaining_samples=left.samples if left else None,
         remaining_tokens=left.tokens if left else None,

@@ -44,6 +44,7 @@ KEYS_OF_THE_PLAN = {
         "step_after",
         "consumed_samples",
         "consumed_tokens",
+        "cursor",
         "remaining_steps",
     ),
     *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
