@@ -279,7 +279,10 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     store.claim(number, first.launch, RESTARTED, host)
     faults("claim_made", -1, -1)
     seen = survey(store)
-    point, _ = choose_point(store, seen, "latest", fast=True)
+    try:
+        point, _ = choose_point(store, seen, "latest", fast=True)
+    except ResumePointError:
+        point = None  # the members hold a newer state than any point; without them the next start refuses
     if point is None or (first.parent is not None and point.key < first.parent):
         point = first.point
     store.write_parent(

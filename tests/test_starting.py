@@ -18,10 +18,11 @@ import pytest
 
 import orchestrator
 from orchestrator import starting
-from orchestrator.attempt import Attempt, note_beginning
+from orchestrator.attempt import Attempt, continue_launch, note_beginning
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
+from orchestrator.faults import no_fault
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.resume import ResumePlan
@@ -134,6 +135,17 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
     for look in (runner.begin, runner.plan):
         with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
             look()
+
+
+def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:
+    runner.launch()
+    attempt = runner.begin()
+    journal = JournalWriter(runner.store.storage, attempt.number)
+    note_beginning(journal, attempt, runner.config().flat())
+    journal.close()
+    shutil.rmtree(runner.folder / "points")
+    again = continue_launch(runner.store, attempt, "host", no_fault)
+    assert (again.number, again.point) == (attempt.number + 1, attempt.point), "members hold a newer state"
 
 
 @pytest.mark.parametrize(
