@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.data.encoder import installed_encoders
+from orchestrator.elastic.failure_budget import FAILURE, Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import DataIdentityError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
@@ -26,7 +27,7 @@ from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import Lineage, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
-from orchestrator.records import MemberInfo, StateKey
+from orchestrator.records import MemberInfo, StateKey, StepRecord
 from orchestrator.resume.claims import (
     RESTARTED,
     RESUME,
@@ -67,7 +68,8 @@ class Attempt:
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
     trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
-    (outcome, reason) when the launch had ended before that restart.
+    (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
+    failure budget counts.
     """
 
     number: int
@@ -84,6 +86,8 @@ class Attempt:
     previous: PreviousGeneration | None = None
     members: tuple[MemberInfo, ...] = ()
     ended: tuple[str, str] | None = None
+    failures: tuple[Failure, ...] = ()
+    last_step: StepRecord | None = None
 
     @property
     def parent(self) -> StateKey | None:
@@ -309,6 +313,16 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
         if last is None
         else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members),
         members=_where_they_live(seen.journal, last.members if last else ()),
+        failures=tuple(
+            Failure(step=event.fields["step"], reason=event.fields["reason"])
+            for event in seen.journal.events
+            if event.kind == FAILURE and event.attempt >= first.number
+        ),
+        last_step=max(
+            (record for record in seen.journal.records if record.attempt >= first.number),
+            key=lambda record: record.key,
+            default=None,
+        ),
     )
 
 

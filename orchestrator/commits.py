@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from orchestrator.errors import StorageError
 from orchestrator.monitor.journal import JournalWriter
-from orchestrator.records import StateKey, Vote
+from orchestrator.records import StateKey, StillWaiting, Vote
 from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import PointCommitter, note_committed
+from orchestrator.resume.committer import PointCommitter, failure, note_committed
 from orchestrator.resume.events import (
     Acknowledge,
+    DeletePoints,
+    DiscardSave,
     Event,
     Fence,
     GiveUp,
-    ReadyToForm,
+    StoreAction,
     VerifyPoint,
     VoteCast,
 )
@@ -49,7 +52,8 @@ class Commits:
     """Drives the commit machine of one attempt; all methods run on one event loop.
 
     `lock` is held while the machine's actions are carried out. Whoever forms a generation takes it, too: so
-    no COMMIT is under way when the parent of a generation is chosen (MEMBERSHIP.md rule 15).
+    no COMMIT is under way when the parent of a generation is chosen (MEMBERSHIP.md rule 15). Points are read
+    back and deleted outside it: what nobody needs any more keeps no generation from forming.
     """
 
     def __init__(
@@ -59,30 +63,41 @@ class Commits:
         journal: JournalWriter,
         newest: Point | None,
         listener: CommitListener,
+        storage_limit_s: float,
     ) -> None:
+        """`newest`: the point that the attempt continues. `storage_limit_s`: how long one operation of the
+        storage may take before it counts as failed.
+        """
         self.lock = asyncio.Lock()
         self.newest = newest  # the newest committed point on the lineage
         self._machine, self._committer, self._journal = machine, committer, journal
-        self._listener = listener
+        self._listener, self._storage_limit_s = listener, storage_limit_s
         # One thread for everything that waits for storage: its operations stay in order and the calls of
         # members are answered meanwhile.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
         self._votes: dict[tuple[StateKey, int], asyncio.Future[bool]] = {}
-        self._verifying: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def under_way(self) -> bool:
         """Votes of some save are still missing, or it is being committed."""
         return bool(self._machine.saves)
 
-    async def vote(self, vote: Vote) -> bool:
-        """True once the point is committed, False if the save was given up. A copy changes nothing."""
+    async def vote(self, vote: Vote, wait_s: float | None = None) -> bool | StillWaiting:
+        """True once the point is committed, False if the save was given up; `StillWaiting` after `wait_s`. A
+        copy changes nothing.
+        """
         slot = (vote.key, vote.rank)
         answer = self._votes.get(slot)
         if answer is None:
             answer = self._votes[slot] = asyncio.get_running_loop().create_future()
-            await self.tell(VoteCast(vote=vote, now_s=time.monotonic()))
-        return await asyncio.shield(answer)
+            self.tell_soon(VoteCast(vote=vote, now_s=time.monotonic()))
+        await asyncio.wait([answer], timeout=wait_s)
+        return answer.result() if answer.done() else StillWaiting()
+
+    def tell_soon(self, event: Event) -> None:
+        """`tell`, without waiting for it."""
+        self._in_background(self.tell(event))
 
     async def tell(self, event: Event) -> None:
         """Tells the machine what happened and does what it asks for."""
@@ -103,21 +118,27 @@ class Commits:
                             f"attempt {self._machine.attempt + 1} of this run exists: another launch has "
                             "taken it over"
                         )
-                    case ReadyToForm():
-                        pass  # the lock has seen to it
-                    case VerifyPoint():
-                        # reads a whole point back: nobody waits for that
-                        task = asyncio.get_running_loop().create_task(self._verify(action))
-                        self._verifying.add(task)
-                        task.add_done_callback(self._verifying.discard)
+                    case VerifyPoint() | DeletePoints() | DiscardSave():
+                        # reads a whole point, or deletes one: nobody waits for that
+                        self._in_background(self._perform_aside(action))
                     case _:
-                        answer = await self.on_disk(partial(self._committer.perform, action))
+                        answer = await self._perform(action)
                         if answer is not None:
                             todo.append(answer)
 
-    async def on_disk(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in the thread that waits for storage, after what was given to it before."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+    async def on_disk(self, work: Callable[[], Result], limit_s: float | None = None) -> Result:
+        """Runs `work` in the thread that waits for storage, after what was given to it before. Raises
+        `StorageError` if it takes longer than `limit_s` (default: the limit of the storage); it may still be
+        carried out then.
+        """
+        limit_s = self._storage_limit_s if limit_s is None else limit_s
+        running = asyncio.get_running_loop().run_in_executor(self._disk, work)
+        try:
+            return await asyncio.wait_for(running, limit_s)
+        except TimeoutError as error:
+            raise StorageError(
+                f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
+            ) from error
 
     def refuse_all(self) -> None:
         """No vote will be acknowledged any more."""
@@ -125,7 +146,18 @@ class Commits:
             if not answer.done():
                 answer.set_result(False)
 
-    async def _verify(self, action: VerifyPoint) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _perform(self, action: StoreAction) -> Event | None:
+        try:
+            return await self.on_disk(partial(self._committer.perform, action))
+        except StorageError as error:
+            return failure(action, error)
+
+    async def _perform_aside(self, action: StoreAction) -> None:
         answer = await asyncio.to_thread(self._committer.perform, action)
         for damage in self._committer.take_damages():
             self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)

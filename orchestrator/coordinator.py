@@ -1,37 +1,39 @@
-"""The coordinator actor: it joins the rendezvous (who trains), the commits (which points exist) and the
-journal (what happened).
+"""The coordinator actor: it carries out what the launch machine (who trains, when the run ends) and the commit
+machine (which points exist) decide, keeps time for them, and is the only writer of the journal.
 
-All decisions are those of the pure machines it drives; it holds their inputs together, keeps time, and is the
-only writer of the journal. It knows neither model nor data, and is not on the step path.
+It decides nothing itself, knows neither model nor data, and is not on the step path.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import statistics
 import time
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from orchestrator.attempt import Attempt, continue_launch, note_beginning
 from orchestrator.commits import Commits
-from orchestrator.elastic.formation import (
-    Form,
-    Formation,
-    Ignored,
-    LeaveOut,
-    Refused,
-    RendezvousSettings,
-    StopRun,
-    Waiting,
-)
+from orchestrator.elastic.failure_budget import FailureBudget
+from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.faults import hook
+from orchestrator.launch_machine import (
+    Action,
+    Answer,
+    End,
+    Fenced,
+    Kill,
+    LaunchMachine,
+    Note,
+    Warn,
+)
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import (
@@ -45,13 +47,14 @@ from orchestrator.records import (
     RunStatus,
     StateKey,
     StepRecord,
+    StillWaiting,
     Vote,
     Wishes,
     encode,
 )
 from orchestrator.resume.commit import CommitMachine
 from orchestrator.resume.committer import PointCommitter
-from orchestrator.resume.events import Forming, GenerationFormed, Tick, VoterGone
+from orchestrator.resume.events import GenerationFormed, PartFailed, Tick, VoterGone
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -61,9 +64,10 @@ FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 LIVENESS_EVERY_S = 0.05
-WATCH_ANSWER_S = (
-    10.0  # a watching call is answered at least this often, so that a dead caller does not leave it open
-)
+# an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
+# coordinator that is frozen from one that waits
+ANSWER_S = 10.0
+END_WRITTEN_S = 15.0  # how long the end of a run may take to be written down
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,7 @@ class CoordinatorStart:
     min_workers: int
     max_workers: int
     expected: int
+    max_failures: int
     keep_latest: int
     run: str
     global_batch_size: int
@@ -82,6 +87,8 @@ class CoordinatorStart:
     flat_config: dict[str, Any]
     rng: dict[str, Any]
     fault_plan: str = ""
+    storage_limit_s: float = STORAGE_LIMIT_S
+    rendezvous: RendezvousSettings = RendezvousSettings()
 
 
 class Coordinator:
@@ -98,117 +105,103 @@ class Coordinator:
         """
         self._start, self._fault = start, hook(start.fault_plan)
         self._store = RunStore(Storage(start.storage))
-        self._attempt = continue_launch(self._store, start.attempt, socket.gethostname(), self._fault)
-        number = self._attempt.number
-        self._journal = JournalWriter(self._store.storage, number, start.run)
-        note_beginning(self._journal, self._attempt, start.flat_config)
+        attempt = self._attempt = continue_launch(
+            self._store, start.attempt, socket.gethostname(), self._fault
+        )
+        self._journal = JournalWriter(self._store.storage, attempt.number, start.run)
+        note_beginning(self._journal, attempt, start.flat_config)
         self._journal.flush()
-        self._heartbeat = self._store.heartbeat(number)
-        self._rendezvous = Rendezvous(
-            attempt=number,
-            launch=self._attempt.launch,
+        self._heartbeat = self._store.heartbeat(attempt.number)
+        point = attempt.point
+        rendezvous = Rendezvous(
+            attempt=attempt.number,
+            launch=attempt.launch,
             min_workers=start.min_workers,
             max_workers=start.max_workers,
             expected=start.expected,
-            settings=RendezvousSettings(),
-            previous=self._attempt.previous,
+            settings=start.rendezvous,
+            previous=attempt.previous,
             first_attempt=start.attempt.number,
-            rebase=lambda parent, cursor: self._attempt.step_label,  # noqa: ARG005
+            rebase=lambda parent, cursor: attempt.step_label,  # noqa: ARG005
         )
-        point = self._attempt.point
         if point is not None:
-            self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
+            rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        self._launch = LaunchMachine(
+            rendezvous,
+            FailureBudget(start.max_failures, attempt.failures, attempt.step_label),
+            StorageTrouble(start.storage_limit_s),
+            last_step=attempt.last_step,
+            previous=attempt.previous.members if attempt.previous else (),
+            infos=attempt.members,
+            ended=attempt.ended,
+        )
         machine = CommitMachine(
-            attempt=number,
+            attempt=attempt.number,
             keep_latest=start.keep_latest,
             vote_limit_s=VOTE_LIMIT_S,
-            points=self._attempt.inherited,
+            points=attempt.inherited,
             pinned=point.name if point else None,
         )
         committer = PointCommitter(
-            self._store, self._journal, number, start.flat_config, start.rng, time.monotonic, self._fault
+            self._store,
+            self._journal,
+            attempt.number,
+            start.flat_config,
+            start.rng,
+            time.monotonic,
+            self._fault,
         )
-        self._commits = Commits(machine, committer, self._journal, point, self)
+        self._commits = Commits(machine, committer, self._journal, point, self, start.storage_limit_s)
         # The sign of life must not wait behind a long commit: another start would think that this attempt is
         # dead.
         self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
         self._beating: Future[bool] | None = None
         self._joins: dict[str, asyncio.Future[Any]] = {}
-        self._infos = {info.member: info for info in self._attempt.members}
-        self._left_out: list[MemberInfo] = []
-        self._failures: list[tuple[int, str]] = []
-        # what the driver has not shown yet; what the first attempt's start found, it has seen itself
-        restarted = number != start.attempt.number
-        self._warnings = [str(file) for file in self._attempt.unreadable if restarted]
-        self._failed_generations: set[int] = set()
-        self._steps: list[float] = []
-        self._last_step: StepRecord | None = None
-        self._acknowledged = -1
-        self._save_wish = ""
+        self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
+        self._end_is_written = attempt.ended is not None
         self._view: GenerationView | None = None
-        self._finished: dict[str, tuple[str, str]] = {}
-        self._ended: tuple[str, str] | None = self._attempt.ended
+        self._acknowledged = -1
         self._version = 0
+        # what the supervisor has to hear, with the version in which it came; what the first attempt's start
+        # found, it has seen itself
+        restarted = attempt.number != start.attempt.number
+        self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
+        self._kills: list[tuple[int, MemberInfo]] = []
         self._changed = asyncio.Condition()
-        self._loop_task: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ calls of members
-    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver:
+    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
         """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has
-        no place here.
+        no place here, `StillWaiting` after a while: it asks again.
         """
         self._ensure_running()
-        if self._ended is not None:
-            return RunOver(reason=self._ended[1])
-        self._infos[request.member] = MemberInfo(
-            member=request.member, actor_id=request.actor_id, node_id=request.node_id, pid=request.pid
-        )
-        self._take_records(request.records)
-        self._journal.event(
-            "join",
-            member=request.member,
-            actor=request.actor_id,
-            node=request.node_id,
-            pid=request.pid,
-            key=_text(request.key),
-            leaves=request.leaves,
-            unreached=request.unreached,
-            reason=request.reason,
-        )
-        try:
-            answer = self._rendezvous.join(request, time.monotonic())
-        except FencedError as error:
-            await self.fenced(str(error))
-            return Refusal(reason=str(error))
-        if isinstance(answer, Refused):
-            return Refusal(reason=answer.reason)
-        if isinstance(answer, GenerationView):
-            return answer
-        if isinstance(answer, Ignored) and request.member not in self._joins:
-            return Refusal(reason=answer.reason)
-        old = self._joins.pop(request.member, None)
+        if request.launch != self._attempt.launch:
+            return Refusal(reason=self._other_launch(request.launch))
+        member = request.member
+        old = self._joins.pop(member, None)
         if old is not None and not old.done():
-            old.cancel()
-        future = self._joins[request.member] = asyncio.get_running_loop().create_future()
-        self._poke()
-        await self._tell()
-        found: GenerationView | Refusal | RunOver = await future
+            old.set_result(StillWaiting())  # a call that nobody waits for any more
+        future = self._joins[member] = asyncio.get_running_loop().create_future()
+        self._take_records(request.records)
+        self._note_join(replace(request, records=()))
+        await self._do(self._launch.join(request, time.monotonic()))
+        self._wake.set()
+        await asyncio.wait([future], timeout=ANSWER_S)
+        if not future.done():
+            return StillWaiting()
+        found: GenerationView | Refusal | RunOver = future.result()
         return found
 
     async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
         """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least
         every few seconds.
         """
-        self._ensure_running()
         self._check(launch)
-        deadline = time.monotonic() + WATCH_ANSWER_S
+        deadline = time.monotonic() + ANSWER_S
         while True:
-            wishes = self._rendezvous.wishes(attempt, generation, self._acknowledged)
-            if self._ended is not None:
-                wishes = Wishes(
-                    ended=True, save=False, stop=False, reform=False, acknowledged_step=self._acknowledged
-                )
+            wishes = self._launch.wishes(attempt, generation, self._acknowledged)
             if wishes != known or time.monotonic() > deadline:
                 return wishes
             await self._wait_for_change(deadline - time.monotonic())
@@ -219,97 +212,101 @@ class Coordinator:
         """Step records of a running generation, in batches by one member. Equal copies of what came before
         change nothing.
         """
-        self._ensure_running()
         self._check(launch)
         self._take_records(records)
         if attempt == self._attempt.number and records:
-            self._rendezvous.applied(generation, records[-1].step, time.monotonic())
-        await self._tell()
+            self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
+        await self._notify()
 
     async def phase(self, launch: str, member: str, phase: str) -> None:
         """`member` has been in `phase` for a while, or has left it: how long may the others wait for it?"""
-        self._ensure_running()
         self._check(launch)
-        self._rendezvous.excuse(member, time.monotonic() + PHASE_LIMITS_S[phase])
+        self._launch.busy(member, time.monotonic() + PHASE_LIMITS_S[phase])
 
-    async def vote(self, launch: str, vote: Vote) -> bool:
+    async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
         """One rank's part of a save is written; answers True once the point is committed, False if the save
-        was given up.
+        was given up, `StillWaiting` after a while: it asks again.
         """
-        self._ensure_running()
         self._check(launch)
         if vote.key.attempt != self._attempt.number:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
-        self._rendezvous.save_answered(self._save_wish)
-        return await self._commits.vote(vote)
+        self._launch.voted()
+        return await self._commits.vote(vote, ANSWER_S)
+
+    async def save_failed(self, launch: str, key: StateKey, rank: int, world_size: int, reason: str) -> None:
+        """A rank could not write its part of the save of `key`; it trains on."""
+        self._check(launch)
+        self._launch.voted()
+        await self._commits.tell(
+            PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
+        )
 
     async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> None:
-        """A member's part of the run is over (`done` or `stopped`); when all of its generation said so, the
-        run has ended.
-        """
-        self._ensure_running()
+        """A member's part of the run is over (`done` or `stopped`)."""
         self._check(launch)
-        self._finished[member] = (reason, f"{reason} at step {key.step}")
-        self._rendezvous.left(member, key, "finished" if reason == "done" else "stopped", time.monotonic())
-        await self._end_if_finished()
+        await self._do(self._launch.finished(member, key, reason, time.monotonic()))
 
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
-        self._ensure_running()
         self._check(launch)
-        self._journal.event("member failed", member=member, error=kind, text=text)
-        if not fatal:
-            self._count_failure(f"{kind}: {text}")
-        if fatal:
-            await self._end("failed", f"{kind}: {text}")
-        await self._tell()
+        await self._do(self._launch.failed(member, kind, text, fatal))
 
     # ------------------------------------------------------------ calls of the supervisor
-    async def status(self, seen_version: int, wait_s: float) -> RunStatus:
-        """The run's status, as soon as it is newer than `seen_version`, at latest after `wait_s` seconds."""
+    async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
+        """The run's status, as soon as it is newer than `seen` (attempt and version of the last answer), at
+        latest after `wait_s` seconds.
+        """
         self._ensure_running()
+        version = seen[1] if seen[0] == self._attempt.number else -1
         deadline = time.monotonic() + wait_s
-        while self._version <= seen_version and time.monotonic() < deadline:
+        while self._version <= version and time.monotonic() < deadline:
             await self._wait_for_change(deadline - time.monotonic())
-        view, below = self._view, self._rendezvous.below_minimum_since
-        newest = self._commits.newest
-        left_out, self._left_out = tuple(self._left_out), []
-        warnings, self._warnings = tuple(self._warnings), []
+        view, newest, launch = self._view, self._commits.newest, self._launch
+        # whoever hears of the end may end this process
+        ended, reason = launch.ended if launch.ended and self._end_is_written else (None, "")
+        below = launch.rendezvous.below_minimum_since
         return RunStatus(
             version=self._version,
             attempt=self._attempt.number,
-            generation=self._rendezvous.generation,
+            generation=launch.rendezvous.generation,
             world_size=view.world_size if view else 0,
-            last_step=self._last_step,
+            last_step=launch.last_step,
             newest_point=newest.name if newest else None,
             committed=newest.cursor if newest else Cursor(),
             waiting_since=None if below is None else time.monotonic() - below,
-            ended=self._ended[0] if self._ended else None,
-            reason=self._ended[1] if self._ended else "",
-            left_out=left_out,
-            members=tuple(info for info in self._infos.values() if view and info.member in view.members),
-            failures=tuple(self._failures),
-            warnings=warnings,
+            ended=ended,
+            reason=reason,
+            left_out=tuple(info for at, info in self._kills if at > version),
+            members=tuple(info for member, info in launch.infos.items() if view and member in view.members),
+            failures=tuple((failure.step, failure.reason) for failure in launch.failures),
+            warnings=tuple(text for at, text in self._warnings if at > version),
+            stopping=launch.stopping,
         )
 
     async def expect(self, num_workers: int) -> None:
         """How many workers the supervisor has started or is starting."""
         self._ensure_running()
-        self._rendezvous.expect(num_workers)
-        self._poke()
+        self._launch.rendezvous.expect(num_workers)
+        self._wake.set()
 
     async def wish(self, what: str) -> None:
         """`stop`: save and stop at the next step boundary; `save`: save."""
         self._ensure_running()
+        if what == "stop" and self._launch.stopping:
+            return
         self._journal.event("wish", what=what)
         if what == "stop":
-            self._rendezvous.wish_stop()
+            self._launch.wish_stop()
         else:
-            self._save_wish = f"save-{time.monotonic()}"
-            self._rendezvous.wish_save(self._save_wish)
-        self._poke()
-        await self._tell()
+            self._launch.wish_save()
+        self._wake.set()
+        await self._notify()
+
+    async def group_failed(self, node: str, reason: str) -> None:
+        """The group of a node ended without having been asked to."""
+        self._ensure_running()
+        await self._do(self._launch.group_failed(node, reason))
 
     async def note(self, kind: str, fields: dict[str, Any]) -> None:
         """An event of the supervisor for the journal, whose only writer is here."""
@@ -331,237 +328,215 @@ class Coordinator:
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
         self._ensure_running()
-        await self._end(outcome, reason)
+        await self._do(self._launch.end(outcome, reason))
 
     # ------------------------------------------------------------ inside
     def _check(self, launch: str) -> None:
+        self._ensure_running()
         if launch != self._attempt.launch:
-            raise FencedError(
-                f"this is a call of launch {launch}, the run is now launch {self._attempt.launch}; the "
-                "caller exits"
-            )
+            raise FencedError(self._other_launch(launch))
+
+    def _other_launch(self, launch: str) -> str:
+        current = self._attempt.launch
+        return f"this is a call of launch {launch}, the run is now launch {current}; the caller exits"
 
     def _ensure_running(self) -> None:
-        """The first call starts the loop: a restarted actor has no caller that would."""
-        if self._loop_task is None:
-            self._wake = asyncio.Event()
-            self._loop_task = asyncio.get_running_loop().create_task(self._loop())
+        """The first call starts the loops: a restarted actor has no caller that would."""
+        if not self._tasks:
+            loops = (self._act, self._watch_members, self._keep_journal, self._beat)
+            self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop())) for loop in loops]
 
-    def _poke(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
+    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
+        try:
+            await loop
+        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            await self._do(self._launch.end("failed", reason))
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         self._version += 1
         async with self._changed:
             self._changed.notify_all()
 
     async def _wait_for_change(self, seconds: float) -> None:
         async with self._changed:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, seconds))
-            except TimeoutError:
-                return
 
     def _take_records(self, records: tuple[StepRecord, ...]) -> None:
         for record in records:
             self._journal.step(record)
-            if self._last_step is None or record.key > self._last_step.key:
-                self._last_step = record
-                self._steps = [*self._steps[-30:], record.step_s]
-        if self._steps:
-            self._rendezvous.median_step(statistics.median(self._steps))
+            self._launch.recorded(record)
 
-    async def _loop(self) -> None:
-        """Time and storage: ticks the rendezvous, keeps the journal durable, shows that it lives, looks for a
-        newer claim.
-        """
-        due = dict.fromkeys(("flush", "heartbeat", "live"), 0.0)
-        try:
-            while True:
-                now = time.monotonic()
-                if now >= due["live"]:
-                    await self._look_for_the_dead(now)
-                    took = time.monotonic() - now
-                    due["live"] = now + max(LIVENESS_EVERY_S, 5 * took)  # about 1 ms a member
-                if self._ended is None:
-                    await self._act(now)
-                if now >= due["flush"]:
-                    due["flush"] = now + FLUSH_EVERY_S
-                    await self._flush()
-                    await self._commits.tell(Tick(now_s=now))
-                if now >= due["heartbeat"]:
-                    due["heartbeat"] = now + HEARTBEAT_EVERY_S
-                    if self._beating is None or self._beating.done():  # while storage hangs none queue up
-                        self._beating = self._pulse.submit(self._heartbeat.beat)
-                await self._sleep_until_woken()
-        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
-            await self._end("failed", f"the coordinator failed: {type(error).__name__}: {error}")
+    async def _do(self, actions: Iterable[Action]) -> None:
+        """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
+        gone: list[VoterGone] = []
+        for action in actions:
+            match action:
+                case Answer():
+                    future = self._joins.pop(action.member, None)
+                    if future is not None and not future.done():
+                        future.set_result(action.answer)
+                case Note():
+                    self._journal.event(action.kind, **action.fields)
+                case Kill():
+                    self._kills.append((self._version + 1, action.member))
+                case Warn():
+                    await self.warned(action.text)
+                case VoterGone():
+                    gone.append(action)
+                case End():
+                    await self._write_end(action)
+                case Fenced():
+                    self._commits.refuse_all()
+                    self._end_is_written = True
+        await self._notify()
+        for event in gone:
+            # not awaited: a commit that waits for storage must keep nobody from joining
+            self._commits.tell_soon(event)
 
-    async def _sleep_until_woken(self) -> None:
-        assert self._wake is not None, "the loop runs"
-        try:
-            await asyncio.wait_for(self._wake.wait(), timeout=TICK_S)
-        except TimeoutError:
-            return
-        finally:
-            self._wake.clear()
-
-    async def _look_for_the_dead(self, now: float) -> None:
-        """Asks the GCS for the members that are forming a group, wait, or are waited for: a dead one is left
-        out at once (liveness is a hint for speed only). In training a peer's death shows in the collectives.
-        """
-        if self._trains and not (self._joins or self._commits.under_way or self._finished):
-            return
-        from ray._private.state import state  # the public state API needs the dashboard process
-
-        for member, info in list(self._infos.items()):
-            if not info.actor_id or (self._rendezvous.is_gone(member) and member not in self._joins):
-                continue
-            row = state.actor_table(info.actor_id)
-            if not row or row["State"] == "DEAD":
-                self._journal.event("member dead", member=member)
-                self._count_failure(f"member {member} died")
-                self._rendezvous.dead(member, now)
-                self._infos.pop(member)
-                future = self._joins.pop(member, None)
-                if future is not None and not future.done():
-                    future.cancel()
-                await self._gone(member)
-                await self._end_if_finished()
-                await self._tell()  # a generation that is still forming is over
-
-    @property
-    def _trains(self) -> bool:
-        """The newest generation is known to have done a step."""
-        view, last = self._view, self._last_step
-        return (
-            view is not None
-            and last is not None
-            and (last.attempt, last.generation) == (view.attempt, view.generation)
+    def _note_join(self, request: JoinRequest) -> None:
+        if self._journalled.get(request.member) == request:
+            return  # it asks again
+        self._journalled[request.member] = request
+        self._journal.event(
+            "join",
+            member=request.member,
+            actor=request.actor_id,
+            node=request.node_id,
+            pid=request.pid,
+            key=_text(request.key),
+            leaves=request.leaves,
+            unreached=request.unreached,
+            reason=request.reason,
         )
 
-    def _count_failure(self, reason: str) -> None:
-        """One failure per generation, however many members it cost: a lost node is one. Before the first
-        generation each one counts.
-        """
-        generation = self._rendezvous.generation
-        if generation == 0 or generation not in self._failed_generations:
-            self._failed_generations.add(generation)
-            self._failures.append((self._last_step.step if self._last_step else 0, reason))
-
-    async def _end_if_finished(self) -> None:
-        """The run ends when every member of generation is finished, or dead after another one finished."""
-        if self._view is None or not self._finished or self._joins:
-            return
-        if all(m in self._finished or self._rendezvous.is_gone(m) for m in self._view.members):
-            await self._end(*next(iter(self._finished.values())))
-
-    async def _gone(self, member: str) -> None:
-        """A member of the newest generation will cast no vote any more."""
-        view = self._view
-        if view is not None and member in view.members and view.attempt == self._attempt.number:
-            await self._commits.tell(VoterGone(generation=view.generation, rank=view.members.index(member)))
-
-    async def _act(self, now: float) -> None:
-        async with self._commits.lock:
-            for action in self._rendezvous.tick(now):
-                if isinstance(action, Form):
-                    await self._form(action.formation)
-                elif isinstance(action, LeaveOut):
-                    self._journal.event("left out", member=action.member, reason=action.reason)
-                    if action.member in self._infos:
-                        self._left_out.append(self._infos[action.member])
-                    await self._tell()
-                elif isinstance(action, StopRun):
-                    await self._end(action.outcome, action.reason)
-                else:
-                    assert isinstance(action, Waiting), f"unknown action {action}"
+    async def _act(self) -> None:
+        """Ticks the launch machine and forms the generations that it decides on."""
+        while True:
+            async with self._commits.lock:
+                actions = self._launch.tick(time.monotonic())
+                await self._do(action for action in actions if not isinstance(action, Form))
+                for action in actions:
+                    if isinstance(action, Form):
+                        await self._form(action.formation)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout=TICK_S)
+            self._wake.clear()
 
     async def _form(self, formation: Formation) -> None:
         """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
-        are given up.
+        are given up. While storage fails it tries again, until the launch machine ends the run.
         """
         cursor = formation.cursor or Cursor()
-        start = GenerationStart(
-            attempt=formation.attempt,
-            generation=formation.generation,
-            parent=formation.parent,
-            step=formation.step,
-            consumed_samples=cursor.consumed_samples,
-            consumed_tokens=cursor.consumed_tokens,
-            target_tokens=cursor.target_tokens,
-            world_size=len(formation.members),
-            global_batch_size=self._start.global_batch_size,
-            seq_len=self._start.seq_len,
-            members=formation.members,
+        self._journal.generation(
+            GenerationStart(
+                attempt=formation.attempt,
+                generation=formation.generation,
+                parent=formation.parent,
+                step=formation.step,
+                consumed_samples=cursor.consumed_samples,
+                consumed_tokens=cursor.consumed_tokens,
+                target_tokens=cursor.target_tokens,
+                world_size=len(formation.members),
+                global_batch_size=self._start.global_batch_size,
+                seq_len=self._start.seq_len,
+                members=formation.members,
+            )
         )
-        await self._commits.advance(Forming())
-        self._journal.generation(start)
-        await self._commits.on_disk(self._journal.flush)
+        while not await self._flush():
+            await self._do(self._launch.tick(time.monotonic()))
+            if self._launch.ended is not None:
+                return
+            await asyncio.sleep(FLUSH_EVERY_S)
         self._fault("generation_journalled", formation.step, -1)
         await self._commits.advance(
             GenerationFormed(generation=formation.generation, parent=formation.parent)
         )
-        self._rendezvous.formed(formation.generation, time.monotonic())
+        answers = self._launch.formed(formation, time.monotonic())
         self._acknowledged = formation.step
-        for member in formation.members:
-            view = self._rendezvous.view_for(member)
-            if view is None:
-                return  # somebody died or came anew meanwhile: the next tick forms another generation
-            self._view = view
-            future = self._joins.pop(member, None)
-            if future is not None and not future.done():
-                future.set_result(view)
-        await self._tell()
+        for answer in answers:
+            if isinstance(answer, Answer) and isinstance(answer.answer, GenerationView):
+                self._view = answer.answer
+        await self._do(answers)
 
-    async def _flush(self) -> None:
-        durable = await self._commits.on_disk(self._journal.flush)
+    async def _watch_members(self) -> None:
+        """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
+        while True:
+            began = time.monotonic()
+            for info in self._launch.to_ask(self._commits.under_way):
+                if await asyncio.to_thread(is_dead, info):
+                    await self._do(self._launch.dead(info.member, time.monotonic()))
+                    self._joins.pop(info.member, None)
+                    self._wake.set()
+            await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))  # about 1 ms a member
+
+    async def _keep_journal(self) -> None:
+        """Keeps the journal durable, and looks for a newer claim."""
+        while True:
+            if self._launch.ended is None:
+                await self._flush()
+                await self._commits.tell(Tick(now_s=time.monotonic()))
+            await asyncio.sleep(FLUSH_EVERY_S)
+
+    async def _flush(self) -> bool:
+        """Whether all that was noted before is durable now."""
+        began = time.monotonic()
+        try:
+            durable = await self._commits.on_disk(self._journal.flush)
+        except StorageError as error:
+            await self._do(self._launch.storage_failed(str(error), began))
+            return False
+        await self._do(self._launch.storage_worked())
+        self._acknowledge(durable)
+        return True
+
+    def _acknowledge(self, durable: StateKey | None) -> None:
         view = self._view
-        if (
-            durable is None
-            or view is None
-            or (durable.attempt, durable.generation) != (view.attempt, view.generation)
-        ):
+        if view is None or durable is None:
             return
-        if durable.step > self._acknowledged:
-            self._acknowledged = durable.step
-            await self._tell()
+        if (durable.attempt, durable.generation) == (view.attempt, view.generation):
+            self._acknowledged = max(self._acknowledged, durable.step)
 
-    async def _end(self, outcome: str, reason: str) -> None:
-        if self._ended is not None:
-            return
-        self._ended = (outcome, reason)
-        self._journal.event("end", outcome=outcome, reason=reason)
+    async def _beat(self) -> None:
+        while True:
+            if self._beating is None or self._beating.done():  # while storage hangs none queue up
+                self._beating = self._pulse.submit(self._heartbeat.beat)
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+
+    async def _write_end(self, action: End) -> None:
+        self._journal.event("end", outcome=action.outcome, reason=action.reason)
         # where storage is what failed, the reason says so, and the end stays unsaid
         with suppress(StorageError):
-            await self._commits.on_disk(self._journal.flush)
-            await self._commits.on_disk(partial(self._store.write_end, self._attempt.number, outcome, reason))
-        for future in (*self._joins.values(),):
-            if not future.done():
-                future.set_result(RunOver(reason=reason))
-        self._joins.clear()
-        await self._tell()
+            await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
+            write = partial(self._store.write_end, self._attempt.number, action.outcome, action.reason)
+            await self._commits.on_disk(write, END_WRITTEN_S)
+        self._end_is_written = True
 
     # ------------------------------------------------------------ what the commits tell
     async def committed(self, point: Point) -> None:
         """See `CommitListener`: members may be told to load it."""
-        self._rendezvous.set_newest_point(point.key, point.cursor, point.name)
-        await self._tell()
+        self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        await self._notify()
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""
-        self._warnings.append(text)
-        await self._tell()
+        self._warnings.append((self._version + 1, text))
+        await self._notify()
 
     async def fenced(self, reason: str) -> None:
         """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
-        self._ended = ("failed", reason)
-        for future in (*self._joins.values(),):
-            if not future.done():
-                future.set_result(Refusal(reason=reason))
-        self._commits.refuse_all()
-        await self._tell()
+        await self._do(self._launch.fence(reason))
+
+
+def is_dead(info: MemberInfo) -> bool:
+    """Whether Ray says that the member's actor is dead. False where it says nothing: a GCS that does not
+    answer, or has forgotten the actor, knows of nobody's death.
+    """
+    from ray._private.state import state  # the public state API needs the dashboard process
+
+    row = state.actor_table(info.actor_id)
+    return bool(row) and row["State"] == "DEAD"
 
 
 def _text(key: StateKey | None) -> str:

@@ -136,6 +136,7 @@ def _start_coordinator(
         min_workers=limits.min_workers,
         max_workers=limits.max_workers,
         expected=limits.max_workers,
+        max_failures=limits.max_failures,
         keep_latest=job.resume.keep_latest,
         run=job.run.name,
         global_batch_size=job.train.global_batch_size,

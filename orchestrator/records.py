@@ -322,6 +322,7 @@ class JoinRequest:
     reason: str = ""
     pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
     unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
+    voted: StateKey | None = None  # the newest save that it voted for: the vote may still be under way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,6 +382,11 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StillWaiting:
+    """The coordinator's answer to a call that it cannot answer yet: it lives, ask again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunOver:
     """The coordinator's answer to a member that joins when the run has ended: it leaves."""
 
@@ -419,4 +425,5 @@ class RunStatus:
     left_out: tuple[MemberInfo, ...]
     members: tuple[MemberInfo, ...]
     failures: tuple[tuple[int, str], ...]  # (step, what) of every failure of this launch
-    warnings: tuple[str, ...] = ()  # since the status before: saves given up, damage found
+    warnings: tuple[str, ...] = ()  # saves given up, damage found, trouble with storage
+    stopping: bool = False

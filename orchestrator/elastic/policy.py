@@ -22,7 +22,7 @@ class Limits:
     gpus_per_worker: float
     num_tokenizers: int
     wait_s: float
-    max_failures: int
+    max_failures: int  # without a finished step between them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,21 +43,10 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFacts:
-    """A node group that has not ended; `running` once a member of it is in a generation."""
+    """A node group that has not ended."""
 
     node_id: str
     num_workers: int
-    running: bool
-    started_at: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Something ended without having been asked to, when `step` was the last step done."""
-
-    step: int
-    time: float
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +55,8 @@ class Facts:
     enough are.
     """
 
-    now: float
     nodes: tuple[NodeFacts, ...]
     groups: tuple[GroupFacts, ...]
-    failures: tuple[Failure, ...]
-    last_step: int
     below_minimum_s: float | None
 
 
@@ -111,8 +97,8 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """What to do now; empty if all is as it should be.
 
     A group is started wherever there is room and workers are missing, so a lost node's workers come back on
-    any node, up to the maximum. The run is stopped when more than `max_failures` failures came without a
-    finished step between them, or when too few workers were there for longer than `wait_s`.
+    any node, up to the maximum. The run is stopped when too few workers were there for longer than `wait_s`;
+    how many failures are too many the launch machine knows.
     """
     reason = _give_up(facts, limits)
     if reason:
@@ -231,13 +217,6 @@ def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:
 
 
 def _give_up(facts: Facts, limits: Limits) -> str:
-    here = [failure.reason for failure in facts.failures if failure.step >= facts.last_step]
-    if len(here) > limits.max_failures:
-        listed = "\n".join(f"  {reason}" for reason in dict.fromkeys(here))
-        return (
-            f"{len(here)} failures after step {facts.last_step} without a finished step between them, "
-            f"cluster.max_failures={limits.max_failures}:\n{listed}"
-        )
     below = facts.below_minimum_s
     if below is not None and below > limits.wait_s:
         return (

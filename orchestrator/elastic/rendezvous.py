@@ -105,15 +105,15 @@ class Rendezvous:
         if self._group.is_inside(member):
             self._end(now)
 
-    def left(self, member: str, key: StateKey | None, reason: str, now: float) -> None:
+    def left(self, member: str, key: StateKey | None, now: float) -> None:
         """`member` went on purpose, holding `key`, after its last vote was answered; nobody waits for it.
 
-        If `reason` is `finished` or `stopped` the generation goes on, because all of its members leave at the
-        same step; for any other reason it ends.
+        Its generation ends: the other members leave at the same step, or come to join within the grace of
+        any generation that ended.
         """
         self._group.observe(key, self._blame)
         self._group.forget(member, LEFT)
-        if reason not in ("finished", "stopped") and self._group.is_inside(member):
+        if self._group.is_inside(member):
             self._end(now)
 
     def applied(self, generation: int, step: int, now: float) -> None:  # noqa: ARG002  every event has its time
@@ -366,7 +366,12 @@ class Rendezvous:
         chosen = self._chosen(now)
         parent, source, point = self._newest(chosen)
         save_only = len(chosen) < self._min
-        if save_only and (self._saved_below or source is None or not self._states.is_unsaved(parent)):
+        if save_only and not (source is not None and self._states.is_unsaved(parent)):
+            if self._stop and chosen and parent is not None:
+                step = self._states.label(parent, point)
+                return StopRun(outcome="stopped", reason=f"stopped at step {step}")
+            return self._below_minimum(chosen, now)
+        if save_only and self._saved_below and not self._stop:
             return self._below_minimum(chosen, now)
         holder = next((r for r in chosen if r.member == source), None)
         known = set(self._group.current.members) if self._group.current is not None else set()

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from orchestrator.elastic.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.elastic.policy import (
     Decision,
     ExpectWorkers,
     Facts,
-    Failure,
     GroupFacts,
     Limits,
     NodeFacts,
@@ -35,6 +34,7 @@ from orchestrator.records import RunStatus
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
 COORDINATOR_LIMIT_S = 60.0
+FROZEN_S = 20.0  # a coordinator that lives answers a status within a second
 END_S = 5.0  # how long groups may take to end after the run has
 POLL_S = 0.05
 
@@ -65,12 +65,9 @@ class Supervisor:
     ) -> None:
         self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
         self._groups: dict[str, NodeGroup] = {}
-        self._started_at: dict[str, float] = {}
-        self._failures: list[Failure] = []
-        self._expected = -1
+        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was told
         self._number = 0
         self._stop_wanted = False
-        self._stop_sent = False
 
     def ask_stop(self) -> None:
         """Save and stop; may be called from a signal handler."""
@@ -78,17 +75,16 @@ class Supervisor:
 
     def run(self) -> RunStatus:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away."""
-        status, version, nodes, looked_at = None, -1, self._nodes(), time.monotonic()
+        status, seen, nodes, looked_at = None, (-1, -1), self._nodes(), time.monotonic()
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
-                status = self._status(version)
-                if status.version != version:
+                status = self._status(seen)
+                if (status.attempt, status.version) != seen:
                     self._show(status)
-                version = status.version
-                if self._stop_wanted and not self._stop_sent:
-                    self._stop_sent = True
-                    self._coordinator.wish.remote("stop")
+                seen = (status.attempt, status.version)
+                if self._stop_wanted and not status.stopping:
+                    self._coordinator.wish.remote("stop")  # again, for a restarted coordinator
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     nodes, looked_at = self._nodes(), time.monotonic()
                 if status.ended is None:
@@ -114,29 +110,37 @@ class Supervisor:
             time.sleep(POLL_S)
         self._groups.clear()
 
-    def _status(self, version: int) -> RunStatus:
-        since = time.monotonic()
+    def _status(self, seen: tuple[int, int]) -> RunStatus:
+        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew."""
+        since, killed = time.monotonic(), False
         while True:
             try:
-                return ray.get(self._coordinator.status.remote(version, STATUS_WAIT_S))  # type: ignore[no-any-return]
+                answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
+                return ray.get(answer, timeout=FROZEN_S)  # type: ignore[no-any-return]
+            except GetTimeoutError as error:
+                if not killed:
+                    killed, since = True, time.monotonic()
+                    ray.kill(self._coordinator, no_restart=False)
+                last: Exception = error
             except RayActorError as error:
-                if time.monotonic() - since > COORDINATOR_LIMIT_S:
-                    raise ElasticError(
-                        f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({error}); "
-                        "start the same command again: it continues from the newest resume point"
-                    ) from error
+                last = error
                 time.sleep(0.1)
+            if time.monotonic() - since > COORDINATOR_LIMIT_S:
+                raise ElasticError(
+                    f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({last}); "
+                    "start the same command again: it continues from the newest resume point"
+                ) from last
 
     def _act(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> None:
-        self._reap(status)
+        self._reap()
         if status is not None:
             for info in status.left_out:
                 if info.node_id in self._groups:
                     self._groups[info.node_id].kill_member(info.pid)
         for decision in decide(self._facts(nodes, status), self._launch.limits):
-            self._carry_out(decision)
+            self._carry_out(decision, status.attempt if status else -1)
 
-    def _reap(self, status: RunStatus | None) -> None:
+    def _reap(self) -> None:
         """Groups that ended: forgotten, their reason noted as a failure, their placement group given back."""
         for node_id, group in list(self._groups.items()):
             reason = group.ended()
@@ -146,32 +150,19 @@ class Supervisor:
             remove_orphaned_placement_groups()
             self._note("group ended", node=node_id, reason=reason)
             if reason:
-                step = status.last_step.step if status and status.last_step else 0
-                self._failures.append(Failure(step=step, time=time.monotonic(), reason=reason))
+                self._coordinator.group_failed.remote(node_id, reason)
 
     def _facts(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> Facts:
-        members = status.members if status else ()
-        failures = [
-            Failure(step=step, time=0.0, reason=what) for step, what in (status.failures if status else ())
-        ]
         return Facts(
-            now=time.monotonic(),
             nodes=nodes,
             groups=tuple(
-                GroupFacts(
-                    node_id=node_id,
-                    num_workers=group.spec.num_workers,
-                    running=any(info.node_id == node_id for info in members),
-                    started_at=self._started_at[node_id],
-                )
+                GroupFacts(node_id=node_id, num_workers=group.spec.num_workers)
                 for node_id, group in self._groups.items()
             ),
-            failures=(*failures, *self._failures),
-            last_step=status.last_step.step if status and status.last_step else 0,
             below_minimum_s=status.waiting_since if status else None,
         )
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, decision: Decision, attempt: int) -> None:
         match decision:
             case StartGroup():
                 self._number += 1
@@ -185,14 +176,13 @@ class Supervisor:
                 self._groups[decision.node_id] = NodeGroup(
                     spec, self._launch.train_function, self._launch.worker_config
                 )
-                self._started_at[decision.node_id] = time.monotonic()
                 self._note("group started", node=decision.node_id, num_workers=decision.num_workers)
             case StopGroup():
                 self._groups.pop(decision.node_id).stop()
                 self._note("group stopped", node=decision.node_id, reason=decision.reason)
             case ExpectWorkers():
-                if decision.num_workers != self._expected:
-                    self._expected = decision.num_workers
+                if self._expected != (attempt, decision.num_workers):
+                    self._expected = (attempt, decision.num_workers)
                     self._coordinator.expect.remote(decision.num_workers)
             case StopRun():
                 self._coordinator.end.remote("failed", decision.reason)

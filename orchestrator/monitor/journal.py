@@ -20,6 +20,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -60,8 +61,9 @@ class _Chain:
 class JournalWriter:
     """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
 
-    `event`, `step` and `generation` never wait for a disk. After a `StorageError` nothing more can be
-    written: the attempt ends, and members bring what was not acknowledged to the next.
+    `event`, `step` and `generation` never wait for a disk. After a `StorageError` the next `flush` tries
+    again, in a new segment, from the first line that is not known to be durable: so a segment may end in
+    lines that stand in the next one, too, and in a part of one.
     """
 
     def __init__(
@@ -86,7 +88,6 @@ class JournalWriter:
         self._seq = 0
         self._segments = 0
         self._file: AppendHandle | None = None
-        self._broken: StorageError | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
         """Note an event with JSON fields (`step`, `rank` where known); `kind` is its name."""
@@ -131,12 +132,13 @@ class JournalWriter:
             with self._lock:
                 lines, self._pending = self._pending, []
                 facts, self._pending_facts = self._pending_facts, []
-                if self._broken:
-                    raise StorageError(
-                        f"the journal of attempt {self._attempt} ended with an error: {self._broken}"
-                    ) from self._broken
-            if lines:
+            try:
                 self._write(lines)
+            except StorageError:
+                with self._lock:
+                    self._pending = [*lines, *self._pending]
+                    self._pending_facts = [*facts, *self._pending_facts]
+                raise
             with self._lock:
                 for fact in facts:
                     self._note_durable(fact)
@@ -179,25 +181,39 @@ class JournalWriter:
         self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
 
     def _write(self, lines: list[bytes]) -> None:
-        """Append the lines and sync, beginning a new segment whenever one is full."""
+        """Append the lines and sync, beginning a new segment whenever one is full. Takes out of `lines` what
+        is durable.
+        """
         try:
             while lines:
                 if self._file is None:
-                    self._segments += 1
-                    path = f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
-                    self._file = self._storage.append(path)
+                    self._file = self._new_segment()
                 room = self._segment_bytes - self._file.num_bytes
                 sizes = itertools.accumulate(map(len, lines), initial=0)
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
                 self._file.write(b"".join(lines[:taken]))
                 self._file.sync()
-                lines = lines[taken:]
+                del lines[:taken]
                 if self._file.num_bytes >= self._segment_bytes:
                     self._file.close()
                     self._file = None
-        except StorageError as error:
-            self._broken = error
+        except StorageError:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
             raise
+
+    def _new_segment(self) -> AppendHandle:
+        path = f"{FOLDER}/a{self._attempt:04d}/{self._segments + 1:06d}.jsonl"
+        try:
+            file = self._storage.append(path)
+        except StorageError:
+            # segments are numbered without gaps: one that was created although that failed keeps its number
+            with suppress(StorageError):
+                self._segments += self._storage.exists(path)
+            raise
+        self._segments += 1
+        return file
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:

@@ -25,11 +25,10 @@ from orchestrator.resume.events import (
     Failed,
     Fence,
     FlushJournal,
-    Forming,
     GenerationFormed,
     GiveUp,
     JournalDurable,
-    ReadyToForm,
+    PartFailed,
     Tick,
     Verified,
     VerifyPoint,
@@ -51,8 +50,16 @@ class CommitMachine:
 
     `points` are the points on the lineage (at first those that the claim inherited), oldest first; `pinned`
     is the claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its
-    votes. Guarantees: a save is acknowledged only after its COMMIT is durable, its journal was durable
-    before, and no newer claim existed when asked afterwards; points are deleted only after such a question.
+    votes. `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named;
+    `quiet` those that have also stopped writing; `discarding` the saves that were given up, with the ranks
+    that may still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
+    its journal was durable before, and no newer claim existed when asked afterwards; points are deleted only
+    after such a question; the files of a save that was given up are deleted only after every rank has stopped
+    writing them (a rank that is cut off may never: the next launch takes those).
+
+    Whoever drives it tells it nothing while the store actions of an earlier event are unanswered, but for
+    `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
+    (rule 15).
     """
 
     attempt: int
@@ -65,10 +72,11 @@ class CommitMachine:
     deleting: frozenset[str] = frozenset()
     generation: int = 0
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
-    gone: frozenset[tuple[int, int]] = frozenset()
+    gone: Mapping[tuple[int, int], StateKey | None] = field(default_factory=dict)
+    quiet: frozenset[tuple[int, int]] = frozenset()
+    discarding: Mapping[StateKey, frozenset[int]] = field(default_factory=dict)
     saves: Mapping[StateKey, Save] = field(default_factory=dict)
     outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
-    forming: bool = False
     asked_s: float = 0.0
     fenced: bool = False
 
@@ -76,10 +84,8 @@ class CommitMachine:
         """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
         if self.fenced:
             return self, ()
-        after, actions = getattr(self, _HANDLERS[type(event)])(event)
-        if after.forming and not after.under_way and (self.under_way or not self.forming):
-            actions = (*actions, ReadyToForm())
-        return after, actions
+        after: tuple[CommitMachine, tuple[Action, ...]] = getattr(self, _HANDLERS[type(event)])(event)
+        return after
 
     @property
     def under_way(self) -> tuple[StateKey, ...]:
@@ -98,23 +104,19 @@ class CommitMachine:
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
         vote, key = event.vote, event.vote.key
         if key in self.outcomes:
-            return self, (self._answer(key, (vote.rank,)),)
-        if key.attempt != self.attempt or key.generation not in self.parents:
-            return self, (
-                GiveUp(
-                    key=key,
-                    ranks=(vote.rank,),
-                    reason="its generation was not formed by this attempt: join again",
-                ),
-            )
-        save = self.saves.get(key) or Save(key=key, stage=Stage.COLLECTING, votes=(), started_s=event.now_s)
+            after, discard = self._stopped_writing(key, vote.rank)
+            return after, (self._answer(key, (vote.rank,)), *discard)
+        if self._is_foreign(key):
+            foreign = "its generation was not formed by this attempt: join again"
+            return self, (GiveUp(key=key, ranks=(vote.rank,), reason=foreign),)
+        save = self._save(key, vote.world_size, event.now_s)
         if vote.rank in save.ranks:
             return self, ()
         save = dataclasses.replace(save, votes=(*save.votes, vote))
         after = self._with(save)
         if not self._on_path(key):
             return after._give_up(key, AFTER)
-        if missing := self._missing_voter(save):
+        if (missing := self._missing_voter(save)) is not None:
             return after._give_up(key, f"rank {missing} ended before it had saved its part")
         if len(save.votes) < vote.world_size:
             return after, ()
@@ -123,21 +125,32 @@ class CommitMachine:
         records = tuple({record.key: record for voted in save.votes for record in voted.records}.values())
         return after._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
 
+    def _part_failed(self, event: PartFailed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        key = event.key
+        if self._is_foreign(key):
+            return self, ()
+        if key in self.outcomes:
+            return self._stopped_writing(key, event.rank)
+        save = dataclasses.replace(self._save(key, event.world_size, event.now_s), failed=event.rank)
+        return self._with(save)._give_up(key, f"rank {event.rank} could not save its part: {event.reason}")
+
     def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after = dataclasses.replace(self, gone=self.gone | {(event.generation, event.rank)})
+        who = (event.generation, event.rank)
+        quiet = self.quiet if event.writing else self.quiet | {who}
+        after = dataclasses.replace(self, gone={**self.gone, who: event.voted}, quiet=quiet)
         waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
         doomed = {
             save.key: missing for save in waiting if (missing := after._missing_voter(save)) is not None
         }
-        return after._give_up_all(
+        after, actions = after._give_up_all(
             {key: f"rank {rank} ended before it had saved its part" for key, rank in doomed.items()}
         )
+        after, discards = after._discard_what_is_quiet()
+        return after, (*actions, *discards)
 
     def _journal_durable(self, event: JournalDurable) -> tuple[CommitMachine, tuple[Action, ...]]:
         if not self._is_at(event.key, Stage.FLUSHING):
             return self, ()
-        if self.forming:
-            return self._move(event.key, Stage.READY), ()
         return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
 
     def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -147,8 +160,6 @@ class CommitMachine:
         if key is None:
             return self._prune(new_point=False)
         if self._is_at(key, Stage.CLEARING):
-            if self.forming:
-                return self._move(key, Stage.READY), ()
             save = self.saves[key]
             write = WriteCommit(
                 key=key, votes=save.votes, parent=self.parents[key.generation], started_s=save.started_s
@@ -171,11 +182,7 @@ class CommitMachine:
         return self._give_up(event.key, event.reason) if event.key in self.saves else (self, ())
 
     # ---- generations
-    def _forming(self, event: Forming) -> tuple[CommitMachine, tuple[Action, ...]]:
-        return dataclasses.replace(self, forming=True), ()
-
     def _formed(self, event: GenerationFormed) -> tuple[CommitMachine, tuple[Action, ...]]:
-        assert self.forming, "`Forming` comes before `GenerationFormed`"
         assert not self.under_way, (
             f"generation {event.generation} formed while the COMMIT of {self.under_way} was under way"
         )
@@ -183,12 +190,8 @@ class CommitMachine:
             f"{event} leaves out point {self.points[-1]}"
         )
         parents = {**self.parents, event.generation: event.parent}
-        after = dataclasses.replace(self, forming=False, generation=event.generation, parents=parents)
-        after, actions = after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
-        for key in [key for key, save in after.saves.items() if save.stage is Stage.READY]:
-            after = after._move(key, Stage.CLEARING)
-            actions = (*actions, CheckNewerClaim(key=key))
-        return after, actions
+        after = dataclasses.replace(self, generation=event.generation, parents=parents)
+        return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
 
     def _on_path(self, key: StateKey) -> bool:
         """Whether the newest generation is, or continues, the state `key`."""
@@ -231,7 +234,7 @@ class CommitMachine:
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
         late = {
-            key: f"{len(save.votes)} of {save.votes[0].world_size} ranks had saved their part "
+            key: f"{len(save.votes)} of {save.world_size} ranks had saved their part "
             f"after {self.vote_limit_s:g} s"
             for key, save in self.saves.items()
             if save.stage is Stage.COLLECTING and event.now_s - save.started_s > self.vote_limit_s
@@ -243,13 +246,35 @@ class CommitMachine:
         return after, actions
 
     # ---- small steps
+    def _is_foreign(self, key: StateKey) -> bool:
+        return key.attempt != self.attempt or key.generation not in self.parents
+
+    def _save(self, key: StateKey, world_size: int, now_s: float) -> Save:
+        new = Save(key=key, stage=Stage.COLLECTING, world_size=world_size, votes=(), started_s=now_s)
+        return self.saves.get(key, new)
+
     def _missing_voter(self, save: Save) -> int | None:
-        gone = [
-            rank
-            for generation, rank in self.gone
-            if generation == save.key.generation and rank not in save.ranks
-        ]
-        return min(gone, default=None)
+        """The first rank that has not voted for the save and never will."""
+        for rank in sorted(set(range(save.world_size)).difference(save.ranks)):
+            who = (save.key.generation, rank)
+            if who in self.gone and self.gone[who] != save.key:
+                return rank
+        return None
+
+    def _stopped_writing(self, key: StateKey, rank: int) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """A rank is done with its part of a save that was decided before."""
+        if key not in self.discarding:
+            return self, ()
+        discarding = {**self.discarding, key: self.discarding[key] - {rank}}
+        return dataclasses.replace(self, discarding=discarding)._discard_what_is_quiet()
+
+    def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        writing = {
+            key: frozenset(r for r in ranks if (key.generation, r) not in self.quiet)
+            for key, ranks in self.discarding.items()
+        }
+        after = dataclasses.replace(self, discarding={key: ranks for key, ranks in writing.items() if ranks})
+        return after, tuple(DiscardSave(name=key.point_name) for key, ranks in writing.items() if not ranks)
 
     def _is_at(self, key: StateKey, stage: Stage) -> bool:
         return key in self.saves and self.saves[key].stage is stage
@@ -276,20 +301,23 @@ class CommitMachine:
         return self._give_up_all({key: reason})
 
     def _give_up_all(self, reasons: Mapping[StateKey, str]) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, actions = self._decided(reasons), list[Action]()
+        answers = []
+        discarding = dict(self.discarding)
         for key in reasons:
             save = self.saves[key]
-            actions.append(after._answer(key, save.ranks))
+            answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key]))
             # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
             if save.stage not in UNDER_WAY:
-                actions.append(DiscardSave(name=key.point_name))
-        return after, tuple(actions)
+                discarding[key] = frozenset(range(save.world_size)).difference(save.ranks, {save.failed})
+        after = dataclasses.replace(self._decided(reasons), discarding=discarding)
+        after, discards = after._discard_what_is_quiet()
+        return after, (*answers, *discards)
 
 
 _HANDLERS: dict[type, str] = {
     VoteCast: "_vote",
+    PartFailed: "_part_failed",
     VoterGone: "_voter_gone",
-    Forming: "_forming",
     GenerationFormed: "_formed",
     JournalDurable: "_journal_durable",
     CommitWritten: "_commit_written",

@@ -63,6 +63,18 @@ def note_committed(journal: StepJournal, point: Point) -> None:
     )
 
 
+def failure(action: StoreAction, error: OrchestratorError) -> Event | None:
+    """The answer to an action that came to no end: whether it had an effect is unknown."""
+    return failed(getattr(action, "key", None), error)
+
+
+def failed(key: StateKey | None, error: OrchestratorError) -> Event | None:
+    """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
+    next such action.
+    """
+    return Failed(key=key, reason=str(error)) if key else None
+
+
 class PointCommitter:
     """Performs the store actions of one attempt.
 
@@ -113,7 +125,7 @@ class PointCommitter:
         try:
             return act()
         except OrchestratorError as error:
-            return Failed(key=key, reason=str(error)) if key else None
+            return failed(key, error)
 
     def _flush(self, action: FlushJournal) -> Event:
         for record in action.records:

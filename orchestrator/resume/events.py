@@ -21,20 +21,27 @@ class VoteCast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PartFailed:
+    """A rank could not write its part of the save of `key`, and has stopped writing it."""
+
+    key: StateKey
+    rank: int
+    world_size: int
+    reason: str
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VoterGone:
-    """The member that was `rank` of `generation` is dead or left out: what it has not voted for, it never
-    will.
+    """The member that was `rank` of `generation` has left it, is dead or is left out: what it has not voted
+    for, it never will, but for the save of `voted`, whose vote may be under way. `writing`: it may live and
+    still be writing its part of a save (it was left out, and is not known to be dead).
     """
 
     generation: int
     rank: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forming:
-    """A new generation is to be formed: no COMMIT is begun from here to `GenerationFormed`, so that its
-    parent can be chosen.
-    """
+    voted: StateKey | None = None
+    writing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +107,8 @@ class Tick:
 
 Event = (
     VoteCast
+    | PartFailed
     | VoterGone
-    | Forming
     | GenerationFormed
     | JournalDurable
     | CommitWritten
@@ -182,17 +189,10 @@ class GiveUp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadyToForm:
-    """No COMMIT is under way: the parent of the next generation may be chosen among members and points, then
-    `GenerationFormed` follows.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
     """A newer claim exists: acknowledge nothing, delete nothing, end the members and exit."""
 
 
 StoreAction = FlushJournal | CheckNewerClaim | WriteCommit | VerifyPoint | DeletePoints | DiscardSave
-Answer = Acknowledge | GiveUp | ReadyToForm | Fence
+Answer = Acknowledge | GiveUp | Fence
 Action = StoreAction | Answer

@@ -16,7 +16,6 @@ class Stage(Enum):
 
     COLLECTING = "waits for votes"
     FLUSHING = "waits for the journal"
-    READY = "waits for a generation to be formed"
     CLEARING = "asks for a newer claim before COMMIT"
     WRITING = "writes COMMIT"
     CHECKING = "asks for a newer claim before the answer"
@@ -31,8 +30,10 @@ class Save:
 
     key: StateKey
     stage: Stage
+    world_size: int
     votes: tuple[Vote, ...]
     started_s: float
+    failed: int = -1  # the rank that could not save its part; -1: none
 
     @property
     def ranks(self) -> tuple[int, ...]:

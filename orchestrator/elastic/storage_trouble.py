@@ -1,0 +1,50 @@
+"""How long a run goes on although its storage fails: until a stated limit, while the user is told.
+
+It knows times and reasons; what is tried again meanwhile is its caller's.
+"""
+
+from __future__ import annotations
+
+# Training goes on so long without a journal on disk, and a finished run tries so long to save its last state.
+STORAGE_LIMIT_S = 300.0
+
+
+class StorageTrouble:
+    """Since when, and why, storage fails. All times are seconds of one monotonic clock."""
+
+    def __init__(self, limit_s: float = STORAGE_LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._reason = ""
+
+    def failed(self, reason: str, since: float) -> str | None:
+        """An operation that began at `since` failed. What to tell the user; None if that has been told."""
+        self._reason = reason
+        if self._since is not None:
+            return None
+        self._since = since
+        return (
+            f"{reason}. Training goes on; it is tried again for {self._limit_s:g} s, then the run stops. "
+            "Nothing that was committed is lost"
+        )
+
+    def worked(self) -> str | None:
+        """An operation succeeded. What to tell the user; None if there was no trouble."""
+        if self._since is None:
+            return None
+        self._since = None
+        return "storage works again"
+
+    def verdict(self, now: float) -> str | None:
+        """Why the run must stop now; None while it may go on."""
+        if self._since is None or now - self._since < self._limit_s:
+            return None
+        return (
+            f"storage has failed for {now - self._since:.0f} s (allowed: {self._limit_s:g} s): {self._reason}"
+        )
+
+    def copy(self) -> StorageTrouble:
+        """An independent copy."""
+        twin = StorageTrouble(self._limit_s)
+        twin._since, twin._reason = self._since, self._reason
+        return twin
