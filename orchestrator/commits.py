@@ -140,6 +140,11 @@ class Commits:
                 f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
             ) from error
 
+    async def settle(self) -> None:
+        """Returns when all that was begun in the background has come to its end."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
     def refuse_all(self) -> None:
         """No vote will be acknowledged any more."""
         for answer in self._votes.values():

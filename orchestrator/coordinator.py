@@ -1,5 +1,5 @@
-"""The coordinator actor: it carries out what the launch machine (who trains, when the run ends) and the commit
-machine (which points exist) decide, keeps time for them, and is the only writer of the journal.
+"""The coordinator actor: it carries out what the launch machine (who trains, when the run ends) and the
+commit machine (which points exist) decide, keeps time for them, and is the only writer of the journal.
 
 It decides nothing itself, knows neither model nor data, and is not on the step path.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -99,11 +99,14 @@ class Coordinator:
     meet again at their next step boundary (MEMBERSHIP.md rules 8 and 10).
     """
 
-    def __init__(self, start: CoordinatorStart) -> None:
+    def __init__(
+        self, start: CoordinatorStart, is_dead: Callable[[MemberInfo], bool] | None = None
+    ) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
-        has a journal already).
+        has a journal already). `is_dead` says whether a member's process is surely gone; by default Ray does.
         """
         self._start, self._fault = start, hook(start.fault_plan)
+        self._is_dead = is_dead or ray_says_dead
         self._store = RunStore(Storage(start.storage))
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault
@@ -465,7 +468,7 @@ class Coordinator:
         while True:
             began = time.monotonic()
             for info in self._launch.to_ask(self._commits.under_way):
-                if await asyncio.to_thread(is_dead, info):
+                if await asyncio.to_thread(self._is_dead, info):
                     await self._do(self._launch.dead(info.member, time.monotonic()))
                     self._joins.pop(info.member, None)
                     self._wake.set()
@@ -529,7 +532,7 @@ class Coordinator:
         await self._do(self._launch.fence(reason))
 
 
-def is_dead(info: MemberInfo) -> bool:
+def ray_says_dead(info: MemberInfo) -> bool:
     """Whether Ray says that the member's actor is dead. False where it says nothing: a GCS that does not
     answer, or has forgotten the actor, knows of nobody's death.
     """

@@ -351,6 +351,24 @@ class Vote:
 
 # ------------------------------------------------------------ membership
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemberState:
+    """What a member brings when it joins.
+
+    `key`, `cursor`: the state it holds (None: blank). `leaves`: (attempt, generation) it was in, None at
+    first. `prepared`: the step whose word it waited for. `voted`: the newest save that it voted for.
+    `records`: all that were not acknowledged. `reason`: why the last generation ended, for the journal.
+    """
+
+    key: StateKey | None
+    cursor: Cursor | None
+    leaves: tuple[int, int] | None
+    prepared: StateKey | None
+    voted: StateKey | None
+    records: tuple[StepRecord, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JoinRequest:
     """A member asks to be in the next generation. `key` is its state's key, None when blank.
 

@@ -1,15 +1,13 @@
 """The coordinator's work for a static group: journal, commits, sign of life, in threads of rank 0's process.
 
-It drives the same commit machine as the coordinator does, without Ray; who trains is fixed, so it decides
-nothing.
+It drives the same commits as the coordinator does, without Ray; who trains is fixed, so it decides nothing.
 """
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,27 +15,18 @@ from typing import TYPE_CHECKING
 
 from orchestrator import starting
 from orchestrator.attempt import Attempt, note_beginning
+from orchestrator.commits import Commits
 from orchestrator.config import JobConfig
-from orchestrator.errors import FencedError, OrchestratorError
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
 from orchestrator.faults import hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
 from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import PointCommitter, note_committed
-from orchestrator.resume.events import (
-    Acknowledge,
-    Action,
-    Event,
-    Fence,
-    Forming,
-    GenerationFormed,
-    GiveUp,
-    ReadyToForm,
-    Tick,
-    VoteCast,
-)
-from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.committer import PointCommitter
+from orchestrator.resume.events import GenerationFormed, Tick
+from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -52,10 +41,9 @@ VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 class StaticKeeper:
     """`train.static.Keeper` of one claimed attempt.
 
-    One thread writes: it takes votes from a queue, drives the commit machine, and keeps the journal durable
-    meanwhile. Another shows that the attempt lives, and waits for nothing else. If a newer attempt appears or
-    the journal cannot be written, every vote is answered with that error, and the next call of `records`
-    raises it.
+    One thread writes: it takes votes, drives the commits, and keeps the journal durable meanwhile. Another
+    shows that the attempt lives, and waits for nothing else. If a newer attempt appears, or storage fails for
+    longer than its limit, every vote is answered with that error, and the next call of `records` raises it.
     """
 
     def __init__(
@@ -71,7 +59,7 @@ class StaticKeeper:
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
         self._journal = JournalWriter(store.storage, number, job.run.name)
-        self._machine = CommitMachine(
+        machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
             vote_limit_s=VOTE_LIMIT_S,
@@ -79,19 +67,20 @@ class StaticKeeper:
             pinned=point.name if point else None,
         )
         rng = starting.rng_document(job)
-        self._committer = PointCommitter(
+        committer = PointCommitter(
             store, self._journal, number, job.flat(), rng, time.monotonic, self._fault
         )
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: end when all is done
-        self._answers: dict[tuple[StateKey, int], Future[bool]] = {}
-        self._lock = threading.Lock()  # over the answers and the failure
+        self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
+        self._trouble = StorageTrouble()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
+        self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
+        self._voting: set[asyncio.Task[bool]] = set()
         self._acknowledged = -1
         self._world_size = 0
         self._last_step: StepRecord | None = None
-        self._newest: Point | None = point
         self._over = threading.Event()
-        self._writer = threading.Thread(target=self._write, name="keeper", daemon=True)
+        self._writer: threading.Thread | None = None
         self._pulse = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._pulse.start()
 
@@ -103,7 +92,6 @@ class StaticKeeper:
         attempt, self._world_size = self._attempt, world_size
         cursor = attempt.point.cursor if attempt.point else Cursor()
         note_beginning(self._journal, attempt, self._job.flat())
-        self._advance(Forming())
         self._journal.generation(
             GenerationStart(
                 attempt=attempt.number,
@@ -120,9 +108,13 @@ class StaticKeeper:
         )
         self._journal.flush()
         self._fault("generation_journalled", attempt.step_label, -1)
-        self._advance(GenerationFormed(generation=GENERATION, parent=attempt.parent))
         self._acknowledged = attempt.step_label
+        began = threading.Event()
+        self._writer = threading.Thread(
+            target=lambda: asyncio.run(self._keep(began)), name="keeper", daemon=True
+        )
         self._writer.start()
+        began.wait()
         return Start(
             launch=attempt.launch,
             attempt=attempt.number,
@@ -147,19 +139,17 @@ class StaticKeeper:
 
     def vote(self, vote: Vote) -> Future[bool]:
         """Hands it to the commit machine; True: the point is committed, False: the save was given up."""
+        assert self._loop is not None, "a group votes after it has begun"
+        if self._failure is None:
+            with suppress(RuntimeError):  # the loop has just ended
+                return asyncio.run_coroutine_threadsafe(self._vote(vote), self._loop)
         answer: Future[bool] = Future()
-        with self._lock:
-            if self._failure is None:
-                self._answers[vote.key, vote.rank] = answer
-            else:
-                answer.set_exception(self._failure)
-        self._events.put(VoteCast(vote=vote, now_s=time.monotonic()))
+        answer.set_exception(self._failure or ElasticError("the attempt has ended"))
         return answer
 
     def finished(self, key: StateKey, reason: str) -> None:
         """Waits until all that was begun is written (older points deleted, too), and ends the attempt."""
-        self._events.put(None)
-        self._writer.join()
+        self._stop_writing()
         if self._failure is not None:
             raise self._failure
         self._end(reason, f"{reason} at step {key.step}")
@@ -167,19 +157,17 @@ class StaticKeeper:
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:
         """The group ended with `error`; says so in the run, unless another launch has taken that over."""
-        if isinstance(error, FencedError) or self._machine.fenced:
+        self._stop_writing()
+        if isinstance(error, FencedError) or isinstance(self._failure, FencedError):
             self._over.set()
             return
-        self._events.put(None)
-        if self._writer.is_alive():
-            self._writer.join()
         # where storage is what failed, `error` says so, and the end stays unsaid
         with suppress(OrchestratorError):
             self._end("failed", f"{type(error).__name__}: {error}")
 
     def status(self) -> RunStatus:
         """What is known now, for the progress line."""
-        newest = self._newest
+        newest = self._commits.newest
         return RunStatus(
             version=0,
             attempt=self._attempt.number,
@@ -210,85 +198,74 @@ class StaticKeeper:
         while not self._over.wait(HEARTBEAT_EVERY_S):
             heartbeat.beat()
 
-    def _write(self) -> None:
+    def _stop_writing(self) -> None:
+        """Returns when all that was begun has come to its end."""
+        if self._writer is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._writer.join()
+
+    async def _keep(self, began: threading.Event) -> None:
         """The writing thread: votes as they come, journal and time in between."""
-        due = 0.0
+        self._loop = asyncio.get_running_loop()
+        began.set()
         try:
-            while not self._machine.fenced:
-                now = time.monotonic()
-                if now >= due:
-                    due = now + FLUSH_EVERY_S
-                    self._flush()
-                    self._advance(Tick(now_s=now))
-                try:
-                    event = self._events.get(timeout=max(0.0, due - now))
-                except queue.Empty:
-                    continue
-                if event is None:
-                    return
-                self._advance(event)
+            await self._commits.tell(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            while self._failure is None and not self._stopping.is_set():
+                await self._flush()
+                await self._commits.tell(Tick(now_s=time.monotonic()))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
+            await self._commits.settle()
         except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
             self._fail(error)
+        if self._voting:
+            self._fail(ElasticError("the group ended before this save was decided"))
+            await asyncio.wait(self._voting)
 
-    def _flush(self) -> None:
-        durable = self._journal.flush()
-        if durable is not None:
-            self._acknowledged = durable.step
+    async def _vote(self, vote: Vote) -> bool:
+        answer = asyncio.create_task(self._commits.vote(vote))
+        failed = asyncio.create_task(self._failed.wait())
+        this = asyncio.current_task()
+        assert this is not None, "a vote is a task"
+        self._voting.add(this)
+        try:
+            await asyncio.wait({answer, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return answer.result() is True
+        finally:
+            self._voting.discard(this)
+            for task in (answer, failed):
+                task.cancel()
 
-    def _advance(self, event: Event) -> None:
-        """Tells the commit machine what happened and does what it asks for."""
-        todo = deque([event])
-        while todo:
-            self._machine, actions = self._machine.on(todo.popleft())
-            for action in actions:
-                answer = self._perform(action)
-                if answer is not None:
-                    todo.append(answer)
-
-    def _perform(self, action: Action) -> Event | None:
-        match action:
-            case Acknowledge() | GiveUp():
-                self._answer(action)
-                return None
-            case Fence():
-                self._fail(
-                    FencedError(
-                        f"attempt {self._attempt.number + 1} of this run exists: another launch has taken "
-                        "it over, so this one ends"
-                    )
-                )
-                return None
-            case ReadyToForm():
-                return None  # nothing is under way before the only generation
-            case _:
-                answer = self._committer.perform(action)
-                damages = self._committer.take_damages()
-                self._note_damages(damages)
-                for damage in damages:
-                    self._say(f"warning: {damage}")
-                return answer
-
-    def _note_damages(self, damages: Sequence[Damage]) -> None:
-        for damage in damages:
-            self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
-
-    def _answer(self, action: Acknowledge | GiveUp) -> None:
-        point = self._committer.last_point
-        if isinstance(action, GiveUp):
-            self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
-            self._say(f"warning: the save of {action.key.point_name} was given up: {action.reason}")
-        elif point is not None and point.key == action.key:
-            self._newest = point
-            note_committed(self._journal, point)
-        for rank in action.ranks:
-            with self._lock:
-                answer = self._answers.pop((action.key, rank), None)
-            if answer is not None:
-                answer.set_result(isinstance(action, Acknowledge))
+    async def _flush(self) -> None:
+        began = time.monotonic()
+        try:
+            durable = await self._commits.on_disk(self._journal.flush)
+        except StorageError as error:
+            text = self._trouble.failed(str(error), began)
+            if reason := self._trouble.verdict(time.monotonic()):
+                self._fail(StorageError(reason))
+        else:
+            text = self._trouble.worked()
+            if durable is not None:
+                self._acknowledged = durable.step
+        if text:
+            self._say(f"warning: {text}")
 
     def _fail(self, error: Exception) -> None:
-        with self._lock:
-            self._failure = error
-            answers, self._answers = self._answers, {}
-        for answer in answers.values():
-            answer.set_exception(error)
+        self._failure = self._failure or error
+        self._failed.set()
+
+    # ---------------------------------------------------------------------- what the commits tell
+    async def committed(self, point: Point) -> None:
+        """See `CommitListener`: the next status says so."""
+
+    async def warned(self, text: str) -> None:
+        """See `CommitListener`."""
+        self._say(f"warning: {text}")
+
+    async def fenced(self, reason: str) -> None:
+        """See `CommitListener`: the attempt ends, and writes nothing more."""
+        self._fail(FencedError(reason))

@@ -125,9 +125,10 @@ class _Whole(_Outline):
 def read_journal(storage: Storage) -> Journal:
     """The whole journal of a run; empty if there is none.
 
-    Tolerates an unfinished last line in the last segment of an attempt. Raises `StorageError` naming file and
-    line for anything else that is no line of a journal, for a missing segment, and for two records of one
-    step that differ.
+    Tolerates an unfinished last line in the last segment of an attempt, and in any whose next segment begins
+    with that line or an earlier one: storage failed there, and the writer began anew. Raises `StorageError`
+    naming file and line for anything else that is no line of a journal, for a missing segment, and for two
+    records of one step that differ.
     """
     whole = _Whole()
     torn = _read_lines(storage, whole.add)
@@ -170,36 +171,57 @@ def _read_lines(storage: Storage, add: Callable[[dict[str, Any]], None]) -> tupl
                 f"the journal {folder} has segments {numbers}, expected 1 to "
                 f"{len(numbers)}; restore the missing ones"
             )
-        expected = 1
+        lines = _Lines(add)
         for segment in segments:
-            path, is_last = f"{folder}/{segment}", segment == segments[-1]
-            expected, whole = _read_segment(add, path, storage.read(path), is_last, expected)
-            if not whole:
-                torn.append(path)
+            path = f"{folder}/{segment}"
+            lines.read(path, storage.read(path))
+        if lines.torn:
+            torn.append(lines.torn)
     return tuple(torn)
 
 
-def _read_segment(
-    add: Callable[[dict[str, Any]], None], path: str, data: bytes, is_last: bool, expected: int
-) -> tuple[int, bool]:
-    """Gives the segment's lines to `add`; the next sequence number, and whether the last line was whole."""
-    *lines, rest = data.split(b"\n")
-    for number, text in enumerate(lines, start=1):
-        try:
-            line = orjson.loads(text)
-            if line["seq"] != expected:
-                raise OrchestratorError(
-                    f"expected line number {expected} of the attempt, found {line['seq']}"
-                )
-            add(line)
-        except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise StorageError(
-                f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
-            ) from error
-        expected += 1
-    if rest and not is_last:
-        raise StorageError(
-            f"{path} line {len(lines) + 1} is cut off, but the segment is not the last "
-            "of its attempt; restore the file"
-        )
-    return expected, not rest
+class _Lines:
+    """The lines of one attempt, each given to `add` once: a segment may begin with lines that stand at the
+    end of those before it (see `JournalWriter`). `torn`: the newest segment whose last line is not whole, and
+    does not stand in a later one.
+    """
+
+    def __init__(self, add: Callable[[dict[str, Any]], None]) -> None:
+        self.torn = ""
+        self._add = add
+        self._next = 1  # the sequence number that has not been seen
+        self._known: dict[int, bytes] = {}  # lines that may come again
+
+    def read(self, path: str, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        repeats, begin = True, self._next
+        known = self._known
+        for number, text in enumerate(lines, start=1):
+            try:
+                line = orjson.loads(text)
+                seq = line["seq"]
+                repeats = repeats and seq in known
+                if repeats and known[seq] != text:
+                    raise OrchestratorError(f"it differs from line {seq} in the segment before it")
+                if not repeats:
+                    self._take(seq, line)
+            except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                raise StorageError(
+                    f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
+                ) from error
+        new = dict(enumerate(lines[begin - self._next :], start=begin)) if self._next > begin else {}
+        if new and len(new) == len(lines):
+            self._known = new
+        else:
+            self._known = {**known, **new}
+        if rest:
+            self.torn = path
+        elif new:
+            self.torn = ""
+
+    def _take(self, seq: int, line: dict[str, Any]) -> None:
+        if seq != self._next:
+            cut = f"; {self.torn} is cut off after line number {self._next - 1}" if self.torn else ""
+            raise OrchestratorError(f"expected line number {self._next} of the attempt, found {seq}{cut}")
+        self._add(line)
+        self._next += 1

@@ -58,9 +58,10 @@ def agree(
     prepared: Prepared | None,
     files: PointFiles,
     faults: Hook,
-) -> None:
+    warm: bool,
+) -> bool:
     """All members hold the parent's state afterwards, under the key (attempt, generation, label) of this
-    generation.
+    generation. `warm`: this member has done a step before; the answer: all have.
 
     Raises `GenerationEnded` if a collective fails or a copy is not equal to its source; a member keeps the
     key it came with then, or is blank if it was about to receive. Raises `ResumePointError` if the point is
@@ -82,9 +83,10 @@ def agree(
     if view.cursor is not None:
         state.cursor = view.cursor
     # who falls out before this still has its old key, or none, and is told what to do by the next view
-    group.gather([1], "agreeing on the state")
+    warms = group.gather([int(warm)], "agreeing on the state")
     state.committed = committed
     state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
+    return all(row[0] for row in warms)
 
 
 def _from_storage(state: TrainState, view: GenerationView, files: PointFiles) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from concurrent.futures import Future
 
-from orchestrator.errors import TrainingError
+from orchestrator.errors import ElasticError, StorageError, TrainingError
 from orchestrator.faults import Hook, no_fault
 from orchestrator.loading import loading
 from orchestrator.plan import batches
@@ -27,6 +27,7 @@ from orchestrator.records import (
     BatchSlice,
     Cursor,
     GenerationView,
+    MemberState,
     StateKey,
     StepRange,
     StepRecord,
@@ -45,6 +46,7 @@ from orchestrator.train.weights import PointFiles
 from orchestrator.train.word import Share, Word
 
 _log = logging.getLogger(__name__)
+LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 
 
 def train(
@@ -77,7 +79,11 @@ class _Trainer:
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []
-        self._saved: StateKey | None = None  # the newest save that this rank voted for
+        self._saved: StateKey | None = None  # the newest save that this rank has begun
+        self._voted: StateKey | None = None  # the newest save that this rank voted for
+        self._unsaved = Unsaved()
+        self._has_stepped = False
+        self._all_warm = False  # every member of the group has done a step in its process
         self._end_of_data = False
         self._blocked_s = 0.0  # by saves, since the last record
         self._waited_s = 0.0  # for the batch
@@ -91,12 +97,15 @@ class _Trainer:
             self._membership.phase(STEP)
             state, prepared = self._state, self._prepared
             view = self._membership.join(
-                state.key,
-                state.cursor if state.key is not None else None,
-                leaves,
-                prepared.key if prepared is not None else None,
-                tuple(self._records),
-                reason,
+                MemberState(
+                    key=state.key,
+                    cursor=state.cursor if state.key is not None else None,
+                    leaves=leaves,
+                    prepared=prepared.key if prepared is not None else None,
+                    voted=self._voted,
+                    records=tuple(self._records),
+                    reason=reason,
+                )
             )
             if view is None:
                 return Outcome(reason=LEFT, key=state.key, cursor=state.cursor)
@@ -116,7 +125,15 @@ class _Trainer:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
             self._membership.phase(LOAD)
-            agree(group, self._state, self._job.config_digest, prepared, self._files, self._faults)
+            self._all_warm = agree(
+                group,
+                self._state,
+                self._job.config_digest,
+                prepared,
+                self._files,
+                self._faults,
+                self._has_stepped,
+            )
             self._membership.phase(STEP)
             self._allow(group)
             self._faults("joined", view.step, view.rank)
@@ -138,6 +155,7 @@ class _Trainer:
             if batch is None or batch.step.num_samples == 0:
                 return self._finish(group, DONE)
             control = self._step(group, batch)
+            self._has_stepped = self._all_warm = True
             self._allow(group, saves=bool(control & SAVE))
             if control & SAVE:
                 self._save(view)
@@ -149,9 +167,10 @@ class _Trainer:
 
     def _allow(self, group: Group, saves: bool = False) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
-        did; how long the first one takes, and a save, nobody knows.
+        did; how long a save takes, and the first step of any member's process (which may compile), nobody
+        knows.
         """
-        known = self._records and not saves
+        known = self._all_warm and self._records and not saves
         limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
         group.allow(limit_s or PHASE_LIMITS_S[SAVE_WAIT])
 
@@ -256,12 +275,22 @@ class _Trainer:
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:
+        """Writes this rank's part and votes. Where storage fails the save is given up; training goes on."""
+        key = self._state.key
+        assert key is not None, "a blank member has nothing to save"
+        self._saved, self._last_save = key, time.monotonic()
         self._membership.phase(SAVE_WAIT)
-        vote = save_share(self._state, view, self._files, self._records)
-        self._membership.phase(STEP)
+        try:
+            vote = save_share(self._state, view, self._files, self._records)
+        except StorageError as error:
+            self._membership.save_failed(view, key, error)
+            self._blocked_s += time.monotonic() - self._last_save
+            return
+        finally:
+            self._membership.phase(STEP)
         self._faults("save_part_written", vote.key.step, view.rank)
         self._blocked_s += vote.save_blocked_s
-        self._last_save, self._saved = time.monotonic(), vote.key
+        self._last_save, self._voted = time.monotonic(), vote.key
         self._notice_commits()
         self._votes.append((vote.key, self._membership.vote(vote)))
 
@@ -280,14 +309,40 @@ class _Trainer:
     def _finish(self, group: Group, reason: str) -> Outcome:
         """Saves the last state unless a point holds it, waits until all votes are answered, and leaves.
 
-        Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name.
+        Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name;
+        `ElasticError` if that has gone on for too long.
         """
         state = self._state
         assert state.key is not None, "a member that trains holds a state"
         if not state.committed and state.key != self._saved:
             self._save(group.view)
         if not await_votes(group, self._membership, self._votes, None if state.committed else state.key):
+            self._unsaved.again(state.key.point_name)
             raise GenerationEnded(f"the save of {state.key.point_name} was given up")
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)
+
+
+class Unsaved:
+    """Paces and bounds the tries to save the last state of a run."""
+
+    def __init__(self, limit_s: float = LAST_SAVE_LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._wait_s = 0.1
+
+    def again(self, point: str) -> None:
+        """A save was given up: waits a little before the next, longer each time. Raises `ElasticError` when
+        the limit is reached.
+        """
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > self._limit_s:
+            raise ElasticError(
+                f"the last state of the run could not be saved for {now - self._since:.0f} s "
+                f"(allowed: {self._limit_s:g} s): every save was given up, the last one as {point}; the "
+                "journal says why. Start the same command again: it continues from the newest resume point"
+            )
+        time.sleep(self._wait_s)
+        self._wait_s = min(2 * self._wait_s, 5.0)

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from orchestrator.errors import OrchestratorError
 from orchestrator.records import (
     BatchSlice,
     Cursor,
     GenerationView,
+    MemberState,
     StateKey,
     StepRange,
     StepRecord,
@@ -60,21 +62,8 @@ class Membership(Protocol):
 
     member: str
 
-    def join(
-        self,
-        key: StateKey | None,
-        cursor: Cursor | None,
-        leaves: tuple[int, int] | None,
-        prepared: StateKey | None,
-        records: Sequence[StepRecord],
-        reason: str,
-    ) -> GenerationView | None:
-        """Blocks until this member is in a new generation; None: the run is over for it, and it leaves.
-
-        `key`, `cursor`: the state it holds (None: blank). `leaves`: (attempt, generation) it was in, None at
-        first. `prepared`: the step whose word it waited for. `records`: all that were not acknowledged.
-        `reason`: why the last generation ended, for the journal.
-        """
+    def join(self, state: MemberState) -> GenerationView | None:
+        """Blocks until this member is in a new generation; None: the run is over for it, and it leaves."""
 
     def connect_store(self, view: GenerationView) -> Store:
         """The store through which the generation's process group forms."""
@@ -98,6 +87,11 @@ class Membership(Protocol):
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends a vote; True: the point is committed, False: the save was given up. An exception ends the
         member.
+        """
+
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
+        """This rank could not write its part of the save of `key` and has stopped writing it: the save is to
+        be given up, and the member trains on. Raises `error` where it cannot.
         """
 
     def finished(self, key: StateKey, reason: str) -> None:

@@ -17,8 +17,18 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from orchestrator.errors import ElasticError
-from orchestrator.records import Cursor, GenerationView, StateKey, StepRecord, Vote, Wishes, decode, encode
+from orchestrator.errors import ElasticError, OrchestratorError
+from orchestrator.records import (
+    Cursor,
+    GenerationView,
+    MemberState,
+    StateKey,
+    StepRecord,
+    Vote,
+    Wishes,
+    decode,
+    encode,
+)
 from orchestrator.train.meeting import Meeting
 
 
@@ -88,23 +98,14 @@ class StaticMembership:
         """Save and stop at the next step boundary."""
         self._stop.set()
 
-    def join(
-        self,
-        key: StateKey | None,
-        cursor: Cursor | None,
-        leaves: tuple[int, int] | None,
-        prepared: StateKey | None,
-        records: Sequence[StepRecord],
-        reason: str,
-    ) -> GenerationView | None:
+    def join(self, state: MemberState) -> GenerationView | None:
         """See `Membership`; a second call raises `ElasticError`, because nobody can form another
         generation.
         """
-        del key, cursor, leaves, prepared, records
         meeting = self._meeting
         if self._joined:
             raise ElasticError(
-                f"the static group of {meeting.world_size} ranks came apart ({reason}); "
+                f"the static group of {meeting.world_size} ranks came apart ({state.reason}); "
                 "start the same command again"
             )
         self._joined = True
@@ -156,6 +157,11 @@ class StaticMembership:
         answer: Future[bool] = Future()
         self._votes.put((vote, answer))
         return answer
+
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
+        """See `Membership`: the group ends with `error`, because the others wait for this rank's vote."""
+        del view, key
+        raise error
 
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""

@@ -9,7 +9,6 @@ import pytest
 from orchestrator.elastic.policy import (
     ExpectWorkers,
     Facts,
-    Failure,
     GroupFacts,
     Limits,
     NodeFacts,
@@ -48,12 +47,12 @@ def node(
 
 
 def group(name: str, workers: int) -> GroupFacts:
-    return GroupFacts(node_id=name, num_workers=workers, running=True, started_at=0.0)
+    return GroupFacts(node_id=name, num_workers=workers)
 
 
 def facts(nodes: tuple[NodeFacts, ...], groups: tuple[GroupFacts, ...] = (), **other: object) -> Facts:
     return replace(
-        Facts(now=100.0, nodes=nodes, groups=groups, failures=(), last_step=7, below_minimum_s=None),
+        Facts(nodes=nodes, groups=groups, below_minimum_s=None),
         **other,  # type: ignore[arg-type]
     )
 
@@ -114,36 +113,6 @@ def test_the_maximum_is_never_exceeded():
     groups = (group("n0", 2),)
     started = [d for d in decide(facts(nodes, groups), LIMITS) if isinstance(d, StartGroup)]
     assert sum(d.num_workers for d in started) == 1
-
-
-def failed(*steps: int) -> tuple[Failure, ...]:
-    return tuple(Failure(step=step, time=float(i), reason=f"failure {i}") for i, step in enumerate(steps))
-
-
-@pytest.mark.parametrize(
-    ("steps", "last_step", "stops"),
-    [
-        ((), 7, False),
-        ((7, 7, 7), 7, False),
-        ((7, 7, 7, 7), 7, True),
-        ((1, 2, 3, 4, 5, 6, 7), 7, False),
-        ((7, 7, 7, 7), 8, False),
-        ((3, 3, 3, 7, 7), 7, False),
-        ((0, 0, 0, 0), 0, True),
-    ],
-)
-def test_only_failures_without_a_step_between_them_count(
-    steps: tuple[int, ...], last_step: int, *, stops: bool
-):
-    made = decide(
-        facts((node("a", 8),), (group("a", 3),), failures=failed(*steps), last_step=last_step), LIMITS
-    )
-    assert any(isinstance(d, StopRun) for d in made) == stops
-    if stops:
-        (stop,) = made
-        assert isinstance(stop, StopRun)
-        assert "failure 3" in stop.reason
-        assert "cluster.max_failures=3" in stop.reason
 
 
 @pytest.mark.parametrize(("below", "stops"), [(None, False), (599.0, False), (601.0, True)])

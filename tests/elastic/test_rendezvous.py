@@ -788,10 +788,10 @@ def test_a_save_is_wished_until_it_is_answered_and_only_once():
     assert machine.wishes(ATTEMPT, 1, 0).save
 
 
-def test_members_that_finish_do_not_end_the_generation_and_are_not_missed():
+def test_a_member_that_finishes_ends_the_generation_and_the_others_have_their_time_to_come():
     machine = started("ab")
-    machine.left("a", key(1, 10), "finished", 5.0)
-    assert not ended(machine, 1)
+    machine.left("a", key(1, 10), 5.0)
+    assert ended(machine, 1)
     machine.dead("b", 6.0)
     machine.join(request("c"), 7.0)
     machine.expect(1)
@@ -800,7 +800,7 @@ def test_members_that_finish_do_not_end_the_generation_and_are_not_missed():
 
 def test_a_member_that_goes_away_alone_ends_the_generation():
     machine = started("ab")
-    machine.left("a", key(1, 10), "drained", 5.0)
+    machine.left("a", key(1, 10), 5.0)
     machine.join(request("b", key(1, 10), leaves=1), 5.0)
     assert form(machine, 5.0).members == ("b",)
 

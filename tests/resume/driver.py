@@ -13,10 +13,8 @@ from orchestrator.resume.events import (
     Acknowledge,
     Event,
     Fence,
-    Forming,
     GenerationFormed,
     GiveUp,
-    ReadyToForm,
     VoteCast,
 )
 from orchestrator.resume.store import RunStore
@@ -39,7 +37,6 @@ class Coordinator:
         self.form(1, None)
 
     def form(self, generation: int, parent: StateKey | None) -> None:
-        self.tell(Forming())
         self.tell(GenerationFormed(generation=generation, parent=parent))
 
     def save(self, at: StateKey, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -62,8 +59,6 @@ class Coordinator:
                         self.answers += [(action.key, rank, False) for rank in action.ranks]
                     case Fence():
                         self.fenced = True
-                    case ReadyToForm():
-                        pass
                     case _:
                         answer = self.committer.perform(action)
                         if answer is not None:

@@ -25,7 +25,6 @@ from orchestrator.resume.events import (
     CommitWritten,
     Event,
     Fence,
-    Forming,
     GenerationFormed,
     GiveUp,
     StoreAction,
@@ -126,7 +125,7 @@ def first_world(protocol: Protocol) -> World:
         journal.step(record(key(step)))
     journal.flush()
     machine = protocol.machine(attempt=1, keep_latest=KEEP, vote_limit_s=60)
-    for event in (Forming(), GenerationFormed(generation=1, parent=None)):
+    for event in (GenerationFormed(generation=1, parent=None),):
         machine, _ = machine.on(event)
     return World(files=frozenset(disk.files().items()), machine=machine)
 

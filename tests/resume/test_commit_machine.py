@@ -21,11 +21,10 @@ from orchestrator.resume.events import (
     Failed,
     Fence,
     FlushJournal,
-    Forming,
     GenerationFormed,
     GiveUp,
     JournalDurable,
-    ReadyToForm,
+    PartFailed,
     Tick,
     Verified,
     VerifyPoint,
@@ -50,8 +49,8 @@ def vote(at: StateKey, rank: int, world_size: int = 2) -> Vote:
     )
 
 
-def cast(at: StateKey, rank: int, now_s: float = 1.0) -> VoteCast:
-    return VoteCast(vote=vote(at, rank), now_s=now_s)
+def cast(at: StateKey, rank: int, now_s: float = 1.0, world_size: int = 2) -> VoteCast:
+    return VoteCast(vote=vote(at, rank, world_size), now_s=now_s)
 
 
 def machine(
@@ -61,7 +60,7 @@ def machine(
     new = CommitMachine(
         attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned
     )
-    return run(new, Forming(), GenerationFormed(generation=1, parent=None))[0]
+    return run(new, GenerationFormed(generation=1, parent=None))[0]
 
 
 def run(state: CommitMachine, *events: Event) -> tuple[CommitMachine, list[Action]]:
@@ -134,10 +133,44 @@ def test_a_voter_that_is_gone_after_its_vote_does_not_stop_the_save() -> None:
     assert [type(a) for a in actions] == [FlushJournal]
 
 
+def test_three_ranks_save_and_the_files_stay_until_each_has_stopped_writing_them() -> None:
+    state, actions = run(machine(), cast(P, 0, world_size=3), VoterGone(generation=1, rank=2))
+    assert actions == [GiveUp(key=P, ranks=(0,), reason="rank 2 ended before it had saved its part")]
+    late, actions = run(state, cast(P, 1, world_size=3))
+    assert [type(a) for a in actions] == [GiveUp, DiscardSave], "rank 1 has written its part now"
+    assert run(late, VoterGone(generation=1, rank=1))[1] == [], "and they are discarded once"
+    assert run(state, VoterGone(generation=1, rank=1))[1] == [DiscardSave(name=P.point_name)]
+
+
+def test_the_files_stay_while_a_member_that_was_left_out_may_be_writing_them() -> None:
+    state, actions = run(machine(), cast(P, 0), VoterGone(generation=1, rank=1, writing=True))
+    assert [type(a) for a in actions] == [GiveUp]
+    assert run(state, VoterGone(generation=1, rank=1))[1] == [DiscardSave(name=P.point_name)], "it is dead"
+
+
+def test_a_member_that_joins_anew_casts_no_vote_but_the_one_that_is_under_way() -> None:
+    joined = VoterGone(generation=1, rank=1, voted=P)
+    state, actions = run(machine(), cast(P, 0), joined)
+    assert actions == []
+    assert [type(a) for a in run(state, cast(P, 1))[1]] == [FlushJournal]
+    assert [type(a) for a in run(state, VoterGone(generation=1, rank=1))[1]] == [GiveUp, DiscardSave]
+    _, actions = run(machine(), cast(key(20), 0), joined)
+    assert [type(a) for a in actions] == [GiveUp, DiscardSave], "it did not save that step"
+
+
+def test_a_part_that_could_not_be_written_gives_the_save_up_whoever_is_first() -> None:
+    failed = PartFailed(key=P, rank=1, world_size=2, reason="no space", now_s=1.0)
+    state, actions = run(machine(), cast(P, 0), failed)
+    given_up = GiveUp(key=P, ranks=(0,), reason="rank 1 could not save its part: no space")
+    assert actions == [given_up, DiscardSave(name=P.point_name)]
+    assert run(state, failed)[1] == []
+    state, actions = run(machine(), failed)
+    assert [type(a) for a in actions] == [GiveUp]
+    assert run(state, cast(P, 0))[1] == [given_up, DiscardSave(name=P.point_name)]
+
+
 def test_votes_count_after_their_generation_ended_if_the_next_continues_their_state() -> None:
-    state, actions = run(machine(), cast(P, 0), Forming())
-    assert actions == [ReadyToForm()]
-    state, actions = run(state, GenerationFormed(generation=2, parent=key(12)))
+    state, actions = run(machine(), cast(P, 0), GenerationFormed(generation=2, parent=key(12)))
     assert actions == []
     _, actions = run(state, cast(P, 1))
     assert [type(a) for a in actions] == [FlushJournal]
@@ -145,31 +178,19 @@ def test_votes_count_after_their_generation_ended_if_the_next_continues_their_st
 
 @pytest.mark.parametrize("parent", [None, key(9), key(9, attempt=0)])
 def test_a_save_that_is_not_on_the_new_generations_path_is_given_up(parent) -> None:
-    state, actions = run(machine(), cast(P, 0), Forming(), GenerationFormed(generation=2, parent=parent))
-    assert [type(a) for a in actions] == [GiveUp, DiscardSave]
+    state, actions = run(machine(), cast(P, 0), GenerationFormed(generation=2, parent=parent))
+    assert [type(a) for a in actions] == [GiveUp]
+    assert run(state, VoterGone(generation=1, rank=1))[1] == [DiscardSave(name=P.point_name)]
     late = run(state, cast(key(11), 1))[1]
-    assert [type(a) for a in late] == [GiveUp, DiscardSave], "so is one whose first vote comes late"
+    assert [type(a) for a in late] == [GiveUp], "so is one whose first vote comes late"
 
 
-def test_no_commit_begins_while_a_generation_is_being_formed() -> None:
-    state, actions = run(machine(), cast(P, 0), cast(P, 1), Forming(), JournalDurable(key=P))
-    assert actions == []
-    state, actions = run(state, GenerationFormed(generation=2, parent=P))
-    assert actions == [CheckNewerClaim(key=P)]
-    cleared, actions = run(state, Forming(), ClaimChecked(key=P, newer=False))
-    assert actions == []
-    _, actions = run(cleared, GenerationFormed(generation=3, parent=key(5)))
-    assert [type(a) for a in actions] == [GiveUp, DiscardSave]
-
-
-def test_a_commit_under_way_is_awaited_before_a_generation_is_formed() -> None:
+def test_no_generation_is_formed_while_a_commit_is_under_way() -> None:
     state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P), ClaimChecked(key=P, newer=False))
-    state, actions = run(state, Forming())
-    assert actions == []
     with pytest.raises(AssertionError, match="under way"):
         state.on(GenerationFormed(generation=2, parent=P))
     state, actions = run(state, CommitWritten(key=P), ClaimChecked(key=P, newer=False))
-    assert actions == [Acknowledge(key=P, ranks=(0, 1)), ReadyToForm()]
+    assert actions == [Acknowledge(key=P, ranks=(0, 1))]
     assert state.outdates(2, key(9)), "a parent before the point that was just committed would lose it"
     assert not state.outdates(2, P)
 

@@ -20,18 +20,18 @@ from orchestrator.resume.events import (
     CheckNewerClaim,
     ClaimChecked,
     CommitWritten,
+    DiscardSave,
     Event,
     Failed,
     FlushJournal,
-    Forming,
     GenerationFormed,
     GiveUp,
     JournalDurable,
-    ReadyToForm,
     VoteCast,
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.save import Save, Stage
 from tests.resume.samples import key
 from tests.resume.test_commit_machine import vote
@@ -55,7 +55,6 @@ class World:
     dead: bool = False
     failed: bool = False
     claim: bool = False
-    may_form: bool = False
     flushed: frozenset[StateKey] = frozenset()
     committed: frozenset[StateKey] = frozenset()
     cleared: frozenset[StateKey] = frozenset()  # no newer claim existed when asked after COMMIT
@@ -70,14 +69,14 @@ class World:
         parts = (
             saves,
             tuple(m.outcomes),
-            m.gone,
-            m.forming,
+            tuple(m.gone),
+            tuple(m.discarding.items()),
             m.generation,
             tuple(m.parents.values()),
             m.fenced,
         )
         pending = tuple((type(a).__name__, a.key) for a in self.pending)
-        flags = (self.dead, self.failed, self.claim, self.may_form, self.wrong)
+        flags = (self.dead, self.failed, self.claim, self.wrong)
         return (
             *parts,
             pending,
@@ -106,7 +105,6 @@ def take(world: World, action: Action) -> World:
             whole = all((action.key, rank) in world.votes for rank in RANKS)
             wrong = "" if whole else "COMMIT without all votes"
             wrong = wrong if action.key in world.flushed else wrong or "COMMIT before the journal is durable"
-            wrong = "COMMIT while a generation is formed" if world.machine.forming else wrong
             return replace(world, pending=(*world.pending, action), wrong=world.wrong or wrong)
         case FlushJournal() | CheckNewerClaim():
             return replace(world, pending=(*world.pending, action))
@@ -121,8 +119,11 @@ def take(world: World, action: Action) -> World:
         case GiveUp():
             wrong = "given up after it was acknowledged" if action.key in world.acknowledged else ""
             return replace(world, given_up=world.given_up | {action.key}, wrong=world.wrong or wrong)
-        case ReadyToForm():
-            return replace(world, may_form=True)
+        case DiscardSave():
+            at = parse_point_name(action.name)
+            writing = [r for r in RANKS if (at, r) not in world.votes and not (world.dead and r == 1)]
+            wrong = f"files deleted under rank {writing[0]}" if writing else ""
+            return replace(world, wrong=world.wrong or wrong)
     return world
 
 
@@ -164,29 +165,22 @@ def moves(world: World, saves: Saves) -> Iterator[World]:
         yield tell(replace(world, dead=True), VoterGone(generation=1, rank=1))
     if not world.claim:
         yield replace(world, claim=True)
-    if machine.generation == 1 and not machine.forming:
-        yield tell(world, Forming())
-    if world.may_form and machine.forming:
+    if machine.generation == 1 and not world.pending and not machine.fenced:
         for parent in PARENTS:
             if not machine.outdates(2, parent):
                 yield form(world, parent)
 
 
 def form(world: World, parent: StateKey) -> World:
-    writing = [a for a in world.pending if isinstance(a, WriteCommit)]
     left_out = [at for at in world.acknowledged if at > parent]
-    wrong = "a generation formed while a COMMIT was under way" if writing and not world.machine.fenced else ""
-    wrong = "a generation left out an acknowledged point" if left_out else wrong
-    return tell(
-        replace(world, may_form=False, wrong=world.wrong or wrong),
-        GenerationFormed(generation=2, parent=parent),
-    )
+    wrong = "a generation left out an acknowledged point" if left_out else ""
+    return tell(replace(world, wrong=world.wrong or wrong), GenerationFormed(generation=2, parent=parent))
 
 
 def hangs(world: World, saves: Saves) -> bool:
     """Whether no vote and no answer can come any more, and yet somebody waits for one."""
     machine = world.machine
-    if world.pending or machine.fenced or machine.forming:
+    if world.pending or machine.fenced:
         return False
     came = {rank: all((at, rank) in world.votes for at in saves if at.generation == 1) for rank in RANKS}
     waiting = [at for at in machine.saves if at.generation == 1]
@@ -196,8 +190,7 @@ def hangs(world: World, saves: Saves) -> bool:
 def search(machine: type[CommitMachine], saves: Saves, stop_at_first: bool = False) -> tuple[int, set[str]]:
     """The number of states, and what went wrong in any of them."""
     state = machine(attempt=1, keep_latest=3, vote_limit_s=60)
-    first = tell(tell(World(machine=state), Forming()), GenerationFormed(generation=1, parent=None))
-    first = replace(first, may_form=False)
+    first = tell(World(machine=state), GenerationFormed(generation=1, parent=None))
     seen, queue, wrong = {first.identity}, deque([first]), set()
     while queue and not (wrong and stop_at_first):
         world = queue.popleft()
@@ -232,17 +225,12 @@ class OneVoteLess(CommitMachine):
         return after, actions
 
 
-class DoesNotHold(CommitMachine):
-    """Planted mistake: goes on writing COMMITs while a generation is formed."""
+class DiscardsAtOnce(CommitMachine):
+    """Planted mistake: the files of a save go as soon as it is given up."""
 
-    def _journal_durable(self, event: JournalDurable) -> tuple[CommitMachine, tuple[Action, ...]]:
-        if not self._is_at(event.key, Stage.FLUSHING):
-            return self, ()
-        return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
-
-    def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
-        after, actions = super(DoesNotHold, replace(self, forming=False))._claim_checked(event)
-        return replace(after, forming=self.forming), actions
+    def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        names = tuple(DiscardSave(name=at.point_name) for at in self.discarding)
+        return replace(self, discarding={}), names
 
 
 class WaitsForTheDead(CommitMachine):
@@ -281,7 +269,7 @@ class ForgetsPoints(CommitMachine):
     ("machine", "reason"),
     [
         (OneVoteLess, "COMMIT without all votes"),
-        (DoesNotHold, "COMMIT while a generation is formed"),
+        (DiscardsAtOnce, "files deleted under rank 1"),
         (WaitsForTheDead, "a save waits for ever"),
         (DoesNotFlush, "COMMIT before the journal is durable"),
         (LooksOnce, "acknowledged without looking for a newer claim after COMMIT"),

@@ -20,14 +20,15 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 from orchestrator.config import parse_config
 from orchestrator.plan.schedule import budgets_for
+from orchestrator.remote_membership import Place, RemoteMembership
 from orchestrator.storage import Storage
 from orchestrator.train.group import GenerationEnded
 from orchestrator.train.job import TrainJob
 from orchestrator.train.loop import train
 from tests.train.feed import POISON, VOCABULARY, FormulaFeed
-from tests.train.meeting import WAIT_S, Meeting, MeetingMembership
+from tests.train.launch import LAUNCH, WAIT_S, Launch, LinkCalls
 
-Place = tuple[str, int]  # (place of the fault hook, step)
+Moment = tuple[str, int]  # (place of the fault hook, step)
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Plan:
     """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the word of a
     step that is lost on the way to it, although others have it."""
 
-    kill: Place | None = None
-    hold: Place | None = None
+    kill: Moment | None = None
+    hold: Moment | None = None
     lose_word: int | None = None
 
 
@@ -99,10 +100,13 @@ class PoisonModel(torch.nn.Module):
 
 
 def member_main(address: Any, name: str, root: str, job: TrainJob, feed: FormulaFeed, plan: Plan) -> None:
-    """A member's whole life; what it came to is told to the meeting."""
+    """A member's whole life; what it came to is told to the launch."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
-    membership = MeetingMembership(address, name)
+    calls = LinkCalls(address, name)
+    place = Place(actor_id=name, node_id=f"node-{name}", host="127.0.0.1")
+    membership = RemoteMembership(calls, LAUNCH, place)
+    membership.member = name
     done: set[str] = (
         set()
     )  # a step is trained again after its word was lost; what was planned for it happens once
@@ -110,7 +114,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     def fault(place: str, step: int, rank: int) -> None:
         if plan.hold == (place, step) and "hold" not in done:
             done.add("hold")
-            membership.hold(place)
+            calls.hold(place)
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
         if place == "word_received" and plan.lose_word == step and "word" not in done:
@@ -119,16 +123,17 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
 
     try:
         outcome = train(job, membership, feed, Storage(root), fault)
-        membership.send("outcome", outcome)
+        calls.send("outcome", outcome)
     except Exception as error:  # noqa: BLE001  the test reads it
-        membership.send("error", f"{type(error).__name__}: {error}")
+        calls.send("error", f"{type(error).__name__}: {error}")
+        membership.failed(error)
 
 
 @dataclass
 class Members:
     """The member processes of one test."""
 
-    meeting: Meeting
+    launch: Launch
     job: TrainJob
     feed: FormulaFeed
     processes: dict[str, BaseProcess] = field(default_factory=dict)
@@ -137,9 +142,9 @@ class Members:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.train.member"])
         arguments = (
-            self.meeting.address,
+            self.launch.address,
             name,
-            self.meeting.storage.root,
+            self.launch.storage.root,
             job or self.job,
             self.feed,
             plan or Plan(),
@@ -151,19 +156,19 @@ class Members:
     def finish(self) -> None:
         """Waits until all are gone; every one that was not killed must have had an outcome."""
         self.join_all()
-        self.meeting.wait_for(
+        self.launch.wait_for(
             lambda: all(
-                p.exitcode == -signal.SIGKILL or n in self.meeting.outcomes for n, p in self.processes.items()
+                p.exitcode == -signal.SIGKILL or n in self.launch.outcomes for n, p in self.processes.items()
             )
         )
 
     def join_all(self) -> None:
-        """Waits until all are gone, however they ended, and the meeting knows it."""
+        """Waits until all are gone, however they ended, and the launch knows it."""
         for name, process in self.processes.items():
             process.join(WAIT_S)
             assert process.exitcode is not None, f"member {name} does not end"
-        with self.meeting.changed:
-            assert self.meeting.changed.wait_for(lambda: not self.meeting.has_links(), WAIT_S)
+        with self.launch.changed:
+            assert self.launch.changed.wait_for(lambda: not self.launch.has_links(), WAIT_S)
 
 
 @contextmanager
@@ -173,11 +178,11 @@ def members(
     plans: dict[str, Plan] | None = None,
     job: TrainJob | None = None,
     feed: FormulaFeed | None = None,
-    **meeting: Any,
+    **launch: Any,
 ) -> Iterator[Members]:
-    """A meeting with these members started; whatever happens, no process of theirs is left."""
+    """A launch with these members started; whatever happens, no process of theirs is left."""
     group = Members(
-        Meeting(folder, first_size=len(names), **meeting), job or tiny_job(), feed or FormulaFeed()
+        Launch(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed()
     )
     try:
         for name in names:
@@ -189,8 +194,8 @@ def members(
             process.join()
 
 
-def run_to_end(folder: Path, world_size: int, **settings: Any) -> Meeting:
+def run_to_end(folder: Path, world_size: int, **settings: Any) -> Launch:
     """An undisturbed run of `world_size` members to its end."""
     with members(folder, [f"m{i}" for i in range(world_size)], **settings) as group:
         group.finish()
-        return group.meeting
+        return group.launch

@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from orchestrator.records import StateKey
-from tests.train.meeting import Meeting
+from tests.train.launch import SETTINGS, Launch
 from tests.train.member import Members, Plan, members, run_to_end, tiny_job
 
 END = 8
@@ -17,17 +17,17 @@ PLACES = ("step_begin", "gradient_done", "word_received", "applied")
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory) -> Meeting:
+def unbroken(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("unbroken"), 1)
 
 
-def assert_same_training(meeting: Meeting, unbroken: Meeting) -> None:
+def assert_same_training(launch: Launch, unbroken: Launch) -> None:
     """The history that the last point stands on has every step once, as the unbroken run trained it, and ends
     in the same bits."""
-    assert meeting.last_point().state_digest == unbroken.last_point().state_digest
-    assert meeting.last_point().cursor == unbroken.last_point().cursor
+    assert launch.last_point().state_digest == unbroken.last_point().state_digest
+    assert launch.last_point().cursor == unbroken.last_point().cursor
     history: dict[int, tuple] = {}
-    for record in sorted(meeting.records.values(), key=lambda r: r.key):
+    for record in sorted(launch.records.values(), key=lambda r: r.key):
         history[record.step] = (record.loss, record.grad_norm, record.lr, record.digest)
     expected = {r.step: (r.loss, r.grad_norm, r.lr, r.digest) for r in unbroken.records.values()}
     assert history == expected
@@ -39,10 +39,10 @@ def killed(group: Members) -> set[str]:
 
 def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b") -> None:
     """Starts a member while `held` is held, and lets that go on when the newcomer waits."""
-    group.meeting.wait_for(lambda: group.meeting.held(held) is not None)
+    group.launch.wait_for(lambda: group.launch.held(held) is not None)
     group.start(name, plan)
-    group.meeting.wait_for(lambda: group.meeting.waits(name))
-    group.meeting.release(held)
+    group.launch.wait_for(lambda: group.launch.waits(name))
+    group.launch.release(held)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -53,10 +53,10 @@ def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken,
         let_in(group, "d")
         group.finish()
         assert killed(group) == {victim}
-        meeting = group.meeting
-    assert [view.world_size for view in meeting.views] == [3, 2, 3]
-    assert all(view.source_rank == 0 and view.point is None for view in meeting.views[1:])
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert [view.world_size for view in launch.views] == [3, 2, 3]
+    assert all(view.source_rank == 0 and view.point is None for view in launch.views[1:])
+    assert_same_training(launch, unbroken)
 
 
 def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, unbroken):
@@ -64,8 +64,8 @@ def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, un
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) <= {"a", "c"}
-        meeting = group.meeting
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert_same_training(launch, unbroken)
 
 
 def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_path, unbroken):
@@ -74,14 +74,14 @@ def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) == set()
-        meeting = group.meeting
-    late = next(join for name, join in meeting.joins if name == "b" and join.leaves == (1, 1))
+        launch = group.launch
+    late = next(join for name, join in launch.joins if name == "b" and join.leaves == (1, 1))
     assert (late.key, late.prepared) == (
         StateKey(attempt=1, generation=1, step=3),
         StateKey(attempt=1, generation=1, step=4),
     )
-    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=4)
-    assert_same_training(meeting, unbroken)
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=4)
+    assert_same_training(launch, unbroken)
 
 
 def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_path, unbroken):
@@ -89,9 +89,9 @@ def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_pa
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) == set()
-        meeting = group.meeting
-    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=3)
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert_same_training(launch, unbroken)
 
 
 def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_that_went_on(tmp_path, unbroken):
@@ -102,22 +102,22 @@ def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_tha
         "b": dataclasses.replace(losing, hold=("step_begin", 6)),
         "c": Plan(hold=("applied", 4)),
     }
-    with members(tmp_path, ["a", "b", "c"], plans) as group:
-        meeting = group.meeting
-        meeting.wait_for(lambda: meeting.held("c") is not None)
-        meeting.leave_out("c")
-        meeting.wait_for(lambda: meeting.held("b") is not None)
-        meeting.release("c")
-        meeting.wait_for(lambda: meeting.waits("c"))
-        meeting.release("b")
+    settings = dataclasses.replace(SETTINGS, missing_grace_s=1.0)
+    with members(tmp_path, ["a", "b", "c"], plans, settings=settings) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("c") is not None)
+        launch.wait_for(lambda: launch.held("b") is not None)
+        launch.release("c")
+        launch.wait_for(lambda: launch.waits("c"))
+        launch.release("b")
         group.finish()
         assert killed(group) == set()
-    thawed = next(join for name, join in meeting.joins if name == "c" and join.leaves == (1, 1))
+    thawed = next(join for name, join in launch.joins if name == "c" and join.leaves == (1, 1))
     assert thawed.key == StateKey(attempt=1, generation=1, step=4)
-    assert [view.world_size for view in meeting.views] == [3, 2, 3]
-    assert meeting.views[1].parent == StateKey(attempt=1, generation=1, step=3)
-    assert meeting.views[2].parent == StateKey(attempt=1, generation=2, step=6)
-    assert_same_training(meeting, unbroken)
+    assert [view.world_size for view in launch.views] == [3, 2, 3]
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert launch.views[2].parent == StateKey(attempt=1, generation=2, step=6)
+    assert_same_training(launch, unbroken)
 
 
 def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tmp_path, unbroken):
@@ -126,9 +126,9 @@ def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tm
         let_in(group, "c", Plan(kill=("state_half_received", 4)))
         group.finish()
         assert killed(group) == {"c"}
-        meeting = group.meeting
-    assert [view.world_size for view in meeting.views] == [2, 3, 2]
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert [view.world_size for view in launch.views] == [2, 3, 2]
+    assert_same_training(launch, unbroken)
 
 
 def test_half_a_state_is_not_used_when_its_source_dies_and_another_member_sends_the_whole(tmp_path, unbroken):
@@ -137,11 +137,11 @@ def test_half_a_state_is_not_used_when_its_source_dies_and_another_member_sends_
         let_in(group, "c")
         group.finish()
         assert killed(group) == {"a"}
-        meeting = group.meeting
-    blank = [join for name, join in meeting.joins if name == "c"]
+        launch = group.launch
+    blank = [join for name, join in launch.joins if name == "c"]
     assert [join.key for join in blank] == [None, None]
-    assert [view.members for view in meeting.views[1:]] == [("a", "b", "c"), ("b", "c")]
-    assert_same_training(meeting, unbroken)
+    assert [view.members for view in launch.views[1:]] == [("a", "b", "c"), ("b", "c")]
+    assert_same_training(launch, unbroken)
 
 
 def test_when_nobody_is_left_the_next_members_go_on_from_the_newest_point(tmp_path, unbroken):
@@ -152,18 +152,18 @@ def test_when_nobody_is_left_the_next_members_go_on_from_the_newest_point(tmp_pa
         for name in "cde":
             group.start(name)
         group.finish()
-        meeting = group.meeting
-    assert meeting.views[1].point == "00000003-a0001-g0001"
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert launch.views[1].point == "00000003-a0001-g0001"
+    assert_same_training(launch, unbroken)
 
 
 def test_a_member_that_dies_in_the_last_save_makes_the_others_save_again(tmp_path, unbroken):
     with members(tmp_path, ["a", "b", "c"], {"c": Plan(kill=("save_part_written", END))}) as group:
         group.finish()
-        meeting = group.meeting
-    assert set(meeting.points) == {"00000008-a0001-g0002"}
-    assert meeting.finished.keys() == {"a", "b"}
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert set(launch.points) == {"00000008-a0001-g0002"}
+    assert launch.finished.keys() == {"a", "b"}
+    assert_same_training(launch, unbroken)
 
 
 def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
@@ -171,12 +171,12 @@ def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
     for acknowledge in (True, False):
         plans = {"a": Plan(kill=("step_begin", 6)), "b": Plan(hold=("step_begin", 6))}
         with members(tmp_path / str(acknowledge), ["a", "b"], plans) as group:
-            group.meeting.acknowledge = acknowledge
-            group.meeting.wait_for(lambda group=group: group.meeting.held("b") is not None)
-            group.meeting.release("b")
+            group.launch.acknowledge = acknowledge
+            group.launch.wait_for(lambda group=group: group.launch.held("b") is not None)
+            group.launch.release("b")
             group.finish()
         kept[acknowledge] = [
-            r.step for r in next(j for n, j in group.meeting.joins if n == "b" and j.leaves).records
+            r.step for r in next(j for n, j in group.launch.joins if n == "b" and j.leaves).records
         ]
     assert kept[False] == [1, 2, 3, 4, 5]
     assert 5 in kept[True]
@@ -185,17 +185,17 @@ def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
 
 def test_a_member_with_another_configuration_is_told_so_and_harms_nobody(tmp_path, unbroken):
     with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}) as group:
-        group.meeting.wait_for(lambda: group.meeting.held("b") is not None)
+        group.launch.wait_for(lambda: group.launch.held("b") is not None)
         group.start("stranger", job=dataclasses.replace(group.job, config_digest="another"))
-        group.meeting.wait_for(lambda: group.meeting.waits("stranger"))
-        group.meeting.release("b")
-        group.meeting.wait_for(
-            lambda: any("another configuration" in join.reason for _, join in group.meeting.joins)
+        group.launch.wait_for(lambda: group.launch.waits("stranger"))
+        group.launch.release("b")
+        group.launch.wait_for(
+            lambda: any("another configuration" in join.reason for _, join in group.launch.joins)
         )
         group.processes["stranger"].kill()
         group.finish()
-        meeting = group.meeting
-    assert_same_training(meeting, unbroken)
+        launch = group.launch
+    assert_same_training(launch, unbroken)
 
 
 def test_fast_numerics_survive_a_kill_too(tmp_path, unbroken):
@@ -204,6 +204,6 @@ def test_fast_numerics_survive_a_kill_too(tmp_path, unbroken):
     with members(tmp_path, ["a", "b", "c"], plans, job=job) as group:
         let_in(group, "d")
         group.finish()
-        meeting = group.meeting
-    losses = [r.loss for r in sorted(meeting.records.values(), key=lambda r: r.step)]
+        launch = group.launch
+    losses = [r.loss for r in sorted(launch.records.values(), key=lambda r: r.step)]
     assert losses == pytest.approx([r.loss for r in unbroken.records.values()], rel=1e-3)

@@ -24,7 +24,7 @@ from orchestrator.train.loop import train
 from orchestrator.train.meeting import meet
 from orchestrator.train.static import Start, StaticMembership
 from tests.train.feed import FormulaFeed
-from tests.train.meeting import WAIT_S
+from tests.train.launch import WAIT_S
 from tests.train.member import tiny_job
 
 FAILURE = 3  # an exit code
