@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.data.encoder import installed_encoders
-from orchestrator.elastic.failure_budget import FAILURE, Failure
+from orchestrator.elastic.failure_budget import FAILURE, MEMBER_DEAD, MEMBER_FINISHED, Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import DataIdentityError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
@@ -66,7 +66,8 @@ class Attempt:
     """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
 
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
-    trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are
+    trains on while a restarted coordinator takes over, `members` where its members live, `finished` (member,
+    reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts.
@@ -85,6 +86,7 @@ class Attempt:
     leftovers: tuple[Leftover, ...] = ()
     previous: PreviousGeneration | None = None
     members: tuple[MemberInfo, ...] = ()
+    finished: tuple[tuple[str, str, int], ...] = ()
     ended: tuple[str, str] | None = None
     failures: tuple[Failure, ...] = ()
     last_step: StepRecord | None = None
@@ -300,6 +302,9 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     )
     older = [g for g in seen.journal.generations if first.number <= g.attempt < number]
     last = max(older, key=lambda g: g.id, default=None)
+    # whose death is known is not waited for, and not counted again
+    dead = {event.fields["member"] for event in seen.journal.events if event.kind == MEMBER_DEAD}
+    live = tuple(member for member in last.members if member not in dead) if last else ()
     return replace(
         first,
         number=number,
@@ -311,8 +316,13 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
         leftovers=(),
         previous=None
         if last is None
-        else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=last.members),
-        members=_where_they_live(seen.journal, last.members if last else ()),
+        else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=live),
+        members=_where_they_live(seen.journal, live),
+        finished=tuple(
+            (event.fields["member"], event.fields["reason"], event.fields["step"])
+            for event in seen.journal.events
+            if event.kind == MEMBER_FINISHED and event.attempt >= first.number
+        ),
         failures=tuple(
             Failure(step=event.fields["step"], reason=event.fields["reason"])
             for event in seen.journal.events

@@ -99,9 +99,7 @@ class Coordinator:
     meet again at their next step boundary (MEMBERSHIP.md rules 8 and 10).
     """
 
-    def __init__(
-        self, start: CoordinatorStart, is_dead: Callable[[MemberInfo], bool] | None = None
-    ) -> None:
+    def __init__(self, start: CoordinatorStart, is_dead: Callable[[MemberInfo], bool] | None = None) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
         has a journal already). `is_dead` says whether a member's process is surely gone; by default Ray does.
         """
@@ -136,6 +134,7 @@ class Coordinator:
             last_step=attempt.last_step,
             previous=attempt.previous.members if attempt.previous else (),
             infos=attempt.members,
+            finished={member: (reason, step) for member, reason, step in attempt.finished},
             ended=attempt.ended,
         )
         machine = CommitMachine(
@@ -245,10 +244,16 @@ class Coordinator:
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
-    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> None:
-        """A member's part of the run is over (`done` or `stopped`)."""
+    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
+        """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
+        again until then.
+        """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
+        if await self._flush() or self._launch.ended is not None:
+            return None
+        await asyncio.sleep(FLUSH_EVERY_S)
+        return StillWaiting()
 
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
@@ -369,7 +374,7 @@ class Coordinator:
     def _take_records(self, records: tuple[StepRecord, ...]) -> None:
         for record in records:
             self._journal.step(record)
-            self._launch.recorded(record)
+            self._launch.recorded(record, time.monotonic())
 
     async def _do(self, actions: Iterable[Action]) -> None:
         """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
@@ -467,7 +472,7 @@ class Coordinator:
         """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
         while True:
             began = time.monotonic()
-            for info in self._launch.to_ask(self._commits.under_way):
+            for info in self._launch.to_ask(self._commits.under_way, began):
                 if await asyncio.to_thread(self._is_dead, info):
                     await self._do(self._launch.dead(info.member, time.monotonic()))
                     self._joins.pop(info.member, None)

@@ -9,10 +9,16 @@ seconds, and carries out what it answers, in order.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.elastic.failure_budget import FAILURE, Failure, FailureBudget
+from orchestrator.elastic.failure_budget import (
+    FAILURE,
+    MEMBER_DEAD,
+    MEMBER_FINISHED,
+    Failure,
+    FailureBudget,
+)
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
@@ -29,6 +35,7 @@ from orchestrator.records import (
 )
 from orchestrator.resume.events import VoterGone
 
+SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
 _RECENT_STEPS = 31  # of which the median duration is taken
 
 
@@ -84,8 +91,9 @@ Action = Answer | Note | Kill | Warn | End | Fenced | Form | VoterGone
 
 class LaunchMachine:
     """One coordinator process's part of a launch. `previous` are the members of the generation that trains on
-    while a restarted coordinator takes over, `infos` where they live; `ended` is (outcome, reason) of a
-    launch that had ended before; `last_step` the newest step that was recorded.
+    while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
+    with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
+    newest step that was recorded.
 
     Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
     newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
@@ -100,6 +108,7 @@ class LaunchMachine:
         last_step: StepRecord | None = None,
         previous: Iterable[str] = (),
         infos: Iterable[MemberInfo] = (),
+        finished: Mapping[str, tuple[str, int]] | None = None,
         ended: tuple[str, str] | None = None,
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
@@ -110,14 +119,17 @@ class LaunchMachine:
         self.ended = ended
         self.stopping = False
         self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered
-        self._finished: dict[str, tuple[str, StateKey]] = {}
+        self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
-        self._failed: set[tuple[int, str]] = set()  # (generation, node whose group ended; "": a member)
+        self._dead: set[str] = set()
+        self._failed: set[int] = set()  # generations
+        self._failed_groups: set[tuple[int, str]] = set()  # generation, node
         self._save = ""
         self._num_saves = 0
         self._durations: list[float] = []
+        self._heard = float("-inf")  # when the newest record came
         if last_step is not None:
-            self.recorded(last_step)
+            self.recorded(last_step, float("-inf"))
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -130,6 +142,8 @@ class LaunchMachine:
         member = request.member
         if self.ended is not None:
             return [Answer(member=member, answer=RunOver(reason=self.ended[1]))]
+        if member in self._dead:
+            return [Answer(member=member, answer=Refusal(reason=f"member {member} is dead"))]
         try:
             found = self.rendezvous.join(request, now)
         except FencedError as error:
@@ -149,23 +163,29 @@ class LaunchMachine:
         return [*self._lost(member, voted=request.voted), *self._over()]
 
     def dead(self, member: str, now: float) -> list[Action]:
-        """The process of `member` is gone."""
+        """The process of `member` is gone; a call of it that comes later is not heeded."""
+        self._dead.add(member)
         self._left_out.discard(member)
         self.waiting.discard(member)
-        expected = member in self._finished
         self.rendezvous.dead(member, now)
         self.infos.pop(member, None)
-        actions: list[Action] = [Note(kind="member dead", fields={"member": member})]
-        if not expected:
-            actions += self._failure(f"member {member} died")
+        actions: list[Action] = [Note(kind=MEMBER_DEAD, fields={"member": member})]
+        if member not in self._finished:
+            # members of one generation die of one cause; before the first one each death counts
+            alone = member not in self.members and self.rendezvous.generation == 0
+            actions += self._failure(f"member {member} died", alone)
         return [*actions, *self._lost(member), *self._over()]
 
     def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
-        """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered."""
-        self._finished[member] = (reason, key)
+        """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered. It may
+        go when the note is durable: whoever takes over must know.
+        """
+        known = member in self._finished
+        self._finished[member] = (reason, key.step)
         self.waiting.discard(member)
         self.rendezvous.left(member, key, now)
-        return [*self._lost(member), *self._over()]
+        note = Note(kind=MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step})
+        return [*(() if known else (note,)), *self._lost(member), *self._over()]
 
     def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
@@ -175,29 +195,35 @@ class LaunchMachine:
 
     def group_failed(self, node: str, reason: str) -> list[Action]:
         """The group of a node ended without having been asked to."""
-        return self._failure(reason, node)
+        group = (self.rendezvous.generation, node)
+        again = group in self._failed_groups
+        self._failed_groups.add(group)
+        return self._failure(reason, again)
 
     def busy(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23)."""
         self.rendezvous.excuse(member, until)
 
-    def recorded(self, record: StepRecord) -> None:
+    def recorded(self, record: StepRecord, now: float) -> None:
         """A step record came, possibly a copy."""
+        self._heard = now
         if self.last_step is None or record.key > self.last_step.key:
             self.last_step = record
             self._budget.applied(record.step)
             self._durations = [*self._durations[1 - _RECENT_STEPS :], record.step_s]
             self.rendezvous.median_step(statistics.median(self._durations))
 
-    def to_ask(self, committing: bool) -> list[MemberInfo]:
+    def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
         """The members of whom it matters now whether they live: those that form a group, wait, or are waited
-        for, and those that were left out. In training a peer's death shows in the collectives.
+        for, and those that were left out. In training a peer's death shows in the collectives, so they are
+        asked for only when none has been heard of for a while: all may be gone at once.
         """
         trains = self.last_step is not None and (self.last_step.attempt, self.last_step.generation) == (
             self.rendezvous.attempt,
             self.rendezvous.generation,
         )
-        quiet = trains and not (self.waiting or committing or self._finished)
+        heard = now - self._heard < SILENCE_S
+        quiet = trains and heard and not (self.waiting or committing or self._finished)
         return [
             info
             for member, info in self.infos.items()
@@ -268,7 +294,9 @@ class LaunchMachine:
             return []
         if reason := self._trouble.verdict(now):
             return self.end("failed", reason)
-        actions: list[Action] = []
+        actions = self._over()
+        if self.ended is not None:
+            return actions
         for action in self.rendezvous.tick(now):
             match action:
                 case LeaveOut():
@@ -311,14 +339,14 @@ class LaunchMachine:
         generation, rank = self._place[member]
         return [VoterGone(generation=generation, rank=rank, voted=voted, writing=writing)]
 
-    def _failure(self, reason: str, node: str = "") -> list[Action]:
+    def _failure(self, reason: str, again: bool = False) -> list[Action]:
         """One failure per generation, however many members it cost: a lost node, with all its members and its
-        group, is one. Before the first generation each one counts, and so does a group that ends again.
+        group, is one. `again`: it counts nevertheless.
         """
         generation = self.rendezvous.generation
-        known = {what for what in self._failed if what[0] == generation}
-        self._failed.add((generation, node))
-        if self.ended is not None or (generation and known and (not node or (generation, node) not in known)):
+        known = generation in self._failed
+        self._failed.add(generation)
+        if self.ended is not None or (known and not again):
             return []
         failure = self._budget.failed(reason)
         note = Note(kind=FAILURE, fields={"step": failure.step, "reason": reason})
@@ -336,5 +364,5 @@ class LaunchMachine:
             m not in here and m not in self.waiting and not self.rendezvous.is_gone(m) for m in self.members
         ):
             return []
-        reason, key = next(iter(here.values()))
-        return self.end(reason, f"{reason} at step {key.step}")
+        reason, step = next(iter(here.values()))
+        return self.end(reason, f"{reason} at step {step}")

@@ -51,6 +51,7 @@ def coordinator(store: RunStore) -> Coordinator:
             min_workers=1,
             max_workers=1,
             expected=1,
+            max_failures=3,
             keep_latest=3,
             run="tiny",
             global_batch_size=8,
@@ -85,9 +86,9 @@ def test_a_save_that_is_given_up_is_told_once_to_the_user(
         vote = write_vote(store.storage, key(1), rank=0, world_size=1)
         store.storage.delete(f"points/{key(1).point_name}/{vote.files[0].path}")  # as on another storage
         committed = await actor.vote(LAUNCH, vote)
-        first = await actor.status(-1, 0.0)
+        first = await actor.status((-1, -1), 0.0)
         await actor.end("stopped", "enough")
-        return committed, first, await actor.status(first.version, 0.0)
+        return committed, first, await actor.status((first.attempt, first.version), 0.0)
 
     committed, first, second = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
     assert not committed

@@ -28,7 +28,9 @@ LAYERS = [
         "progress",
         "tables",
         "history",
+        "launch_machine",
         "launching",
+        "remote_membership",
         "starting",
         "static_keeper",
     },
@@ -40,7 +42,7 @@ LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_RAY_AND_TORCH = (
     (LAYERS[0] - {"nobody"})
     | LAYERS[1]
-    | {"plan", "resume", "monitor", "attempt", "audit", "history", "tables", "progress"}
+    | {"plan", "resume", "monitor", "attempt", "audit", "history", "launch_machine", "tables", "progress"}
 )
 
 

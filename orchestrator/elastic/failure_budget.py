@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FAILURE = "failure"  # the kind of a journal event with a failure's fields
+# kinds of journal events that a restarted coordinator reads back: a failure, with its fields; a member whose
+# process is surely gone; one whose part of the run is over
+FAILURE, MEMBER_DEAD, MEMBER_FINISHED = "failure", "member dead", "member finished"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

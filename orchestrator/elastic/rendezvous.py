@@ -65,6 +65,8 @@ class Rendezvous:
         self._is_first = previous is None  # nobody has trained in this launch before
         self._blame = Blame(self._settings)
         self._group = Gathering(self._settings, previous)
+        if previous is not None and not previous.members:
+            self._group.end(float("-inf"))  # all of them are known to be dead
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
         self._older_ended: set[tuple[int, int]] = set()
         self._short_since: float | None = None
