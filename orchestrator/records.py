@@ -423,8 +423,9 @@ class GenerationView:
 
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save
 # or a load may take longer than a rendezvous waits for the silent (MEMBERSHIP.md rule 23).
-STEP, LOAD, FEED_WAIT, SAVE_WAIT = "step", "load", "feed wait", "save wait"
-PHASE_LIMITS_S = {STEP: 0.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
+STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT = "step", "forming", "load", "feed wait", "save wait"
+# a group forms in four steps (store, meeting, process group, comparison) of at most 10 s each
+PHASE_LIMITS_S = {STEP: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 
 # control bits that rank 0 adds to the word of a step
 SAVE, STOP, REFORM = 1, 2, 4

@@ -704,8 +704,7 @@ class World:
         return True
 
     def try_to_leave(self, group: Group, member: Member) -> bool:
-        answers = [member.votes[k] for k in member.votes if (k.attempt, k.generation) == member.leaves]
-        if None in answers:
+        if None in member.votes.values():
             return False
         if member.committed:
             member.mode = "finishes"

@@ -17,6 +17,7 @@ from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import learning_rate
 from orchestrator.records import (
     FEED_WAIT,
+    FORMING,
     LOAD,
     PHASE_LIMITS_S,
     REFORM,
@@ -117,6 +118,7 @@ class _Trainer:
             _log.info("generation %d of attempt %d ended: %s", view.generation, view.attempt, reason)
 
     def _generation(self, view: GenerationView) -> Outcome:
+        self._membership.phase(FORMING)
         with collective("reaching the store of rank 0"):
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)

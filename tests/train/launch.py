@@ -191,6 +191,11 @@ class Launch:
         told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
         return name in self.coordinator._launch.waiting and told is not None and told.reform
 
+    def acknowledged(self) -> int:
+        """The step that rank 0 of the newest generation has last been told to be durable."""
+        told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
+        return told.acknowledged_step if told else -1
+
     def held(self, name: str) -> str | None:
         return self._held.get(name)
 

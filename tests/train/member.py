@@ -3,9 +3,11 @@ everything once."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from orchestrator.config import parse_config
+from orchestrator.errors import StorageError
 from orchestrator.plan.schedule import budgets_for
+from orchestrator.records import FileEntry
 from orchestrator.remote_membership import Place, RemoteMembership
 from orchestrator.storage import Storage
 from orchestrator.train.group import GenerationEnded
@@ -39,6 +43,8 @@ class Plan:
     kill: Moment | None = None
     hold: Moment | None = None
     lose_word: int | None = None
+    kill_forming: int | None = None  # the how many-th process group, when all its members have met
+    full_disk_at: int | None = None  # the step whose part of a save cannot be written
 
 
 def tiny_job(**changes: Any) -> TrainJob:
@@ -99,6 +105,32 @@ class PoisonModel(torch.nn.Module):
         return self.table(input_ids).masked_fill(poison, float("nan"))
 
 
+class FullDisk(Storage):
+    """Storage that has no room for the points of one step."""
+
+    def __init__(self, root: str, step: int | None) -> None:
+        super().__init__(root)
+        self._step = step
+
+    def write(self, path: str, data: bytes | memoryview) -> FileEntry:
+        if self._step is not None and path.startswith(f"points/{self._step:08d}-"):
+            raise StorageError(f"cannot write {path}: no space left on device (ENOSPC)")
+        return super().write(path, data)
+
+
+def kill_at_call(function: str, number: int) -> None:
+    """SIGKILL to this process when it calls a function for the `number`-th time."""
+    module, _, name = function.rpartition(".")
+    original, calls = getattr(sys.modules[module], name), itertools.count(1)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    setattr(sys.modules[module], name, counted)
+
+
 def member_main(address: Any, name: str, root: str, job: TrainJob, feed: FormulaFeed, plan: Plan) -> None:
     """A member's whole life; what it came to is told to the launch."""
     warnings.simplefilter("ignore")
@@ -107,6 +139,9 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     place = Place(actor_id=name, node_id=f"node-{name}", host="127.0.0.1")
     membership = RemoteMembership(calls, LAUNCH, place)
     membership.member = name
+    if plan.kill_forming is not None:
+        kill_at_call("torch.distributed.init_process_group", plan.kill_forming)
+    files = FullDisk(root, plan.full_disk_at)
     done: set[str] = (
         set()
     )  # a step is trained again after its word was lost; what was planned for it happens once
@@ -122,7 +157,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
             raise GenerationEnded("the word was lost")
 
     try:
-        outcome = train(job, membership, feed, Storage(root), fault)
+        outcome = train(job, membership, feed, files, fault)
         calls.send("outcome", outcome)
     except Exception as error:  # noqa: BLE001  the test reads it
         calls.send("error", f"{type(error).__name__}: {error}")
