@@ -49,11 +49,13 @@ class ForgetsProgress(LaunchMachine):
         super().__init__(*arguments, **more)  # type: ignore[arg-type]
 
 
-class LeavesOutInSilence(LaunchMachine):
-    """Nobody hears that the vote of a member that was left out will never come."""
+class ForgetsWhoWasLeftOut(LaunchMachine):
+    """Nobody hears that the vote of a member that was left out will never come, nor asks whether it lives."""
 
     def _leave_out(self, action: LeaveOut) -> list[Action]:
-        return [a for a in super()._leave_out(action) if not isinstance(a, VoterGone)]
+        actions = super()._leave_out(action)
+        self._left_out.clear()
+        return [a for a in actions if not isinstance(a, VoterGone)]
 
 
 class TakesTheSilentForQuiet(LaunchMachine):
@@ -89,7 +91,7 @@ class DiscardsAtOnce(CommitMachine):
     [
         (WaitsForNewcomers, "the run does not end", 12),
         (ForgetsProgress, "a healthy run is stopped", 560),
-        (LeavesOutInSilence, "the run does not end", 0),
+        (ForgetsWhoWasLeftOut, "the run does not end", 0),
         (TakesTheSilentForQuiet, "are deleted while", 1066),
         (JoinsAreNotTold, "the run does not end", 0),
         (AsksOnlyWhoForms, "the run does not end", 164),

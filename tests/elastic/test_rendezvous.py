@@ -805,6 +805,33 @@ def test_a_member_that_goes_away_alone_ends_the_generation():
     assert form(machine, 5.0).members == ("b",)
 
 
+def test_a_stop_below_the_minimum_saves_what_is_unsaved_and_then_ends_at_once():
+    machine = started("ab", low=2)
+    machine.applied(1, 10, 1.0)
+    machine.dead("b", 5.0)
+    machine.join(request("a", key(1, 10), leaves=1), 5.0)
+    assert form(machine, 5.0).save_only
+    machine.set_newest_point(key(2, 11), Cursor(), "p")
+    machine.join(request("a", key(2, 11), leaves=2), 8.0)
+    assert isinstance(machine.tick(8.0)[-1], Waiting)
+    machine.wish_stop()
+    (stop,) = machine.tick(9.0)
+    assert isinstance(stop, StopRun)
+    assert (stop.outcome, stop.reason) == ("stopped", "stopped at step 11")
+
+
+def test_a_stop_below_the_minimum_whose_save_was_given_up_saves_again():
+    machine = started("ab", low=2)
+    machine.applied(1, 10, 1.0)
+    machine.dead("b", 5.0)
+    machine.join(request("a", key(1, 10), leaves=1), 5.0)
+    assert form(machine, 5.0).save_only
+    machine.wish_stop()
+    machine.join(request("a", key(2, 11), leaves=2), 8.0)
+    assert form(machine, 8.0).save_only
+    assert machine.wishes(ATTEMPT, 3, 0).stop
+
+
 # ---- copies
 def test_a_copy_is_independent_and_equal_until_something_happens_to_one():
     machine = started()
