@@ -116,6 +116,14 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
 
 
+def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
+    """Of the points on one history those at or before `point`: what a history that continues it has. A point
+    behind it is an orphan from then on; it stays, but counts for nothing.
+    """
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if point and key and key <= point.key)
+
+
 def _committed_and_kept(journal: Journal) -> set[str]:
     names = {event.fields["point"] for event in journal.events if event.kind == "point committed"}
     gone = (event.fields["points"] for event in journal.events if event.kind == "points deleted")
@@ -214,7 +222,7 @@ def begin_launch(
     plan = decide(store, config, point, (run, data.identity()))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
-    inherited, encoders = seen.points, plan.encoders
+    inherited, encoders = up_to(seen.points, point), plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
         begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
         encoders = with_encoder(encoders, plan.encoder, begins)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ from orchestrator.resume.claims import RESUME
 from orchestrator.resume.committer import note_committed
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
+from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
 from tests.resume.samples import key, no_sleep, record, start, write_vote
 from tests.resume.test_storage import Failing
+
+LIMIT_S = 60.0
 
 
 class Runner:
@@ -82,6 +86,38 @@ def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
+def rewind(
+    runner: Runner, to: StateKey, keep_latest: int = 3
+) -> tuple[Attempt, ResumePlan, JobConfig]:
+    """A start that goes back to a point."""
+    job = runner.config()
+    changes = {"from_": to.point_name, "keep_latest": keep_latest}
+    job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    return *starting.claim(runner.store, job, spec), job
+
+
+def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner: Runner) -> None:
+    parent, orphan = runner.launch(), runner.launch()
+    attempt, _, job = rewind(runner, parent, keep_latest=2)
+    assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
+    keeper = StaticKeeper(runner.store, attempt, job, lambda text: None)
+    keeper.begin(2)
+    left = [parent.point_name, orphan.point_name]
+    for step in (20, 30):
+        at = key(step, attempt=attempt.number)
+        keeper.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+        votes = [keeper.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
+        assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
+        left.append(at.point_name)
+        if step == 20:
+            assert runner.store.point_names() == left
+    keeper.finished(at, "stopped")
+    # two newer points of the history are verified: the parent is one of many now
+    assert runner.store.point_names() == left[1:]
+    assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
@@ -110,10 +146,7 @@ def test_a_rewind_goes_back_to_who_encoded_then(runner: Runner) -> None:
     first = runner.launch(encoder="gigatoken")
     assert len(runner.begin(encoder="tokenizers").encoders) == 2
     runner.launch(encoder="tokenizers")
-    job = runner.config()
-    job = job.model_copy(update={"resume": job.resume.model_copy(update={"from_": first.point_name})})
-    spec = starting.prepare(job, runner.folder, freeze=True)
-    attempt, plan = starting.claim(runner.store, job, spec)
+    attempt, plan, _ = rewind(runner, first)
     assert attempt.encoders == plan.encoders
     assert [span.encoder.name for span in attempt.encoders] == ["gigatoken"]
 

@@ -184,6 +184,9 @@ class CommitMachine:
         )
         parents = {**self.parents, event.generation: event.parent}
         after = dataclasses.replace(self, forming=False, generation=event.generation, parents=parents)
+        keys = {name: parse_point_name(name) for name in self.points}
+        on_path = tuple(name for name, key in keys.items() if key is not None and after._on_path(key))
+        after = dataclasses.replace(after, points=on_path)  # the others are orphans, which nobody counts
         after, actions = after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
         for key in [key for key, save in after.saves.items() if save.stage is Stage.READY]:
             after = after._move(key, Stage.CLEARING)
@@ -191,12 +194,16 @@ class CommitMachine:
         return after, actions
 
     def _on_path(self, key: StateKey) -> bool:
-        """Whether the newest generation is, or continues, the state `key`."""
+        """Whether the newest generation is, or continues, the state `key`: one of this attempt, or a point
+        that it inherited, and these lie in order on one history.
+        """
         generation, step = self.generation, None
-        while key.generation != generation:
+        while (key.attempt, key.generation) != (self.attempt, generation):
             parent = self.parents[generation]
-            if parent is None or parent.attempt != self.attempt:
+            if parent is None:
                 return False
+            if parent.attempt != self.attempt:
+                return key <= parent
             generation, step = parent.generation, parent.step
         return step is None or key.step <= step
 

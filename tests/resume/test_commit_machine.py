@@ -33,6 +33,7 @@ from orchestrator.resume.events import (
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.points import parse_point_name
 from tests.resume.samples import cursor, key, record
 
 
@@ -57,11 +58,12 @@ def cast(at: StateKey, rank: int, now_s: float = 1.0) -> VoteCast:
 def machine(
     keep_latest: int = 3, points: tuple[str, ...] = (), pinned: str | None = None, attempt: int = 1
 ) -> CommitMachine:
-    """A machine whose first generation has formed."""
+    """A machine whose first generation has formed; it continues the pinned point."""
     new = CommitMachine(
         attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned
     )
-    return run(new, Forming(), GenerationFormed(generation=1, parent=None))[0]
+    parent = parse_point_name(pinned) if pinned else None
+    return run(new, Forming(), GenerationFormed(generation=1, parent=parent))[0]
 
 
 def run(state: CommitMachine, *events: Event) -> tuple[CommitMachine, list[Action]]:
@@ -256,3 +258,16 @@ def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
     state, actions = run(state, Verified(name=key(20).point_name, healthy=False))
     assert actions == []
     assert pinned in state.points
+
+
+def test_points_that_the_group_went_back_behind_are_counted_no_more() -> None:
+    old = [key(step, attempt=1) for step in (5, 10, 15)]
+    state = CommitMachine(
+        attempt=2, keep_latest=1, vote_limit_s=60, points=tuple(at.point_name for at in old), pinned=None
+    )
+    state, _ = run(state, Forming(), GenerationFormed(generation=1, parent=key(12, attempt=1)))
+    assert state.points == (old[0].point_name, old[1].point_name), "members brought step 12, not 15"
+    state, _ = run(state, Forming(), GenerationFormed(generation=2, parent=old[0]))
+    assert state.points == (old[0].point_name,), "all members were lost, and 10 could not be read"
+    state, _ = run(state, Forming(), GenerationFormed(generation=3, parent=None))
+    assert state.points == ()
