@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.data.encoder import installed_encoders
 from orchestrator.elastic.formation import PreviousGeneration
-from orchestrator.errors import DataIdentityError, RefusedError, ResumePointError
+from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import Journal, read_journal
-from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.plan.encoders import EncoderSpan, with_encoder
 from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import Lineage, effective_history, require_sound
@@ -36,8 +36,10 @@ from orchestrator.resume.claims import (
     UnreadableFile,
     unreadable_claim,
 )
+from orchestrator.resume.commit import LOST
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -47,15 +49,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `lost` are points on it that were committed, are not there, and nobody deleted. `encoders`
-    made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be used, for
-    the user to hear of.
+    oldest first. `lost` are points on it that were committed, are not there, and nobody deleted. `foreign`
+    are points that lie there under a name of this history, but belong to another run. `encoders` made it
+    (empty: the run's first alone). `unreadable` are the attempts' files that could not be used, for the user
+    to hear of.
     """
 
     journal: Journal
     lineage: Lineage
     points: tuple[str, ...]
     lost: tuple[str, ...]
+    foreign: tuple[str, ...]
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
 
@@ -67,7 +71,7 @@ class Attempt:
     `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
     trains on while a restarted coordinator takes over, `members` where its members live; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
-    (outcome, reason) when the launch had ended before that restart.
+    (outcome, reason) when the launch had ended before that restart; `run_id` is run.json's.
     """
 
     number: int
@@ -84,6 +88,7 @@ class Attempt:
     previous: PreviousGeneration | None = None
     members: tuple[MemberInfo, ...] = ()
     ended: tuple[str, str] | None = None
+    run_id: str = ""
 
     @property
     def parent(self) -> StateKey | None:
@@ -96,19 +101,35 @@ def survey(store: RunStore) -> Survey:
     itself.
     """
     claims, (parents, cut_off) = store.claims(), store.parents()
+    run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
-    journal = read_journal(store.storage)
+    journal = read_journal(store.storage, run_id)
     lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
     there = store.point_names()
+    foreign = tuple(name for name in there if store.is_foreign(name))
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
     return Survey(
         journal=journal,
         lineage=lineage,
-        points=_on_lineage(lineage, there),
+        points=_on_lineage(lineage, (name for name in there if name not in foreign)),
         lost=_on_lineage(lineage, _committed_and_kept(journal) - set(there)),
+        foreign=_on_lineage(lineage, foreign),
         encoders=encoders,
         unreadable=unreadable,
     )
+
+
+def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
+    """The run's id (None without run.json), which every claim must have. Raises `ResumePointError`."""
+    run = store.read_run()
+    for claim in claims:
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise ResumePointError(
+                f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, and "
+                "nothing is decided from it; move those of the other one away"
+            )
+    return run.id if run else None
 
 
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
@@ -149,7 +170,7 @@ def choose_point(
     A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
     """
     if wanted == "latest":
-        return store.healthy_newest((*seen.points, *seen.lost), fast=fast)
+        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
     if wanted not in seen.points:
         listed = ", ".join(seen.points) or "none"
         raise RefusedError(
@@ -200,11 +221,11 @@ def begin_launch(
     config: JobConfig,
     launch: str,
     host: str,
-    run: RunIdentity,
+    run: RunFile,
     data: DataSpec,
     faults: Hook,
 ) -> tuple[Attempt, ResumePlan]:
-    """Claims the next attempt for a start command and writes what it inherits. `run` is the run's identity,
+    """Claims the next attempt for a start command and writes what it inherits. `run` is the run's run.json,
     `data` the job's data.
 
     Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
@@ -214,12 +235,12 @@ def begin_launch(
     number = (newest.number if newest else 0) + 1
     rewind = config.resume.from_ != "latest"
     why = START if newest is None else REWIND if rewind else RESUME
-    store.claim(number, launch, why, host)
+    store.claim(number, launch, why, host, run.id)
     faults("claim_made", -1, -1)
     seen = survey(store)
     require_frozen(seen, data)
     point, damages = choose_point(store, seen, config.resume.from_)
-    plan = decide(store, config, point, (run, data.identity()))
+    plan = decide(store, config, point, (run.identity, data.identity()))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
     inherited, encoders = up_to(seen.points, point), plan.encoders
@@ -248,6 +269,7 @@ def begin_launch(
         damages=damages,
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number),
+        run_id=run.id,
     )
     return attempt, plan
 
@@ -277,14 +299,16 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     Raises `FencedError` if another launch has taken the run over.
     """
     newest = store.newest_claim()
-    assert newest is not None, "the driver has claimed before it starts a coordinator"
+    if lost := store.why_not_mine(first.run_id) or ("" if newest else "the claims of this launch are gone"):
+        raise FencedError(f"{lost}: {LOST}")
+    assert newest is not None, "looked at just before"
     if newest.number == first.number and not store.storage.list(f"journal/a{first.number:04d}"):
         return first
     end = store.read_end(newest.number) if newest.launch == first.launch else None
     if end is not None:
         return replace(first, number=newest.number, why=RESTARTED, ended=(end.outcome, end.reason))
     number = newest.number + 1
-    store.claim(number, first.launch, RESTARTED, host)
+    store.claim(number, first.launch, RESTARTED, host, first.run_id)
     faults("claim_made", -1, -1)
     seen = survey(store)
     try:

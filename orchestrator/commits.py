@@ -99,10 +99,7 @@ class Commits:
                     case Acknowledge() | GiveUp():
                         await self._answer(action)
                     case Fence():
-                        await self._listener.fenced(
-                            f"attempt {self._machine.attempt + 1} of this run exists: another launch has "
-                            "taken it over"
-                        )
+                        await self._listener.fenced(action.reason)
                     case ReadyToForm():
                         pass  # the lock has seen to it
                     case VerifyPoint():

@@ -100,7 +100,8 @@ class Coordinator:
         self._store = RunStore(Storage(start.storage))
         self._attempt = continue_launch(self._store, start.attempt, socket.gethostname(), self._fault)
         number = self._attempt.number
-        self._journal = JournalWriter(self._store.storage, number, start.run)
+        run_id = self._attempt.run_id
+        self._journal = JournalWriter(self._store.storage, number, start.run, run_id=run_id)
         note_beginning(self._journal, self._attempt, start.flat_config)
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(number)
@@ -126,7 +127,14 @@ class Coordinator:
             pinned=point.name if point else None,
         )
         committer = PointCommitter(
-            self._store, self._journal, number, start.flat_config, start.rng, time.monotonic, self._fault
+            self._store,
+            self._journal,
+            number,
+            start.flat_config,
+            start.rng,
+            time.monotonic,
+            self._fault,
+            run_id,
         )
         self._commits = Commits(machine, committer, self._journal, point, self)
         # The sign of life must not wait behind a long commit: another start would think that this attempt is
@@ -536,7 +544,8 @@ class Coordinator:
         # where storage is what failed, the reason says so, and the end stays unsaid
         with suppress(StorageError):
             await self._commits.on_disk(self._journal.flush)
-            await self._commits.on_disk(partial(self._store.write_end, self._attempt.number, outcome, reason))
+            number, run_id = self._attempt.number, self._attempt.run_id
+            await self._commits.on_disk(partial(self._store.write_end, number, outcome, reason, run_id))
         for future in (*self._joins.values(),):
             if not future.done():
                 future.set_result(RunOver(reason=reason))

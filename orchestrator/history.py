@@ -30,6 +30,10 @@ class Run:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
         if self._store.read_run() is None:
+            if pieces := self._store.pieces():
+                from orchestrator.starting import missing_run
+
+                raise RefusedError(missing_run(self._store, pieces))
             raise RefusedError(
                 f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
             )

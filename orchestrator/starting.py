@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import StepRecord
+from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -93,9 +94,30 @@ def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
     return spec
 
 
+def find_run(store: RunStore) -> RunFile | None:
+    """run.json; None for a new run. Raises `RefusedError` where a run's pieces lie without it: a start would
+    mix two histories.
+    """
+    run = store.read_run()
+    if run is None and (pieces := store.pieces()):
+        run = store.read_run()  # another start may just have made both
+        if run is None:
+            raise RefusedError(missing_run(store, pieces))
+    return run
+
+
+def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
+    """What to say of pieces of a run without its run.json."""
+    return (
+        f"{store.storage.root} has no run.json, but {', '.join(pieces)} of a run: it was deleted while a "
+        "launch wrote into it, or run.json is lost; a new run beside them would mix two histories. Restore "
+        "run.json, or move the folder away, or take another run.name"
+    )
+
+
 def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
     """What a start would do now; the newest point is trusted by sizes."""
-    run = store.read_run()
+    run = find_run(store)
     seen = survey(store)
     require_frozen(seen, spec)
     point, damages = choose_point(store, seen, job.resume.from_, fast=True)
@@ -149,11 +171,11 @@ def claim(
     store: RunStore, job: JobConfig, spec: DataSpec, fault_plan: str = ""
 ) -> tuple[Attempt, ResumePlan]:
     """Makes the run if it is new, and claims its next attempt for a launch; see `attempt.begin_launch`."""
-    run = store.read_run()
+    run = find_run(store)
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     launch = secrets.token_hex(8)
-    return begin_launch(store, job, launch, socket.gethostname(), run.identity, spec, hook(fault_plan))
+    return begin_launch(store, job, launch, socket.gethostname(), run, spec, hook(fault_plan))
 
 
 def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:

@@ -70,7 +70,7 @@ class StaticKeeper:
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
-        self._journal = JournalWriter(store.storage, number, job.run.name)
+        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
         self._machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
@@ -80,7 +80,7 @@ class StaticKeeper:
         )
         rng = starting.rng_document(job)
         self._committer = PointCommitter(
-            store, self._journal, number, job.flat(), rng, time.monotonic, self._fault
+            store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
         )
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: end when all is done
         self._answers: dict[tuple[StateKey, int], Future[bool]] = {}
@@ -201,7 +201,7 @@ class StaticKeeper:
         self._over.set()
         self._journal.event("end", outcome=outcome, reason=reason)
         self._journal.close()
-        self._store.write_end(self._attempt.number, outcome, reason)
+        self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too
@@ -251,12 +251,7 @@ class StaticKeeper:
                 self._answer(action)
                 return None
             case Fence():
-                self._fail(
-                    FencedError(
-                        f"attempt {self._attempt.number + 1} of this run exists: another launch has taken "
-                        "it over, so this one ends"
-                    )
-                )
+                self._fail(FencedError(f"{action.reason}; this launch ends"))
                 return None
             case ReadyToForm():
                 return None  # nothing is under way before the only generation

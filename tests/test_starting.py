@@ -63,10 +63,13 @@ class Runner:
         spec = starting.prepare(job, self.folder, freeze=True)
         return starting.claim(self.store, job, spec)[0]
 
+    def journal(self, attempt: Attempt) -> JournalWriter:
+        return JournalWriter(self.store.storage, attempt.number, run_id=attempt.run_id)
+
     def launch(self, **data: Any) -> StateKey:
         """A whole launch; the key of the point that it leaves."""
         attempt = self.begin(**data)
-        journal = JournalWriter(self.store.storage, attempt.number)
+        journal = self.journal(attempt)
         note_beginning(journal, attempt, self.config(**data).flat())
         journal.generation(start(1, attempt.parent, attempt.number))
         first = attempt.parent.step if attempt.parent else 0
@@ -75,9 +78,10 @@ class Runner:
         at = key(first + 10, attempt=attempt.number)
         votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
         flat = self.config(**data).flat()
-        note_committed(journal, self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent))
+        point = self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent, run_id=attempt.run_id)
+        note_committed(journal, point)
         journal.close()
-        self.store.write_end(attempt.number, "stopped", "asked to")
+        self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
         return at
 
 
@@ -86,9 +90,7 @@ def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def rewind(
-    runner: Runner, to: StateKey, keep_latest: int = 3
-) -> tuple[Attempt, ResumePlan, JobConfig]:
+def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt, ResumePlan, JobConfig]:
     """A start that goes back to a point."""
     job = runner.config()
     changes = {"from_": to.point_name, "keep_latest": keep_latest}
@@ -173,7 +175,7 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
 def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:
     runner.launch()
     attempt = runner.begin()
-    journal = JournalWriter(runner.store.storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, runner.config().flat())
     journal.close()
     shutil.rmtree(runner.folder / "points")
@@ -241,7 +243,7 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     assert runner.store.leftovers() == [later.point_name], "what is not older stays"
     assert runner.store.point_names() == [first.point_name]
     assert runner.store.verify_point(first.point_name) == []
-    journal = JournalWriter(storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})
     journal.close()
     events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
@@ -266,8 +268,10 @@ def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(r
 def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)
-    runner.store.claim(2, "aaaa", RESUME, "host")
-    runner.store.claim(3, "bbbb", RESUME, "host")
+    run = runner.store.read_run()
+    assert run is not None
+    runner.store.claim(2, "aaaa", RESUME, "host", run.id)
+    runner.store.claim(3, "bbbb", RESUME, "host", run.id)
     assert remove_leftovers(runner.store, 2) == ()
     assert runner.store.leftovers() == [key(14).point_name]
     assert remove_leftovers(runner.store, 3) == (Leftover(point=key(14).point_name),)
@@ -305,7 +309,7 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     said: list[str] = []
     starting.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
-    journal = JournalWriter(runner.store.storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})
     journal.close()
     (event,) = [e for e in read_journal(runner.store.storage).events if e.kind == "unreadable file"]

@@ -9,7 +9,8 @@ the attempt), `time` (UTC, for people), `run`, `attempt` and `kind`; `step` and 
 something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members that
 outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`. Any
 other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf", "-inf").
-A segment is closed before the next begins, and never changed afterwards.
+The first line of a segment also has `run_id`, that of run.json, where that has one. A segment is closed
+before the next begins, and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ class JournalWriter:
         run: str | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        run_id: str = "",
     ) -> None:
         """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
-        segment is closed when it has reached this size.
+        segment is closed when it has reached this size. `run_id`: that of run.json.
         """
         self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
-        self._segment_bytes, self._now = segment_bytes, now
+        self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
         self._lock = threading.Lock()  # over what is collected and known
         self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
         self._pending: list[bytes] = []
@@ -86,6 +88,7 @@ class JournalWriter:
         self._seq = 0
         self._segments = 0
         self._file: AppendHandle | None = None
+        self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
         self._broken: StorageError | None = None
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -157,6 +160,14 @@ class JournalWriter:
                 at = chain.parent
             return at is not key
 
+    def why_lost(self) -> str:
+        """How it shows that the newest segment's name does not lead to what was written here any more,
+        because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
+        told.
+        """
+        with self._disk_lock:
+            return self._newest_file.why_lost() if self._newest_file else ""
+
     def close(self) -> None:
         """Flush and close the segment."""
         self.flush()
@@ -185,7 +196,8 @@ class JournalWriter:
                 if self._file is None:
                     self._segments += 1
                     path = f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
-                    self._file = self._storage.append(path)
+                    self._file = self._newest_file = self._storage.append(path)
+                    lines = [self._named(lines[0]), *lines[1:]]
                 room = self._segment_bytes - self._file.num_bytes
                 sizes = itertools.accumulate(map(len, lines), initial=0)
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
@@ -198,6 +210,10 @@ class JournalWriter:
         except StorageError as error:
             self._broken = error
             raise
+
+    def _named(self, line: bytes) -> bytes:
+        """The first line of a segment says whose it is, where the run has an id."""
+        return b'{"run_id":"' + self._run_id.encode() + b'",' + line[1:] if self._run_id else line
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:

@@ -60,6 +60,7 @@ class _Builder:
     def add(self, line: dict[str, Any]) -> None:
         kind, seq, time = line.pop("kind"), line.pop("seq"), line.pop("time")
         line.pop("run")
+        line.pop("run_id", None)
         if kind == STEP:
             record = decode(
                 StepRecord,
@@ -79,8 +80,9 @@ class _Builder:
             )
 
 
-def read_journal(storage: Storage) -> Journal:
-    """The whole journal of a run; empty if there is none.
+def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
+    """The whole journal of a run; empty if there is none. `run_id`: that of run.json, which every segment
+    must have (None: whatever they have).
 
     Tolerates an unfinished last line in the last segment of an attempt. Raises `StorageError` naming file and
     line for anything else that is no line of a journal, for a missing segment, and for two records of one
@@ -104,7 +106,9 @@ def read_journal(storage: Storage) -> Journal:
         expected = 1
         for segment in segments:
             path, is_last = f"{folder}/{segment}", segment == segments[-1]
-            expected, whole = _read_segment(builder, path, storage.read(path), is_last, expected)
+            data = storage.read(path)
+            _require_own(path, data, run_id)
+            expected, whole = _read_segment(builder, path, data, is_last, expected)
             if not whole:
                 torn.append(path)
     return Journal(
@@ -113,6 +117,21 @@ def read_journal(storage: Storage) -> Journal:
         events=tuple(builder.events),
         torn=tuple(torn),
     )
+
+
+def _require_own(path: str, data: bytes, run_id: str | None) -> None:
+    """The first line of a segment says whose it is. Not looked at: one that was cut off before its end."""
+    first, end, _ = data.partition(b"\n")
+    try:
+        found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
+    except (orjson.JSONDecodeError, AttributeError):
+        return  # reading its lines says what is wrong
+    if found != run_id:
+        raise StorageError(
+            f"{path} belongs to run {found or 'without an id'}, run.json says {run_id or 'without an id'}: "
+            "the folder holds pieces of two runs, and nothing is decided from it; move those of the other "
+            "one away"
+        )
 
 
 def _read_segment(

@@ -22,7 +22,7 @@ class Claim:
     of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim).
 
     `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
-    decided by it.
+    decided by it. `run_id` is run.json's.
     """
 
     number: int
@@ -31,6 +31,7 @@ class Claim:
     host: str
     created: str
     pid: int = 0
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,13 +31,14 @@ _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
-    people.
+    people, `run_id` is run.json's.
     """
 
     attempt: int
     outcome: str
     reason: str
     ended: str
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,14 +114,15 @@ class ClaimFiles:
         return self.storage.exists(_claim_path(number + 1))
 
     def read_end(self, number: int) -> AttemptEnd | None:
-        """How attempt `number` ended; None if it did not say."""
+        """How attempt `number` ended; None if it did not say, or another run's did."""
         try:
-            return decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
+            end = decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
         except (FileNotFoundError, SealError):
             return None
+        return end if end.run_id == self.read_claim(number).run_id else None
 
     # ---------------------------------------------------------------------- writing
-    def claim(self, number: int, launch: str, why: str, host: str) -> Claim:
+    def claim(self, number: int, launch: str, why: str, host: str, run_id: str = "") -> Claim:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
 
@@ -140,7 +142,9 @@ class ClaimFiles:
             raise _lost(number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
         pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
-        claim = Claim(number=number, launch=launch, why=why, host=host, created=now_text(), pid=pid)
+        claim = Claim(
+            number=number, launch=launch, why=why, host=host, created=now_text(), pid=pid, run_id=run_id
+        )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):
             raise _lost(number, self.read_claim(number), launch, why)
         return claim
@@ -153,11 +157,11 @@ class ClaimFiles:
                 "is written once; run the command again"
             )
 
-    def write_end(self, number: int, outcome: str, reason: str) -> None:
+    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "") -> None:
         """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
         nothing.
         """
-        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text())
+        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id)
         self.storage.create(_end_path(number), seal(encode(end)))
 
     def heartbeat(self, number: int) -> Heartbeat:

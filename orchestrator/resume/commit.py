@@ -43,6 +43,10 @@ from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
 AFTER = "the training group went on from another state"
+LOST = (
+    "somebody deleted or replaced the run's folder while it trained, so nothing more is saved there; restore "
+    "the folder, or start a new run"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +145,10 @@ class CommitMachine:
         return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
 
     def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
-        if event.newer:
-            return dataclasses.replace(self, fenced=True), (Fence(),)
+        if event.newer or event.lost:
+            newer = f"attempt {self.attempt + 1} of this run exists: another launch has taken it over"
+            reason = newer if event.newer else f"{event.lost}: {LOST}"
+            return dataclasses.replace(self, fenced=True), (Fence(reason=reason),)
         key = event.key
         if key is None:
             return self._prune(new_point=False)

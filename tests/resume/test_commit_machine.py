@@ -106,9 +106,18 @@ def test_a_newer_claim_before_or_after_commit_ends_everything(written) -> None:
     if written:
         state, _ = run(state, ClaimChecked(key=P, newer=False), CommitWritten(key=P))
     state, actions = run(state, ClaimChecked(key=P, newer=True))
-    assert actions == [Fence()]
+    assert actions == [Fence(reason="attempt 2 of this run exists: another launch has taken it over")]
     for event in (cast(key(20), 0), CommitWritten(key=P), Tick(now_s=1e9), ClaimChecked(key=P, newer=False)):
         assert run(state, event) == (state, [])
+
+
+def test_a_folder_that_is_not_the_runs_any_more_ends_everything_too() -> None:
+    for asked in (P, None):
+        state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P))
+        state, (fence,) = run(state, ClaimChecked(key=asked, newer=False, lost="run.json is gone"))
+        assert isinstance(fence, Fence)
+        assert fence.reason.startswith("run.json is gone: somebody deleted or replaced the run's folder")
+        assert run(state, ClaimChecked(key=P, newer=False)) == (state, [])
 
 
 def test_repeated_votes_change_nothing_and_are_answered_again_once_decided() -> None:
