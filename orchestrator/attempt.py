@@ -37,6 +37,7 @@ from orchestrator.resume.claims import (
     unreadable_claim,
 )
 from orchestrator.resume.commit import LOST
+from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
 from orchestrator.resume.run_file import RunFile
@@ -49,17 +50,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `lost` are points on it that were committed, are not there, and nobody deleted. `foreign`
-    are points that lie there under a name of this history, but belong to another run. `encoders` made it
-    (empty: the run's first alone). `unreadable` are the attempts' files that could not be used, for the user
-    to hear of.
+    oldest first. `missing` are all points that were committed, have no COMMIT, and nobody deleted; `lost` are
+    those on the history. `foreign` are points that lie there under a name of it, but belong to another run.
+    `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be
+    used, for the user to hear of.
     """
 
     journal: Journal
     lineage: Lineage
     points: tuple[str, ...]
+    missing: frozenset[str]
     lost: tuple[str, ...]
     foreign: tuple[str, ...]
+    fates: Fates
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
 
@@ -107,13 +110,19 @@ def survey(store: RunStore) -> Survey:
     lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
+    fates = _fates(journal, parents)
+    if missing := fates.kept.difference(there):
+        # where the run is being written, they may have been deleted between the two looks
+        missing &= _fates(read_journal(store.storage, run_id), parents).kept
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
     return Survey(
         journal=journal,
         lineage=lineage,
         points=_on_lineage(lineage, (name for name in there if name not in foreign)),
-        lost=_on_lineage(lineage, _committed_and_kept(journal) - set(there)),
+        missing=missing,
+        lost=_on_lineage(lineage, missing),
         foreign=_on_lineage(lineage, foreign),
+        fates=fates,
         encoders=encoders,
         unreadable=unreadable,
     )
@@ -132,6 +141,11 @@ def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
     return run.id if run else None
 
 
+def _fates(journal: Journal, parents: Iterable[ClaimParent]) -> Fates:
+    inherited = (name for parent in parents for name in parent.inherited)
+    return point_fates(((event.kind, event.fields) for event in journal.events), inherited)
+
+
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
@@ -143,12 +157,6 @@ def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
     """
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if point and key and key <= point.key)
-
-
-def _committed_and_kept(journal: Journal) -> set[str]:
-    names = {event.fields["point"] for event in journal.events if event.kind == "point committed"}
-    gone = (event.fields["points"] for event in journal.events if event.kind == "points deleted")
-    return names.difference(*gone)
 
 
 def require_frozen(seen: Survey, data: DataSpec) -> None:
@@ -171,7 +179,7 @@ def choose_point(
     """
     if wanted == "latest":
         return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
-    if wanted not in seen.points:
+    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
         listed = ", ".join(seen.points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
@@ -268,7 +276,7 @@ def begin_launch(
         encoders=encoders,
         damages=damages,
         unreadable=seen.unreadable,
-        leftovers=remove_leftovers(store, number),
+        leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
     )
     return attempt, plan

@@ -20,6 +20,7 @@ import pytest
 import orchestrator
 from orchestrator import starting
 from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.cli import main
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
@@ -29,7 +30,9 @@ from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import StateKey
 from orchestrator.resume.claims import RESUME
-from orchestrator.resume.committer import note_committed
+from orchestrator.resume.committer import PointCommitter, note_committed
+from orchestrator.resume.events import Deleted, DeletePoints
+from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
@@ -38,6 +41,7 @@ from tests.resume.samples import key, no_sleep, record, start, write_vote
 from tests.resume.test_storage import Failing
 
 LIMIT_S = 60.0
+NO_FATES = Fates(kept=frozenset(), deleted=frozenset())
 
 
 class Runner:
@@ -172,6 +176,97 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
             look()
 
 
+def test_a_point_that_lost_its_commit_is_damaged_for_all_and_removed_by_no_start(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (at.point_name for at in (runner.launch(), runner.launch()))
+    commit = runner.folder / "points" / newer / "COMMIT"
+    content = commit.read_bytes()
+    commit.unlink()
+    whole = files(runner.folder / "points" / newer)
+    for number in range(4):
+        attempt = runner.begin() if number else None
+        run = orchestrator.open(runner.folder)
+        shown = [(row["name"], row["healthy"], row["reason"]) for row in run.points()]
+        assert shown == [(older, True, ""), (newer, False, "COMMIT is missing")]
+        with pytest.raises(SystemExit, match="1"):
+            main(["verify", str(runner.folder)])
+        assert f"{newer}: damaged\n  COMMIT is missing\n" in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="1"):
+            main(["verify", str(runner.folder), newer])
+        assert attempt is None or attempt.leftovers == ()
+    assert files(runner.folder / "points" / newer) == whole
+    commit.write_bytes(content)
+    assert [row["healthy"] for row in orchestrator.open(runner.folder).verify()] == [True, True]
+
+
+def test_a_point_named_to_resume_from_that_lost_its_commit_is_refused_as_damaged(runner: Runner) -> None:
+    runner.launch()
+    newer = runner.launch()
+    (runner.folder / "points" / newer.point_name / "COMMIT").unlink()
+    with pytest.raises(ResumePointError, match="is damaged .*COMMIT is missing"):
+        rewind(runner, newer)
+
+
+def test_a_point_whose_every_file_vanished_is_shown_until_the_history_goes_on_without_it(
+    runner: Runner,
+) -> None:
+    older, newer = (at.point_name for at in (runner.launch(), runner.launch()))
+    shutil.rmtree(runner.folder / "points" / newer)
+    run = orchestrator.open(runner.folder)
+    assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True), (newer, False)]
+    assert [damage.point for damage in runner.begin().damages] == [newer]
+    assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True)]
+
+
+@pytest.mark.parametrize("killed_at", ["COMMIT", "model", "the end"])
+def test_a_kill_while_points_are_deleted_is_neither_damage_nor_left_behind(
+    runner: Runner, killed_at: str
+) -> None:
+    first, second = runner.launch(), runner.launch()
+    attempt = runner.begin()
+
+    class Killed(Exception):
+        pass
+
+    class Dying(RunStore):
+        def delete_point(self, name: str) -> None:
+            if killed_at != "COMMIT":
+                self.storage.delete(f"points/{name}/COMMIT")
+            if killed_at == "the end":
+                super().delete_point(name)
+            raise Killed
+
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, {})
+    committer = PointCommitter(
+        Dying(runner.store.storage), journal, attempt.number, {}, {}, lambda: 0.0, run_id=attempt.run_id
+    )
+    with pytest.raises(Killed):
+        committer.perform(DeletePoints(names=(first.point_name,)))
+    # nothing more of the journal becomes durable
+    left = [second.point_name] if killed_at != "COMMIT" else [first.point_name, second.point_name]
+    rows = orchestrator.open(runner.folder).points()
+    assert [(row["name"], row["healthy"]) for row in rows] == [(name, True) for name in left]
+    assert runner.plan().point == second.point_name
+    again = runner.begin()
+    assert again.damages == ()
+    assert [name.point for name in again.leftovers] == ([first.point_name] if killed_at == "model" else [])
+    assert runner.store.point_names() == left
+    assert runner.store.leftovers() == []
+
+
+def test_points_are_not_deleted_while_the_journal_cannot_say_so(runner: Runner) -> None:
+    first = runner.launch()
+    attempt = runner.begin()
+    stuck = Storage(str(runner.folder), Failing("fsync", errno.EIO), no_sleep)
+    journal = JournalWriter(stuck, attempt.number, run_id=attempt.run_id)
+    committer = PointCommitter(runner.store, journal, attempt.number, {}, {}, lambda: 0.0)
+    deleted = committer.perform(DeletePoints(names=(first.point_name,)))
+    assert deleted == Deleted(names=(), failed=(first.point_name,))
+    assert runner.store.verify_point(first.point_name) == []
+
+
 def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:
     runner.launch()
     attempt = runner.begin()
@@ -272,9 +367,9 @@ def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
     assert run is not None
     runner.store.claim(2, "aaaa", RESUME, "host", run.id)
     runner.store.claim(3, "bbbb", RESUME, "host", run.id)
-    assert remove_leftovers(runner.store, 2) == ()
+    assert remove_leftovers(runner.store, 2, NO_FATES) == ()
     assert runner.store.leftovers() == [key(14).point_name]
-    assert remove_leftovers(runner.store, 3) == (Leftover(point=key(14).point_name),)
+    assert remove_leftovers(runner.store, 3, NO_FATES) == (Leftover(point=key(14).point_name),)
 
 
 def test_a_refused_start_removes_nothing(runner: Runner) -> None:
@@ -289,11 +384,11 @@ def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> No
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)
     stuck = RunStore(Storage(str(runner.folder), Failing("remove_folder", errno.EBUSY), no_sleep))
-    (left,) = remove_leftovers(stuck, 2)
+    (left,) = remove_leftovers(stuck, 2, NO_FATES)
     assert left.point == key(14).point_name
     assert "EBUSY" in left.kept
     assert "could not be removed" in str(left)
-    assert remove_leftovers(runner.store, 2) == (Leftover(point=key(14).point_name),)
+    assert remove_leftovers(runner.store, 2, NO_FATES) == (Leftover(point=key(14).point_name),)
 
 
 @pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])

@@ -26,6 +26,7 @@ from orchestrator.resume.events import (
     VerifyPoint,
     WriteCommit,
 )
+from orchestrator.resume.fates import COMMITTED, DELETED, DELETING
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
@@ -58,7 +59,7 @@ def note_committed(journal: StepJournal, point: Point) -> None:
     there.
     """
     journal.event(
-        "point committed",
+        COMMITTED,
         point=point.name,
         bytes=point.num_bytes,
         save_s=point.commit.save_s,
@@ -155,6 +156,12 @@ class PointCommitter:
 
     def _delete(self, action: DeletePoints) -> Event:
         gone: list[str] = []
+        try:
+            # a kill in the middle must not look as if points had vanished
+            self._journal.event(DELETING, points=list(action.names))
+            self._journal.flush()
+        except StorageError:
+            return Deleted(names=(), failed=action.names)
         for name in action.names:
             try:
                 self._store.delete_point(name)
@@ -163,5 +170,5 @@ class PointCommitter:
                 break  # tried again after the next commit; the order, oldest first, is kept
             gone.append(name)
         if gone:
-            self._journal.event("points deleted", points=gone)
+            self._journal.event(DELETED, points=gone)
         return Deleted(names=tuple(gone), failed=action.names[len(gone) :])
