@@ -8,9 +8,10 @@ It knows no stage, no Ray, no torch. Everything that is written to storage has `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,13 +29,16 @@ def encode(value: Any) -> Any:
     """`value` (a dataclass of this module, nested) as plain JSON types. Arrays are refused: they do not go
     into JSON.
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    kind: Any = type(value)
+    if kind in _SCALARS or value is None:
+        return value
+    if (names := _field_names(kind)) is not None:
+        return {name: encode(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(v) for v in value]
-    assert value is None or isinstance(value, (bool, int, float, str)), f"{type(value)} has no JSON form"
+    assert isinstance(value, (bool, int, float, str)), f"{type(value)} has no JSON form"
     return value
 
 
@@ -44,40 +48,87 @@ def decode(kind: type[Record], value: Any, where: str = "") -> Record:
     """
     if not isinstance(value, Mapping):
         raise OrchestratorError(f"{where or kind.__name__}: expected an object, found {type(value).__name__}")
-    hints = typing.get_type_hints(kind)
-    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(value) - set(known))
-    missing = sorted(
-        name
-        for name, f in known.items()
-        if name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    )
-    if unknown or missing:
+    layout = _layout(typing.cast(Any, kind))
+    if not layout.required <= value.keys() <= layout.decoders.keys():
+        unknown = sorted(set(value) - set(layout.decoders))
+        missing = sorted(layout.required - set(value))
         raise OrchestratorError(
             f"{where or kind.__name__}: unknown fields {unknown}, missing fields {missing}; was it written "
             "by another version?"
         )
+    scalars, decoders = layout.scalars, layout.decoders
     return kind(
-        **{name: _decode(hints[name], v, f"{where or kind.__name__}.{name}") for name, v in value.items()}
+        **{
+            # most fields of a record are scalars of the right type: for them no text is made
+            name: v if type(v) is scalars.get(name) else decoders[name](v, f"{where or kind.__name__}.{name}")
+            for name, v in value.items()
+        }
     )
 
 
-def _decode(hint: Any, value: Any, where: str) -> Any:
+_SCALARS = frozenset({bool, int, float, str})
+_Decoder = Callable[[Any, str], Any]  # of (value, where it stands)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """How a dataclass is decoded: made of its type hints once, for reading them takes longer than decoding.
+
+    `scalars` has the fields that a JSON value of exactly this type is taken for as it is.
+    """
+
+    decoders: dict[str, _Decoder]
+    scalars: dict[str, type]
+    required: frozenset[str]
+
+
+@functools.cache
+def _layout(kind: Any) -> _Layout:
+    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    return _Layout(
+        decoders={f.name: _decoder(hints[f.name]) for f in fields},
+        scalars={f.name: hints[f.name] for f in fields if hints[f.name] in _SCALARS},
+        required=frozenset(
+            f.name
+            for f in fields
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ),
+    )
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """None for what is no dataclass."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
+
+def _decoder(hint: Any) -> _Decoder:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _decode(next(a for a in args if a is not type(None)), value, where)
+        some = _decoder(next(a for a in args if a is not type(None)))
+        return lambda value, where: None if value is None else some(value, where)
     if dataclasses.is_dataclass(hint):
-        return decode(typing.cast(type, hint), value, where)
+        return functools.partial(decode, typing.cast(type, hint))
     if origin is tuple:
-        inner = args if len(args) != 2 or args[1] is not Ellipsis else (args[0],) * len(value)
-        return tuple(_decode(a, v, where) for a, v in zip(inner, value, strict=True))
+        return _tuple_decoder(args)
     if origin is dict:
-        return {str(k): _decode(args[1], v, where) for k, v in value.items()}
+        item = _decoder(args[1])
+        return lambda value, where: {str(k): item(v, where) for k, v in value.items()}
+    return functools.partial(_scalar, hint) if hint in _SCALARS else lambda value, where: value
+
+
+def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
+    if len(args) == 2 and args[1] is Ellipsis:
+        one = _decoder(args[0])
+        return lambda value, where: tuple(map(one, value, (where,) * len(value)))
+    each = [_decoder(a) for a in args]
+    return lambda value, where: tuple(d(v, where) for d, v in zip(each, value, strict=True))
+
+
+def _scalar(hint: type, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint in (int, str, float, bool) and type(value) is not hint:
+    if type(value) is not hint:
         raise OrchestratorError(f"{where}: expected {hint.__name__}, found {value!r}")
     return value
 

@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 import pytest
 
 from orchestrator.errors import StorageError, TrainingError
+from orchestrator.monitor import reader
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.metrics import METRICS, metric
-from orchestrator.monitor.reader import read_journal
+from orchestrator.monitor.reader import read_journal, read_outline
 from orchestrator.records import StepRecord
 from orchestrator.storage import Storage
 from tests.resume.crashfs import ModelDisk
@@ -131,6 +132,49 @@ def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path,
     path.write_bytes(b"\n".join(change(lines)) + b"\n")
     with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
         read_journal(storage)
+    if where != "line 2" or b"lass" not in path.read_bytes():  # what a step record says is not looked at
+        with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
+            read_outline(storage)
+
+
+def test_an_outline_decodes_no_step_record_and_says_all_else(storage, monkeypatch) -> None:
+    journal = writer(storage, segment_bytes=1500)
+    journal.event("attempt", why="start")
+    journal.generation(start(1, None))
+    for step in range(1, 9):
+        journal.step(record(key(step)))
+    journal.event("point committed", point=key(8).point_name)
+    journal.generation(start(2, key(7)))
+    journal.step(record(key(8, generation=2)))
+    journal.generation(start(3, key(8, generation=2)))
+    journal.close()
+    later = writer(storage, attempt=2)
+    later.event("attempt", why="resume")
+    later.step(record(key(8, generation=2)))  # brought by members that outlived the first coordinator
+    later.step(record(key(9, generation=2)))
+    later.close()
+    whole = read_journal(storage)
+
+    def decode(kind, value):
+        assert kind is not StepRecord
+        return decode_any(kind, value)
+
+    decode_any = reader.decode
+    monkeypatch.setattr(reader, "decode", decode)
+    outline = read_outline(storage)
+    assert (outline.generations, outline.events, outline.torn) == (whole.generations, whole.events, ())
+    assert outline.last_steps == {(1, 1): 8, (1, 2): 9}, "generation 3 has trained no step"
+
+
+def test_an_outline_leaves_out_a_torn_line_as_the_whole_journal_does(storage, tmp_path) -> None:
+    journal = writer(storage)
+    for step in (1, 2):
+        journal.step(record(key(step)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    outline = read_outline(storage)
+    assert (outline.last_steps, outline.torn) == ({(1, 1): 1}, ("journal/a0001/000001.jsonl",))
 
 
 def test_a_cut_or_missing_segment_in_the_middle_is_an_error(storage, tmp_path) -> None:

@@ -13,6 +13,7 @@ from orchestrator.plan.lineage import (
     ClaimParent,
     GenerationStart,
     Lineage,
+    effective_chain,
     effective_history,
     require_sound,
 )
@@ -260,6 +261,33 @@ def check_history(world, history=effective_history):
 @given(st.lists(MOVE, max_size=60))
 def test_the_lineage_is_the_true_history_of_every_small_world(moves):
     check_history(play(moves))
+
+
+@settings(max_examples=200)
+@given(st.lists(MOVE, max_size=60))
+def test_the_chain_alone_has_the_points_and_attempts_of_the_history(moves):
+    world = play(moves)
+    chain = effective_chain(world.claims, world.parents, world.starts)
+    assert not chain.errors
+    held = {state.key for state in world.true_points()}
+    assert {state.key for state, _ in world.points.values() if chain.on_lineage(state.key)} == held
+    whole = effective_history(world.claims, world.parents, world.starts, world.records)
+    assert (chain.attempt, chain.attempts) == (whole.attempt, whole.attempts)
+    assert [s.start for s in chain.segments] == [s.start for s in whole.segments]
+    assert [s.steps for s in chain.segments if not s.open] == [s.steps for s in whole.segments if not s.open]
+
+
+@pytest.mark.parametrize(
+    ("starts", "text"),
+    [
+        ([start(1, 1, None, 0), start(1, 2, key(1, 1, 0), 0, tokens=1)], "begins at"),
+        ([start(1, 1, None, 0), start(1, 3, key(1, 2, 5), 5)], "no start record"),
+        ([start(1, 1, None, 0), start(2, 1, None, 0)], "has a journal but no claim"),
+    ],
+)
+def test_the_chain_alone_finds_what_needs_no_step_record(starts, text):
+    chain = effective_chain(FIRST[0], FIRST[1], starts)
+    assert any(text in error for error in chain.errors), chain.errors
 
 
 def points_without_inheritance(claims, parents, starts, records):

@@ -1,0 +1,157 @@
+"""`python -m benchmarks.journal --json`: what it costs to write a run's journal and to read it back.
+
+A journal of `--records` steps (1,000,000) in segments as the coordinator writes them, one generation per
+100,000 steps and an event per 100, is written, then read in a process of its own per figure: `whole`, every
+step record decoded (`read_journal`); `history`, the effective history from it (what `steps`, `audit` and a
+start need); `outline`, all but the contents of step records (`read_outline`); `chain`, which points are on
+the history, from the outline (what a restarted coordinator needs while members wait for it, 60 s at most).
+
+`…_s` are wall seconds for all records, `…_cpu_us` microseconds of CPU per record, `…_mb` the process's peak
+resident memory in 10^6 bytes. All are medians of `--repeats`. The files are in the page cache: reading is
+CPU, not disk. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Samples, medians, say
+from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor.reader import read_journal, read_outline
+from orchestrator.plan.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.plan.lineage import effective_chain, effective_history
+from orchestrator.records import StateKey, StepRecord
+from orchestrator.storage import Storage
+
+PER_GENERATION, PER_EVENT, PER_FLUSH = 100_000, 100, 1000
+BATCH, TOKENS = 16, 2048
+CLAIMS = [Claim(number=1, launch="one", why="start", host="here", created="")]
+PARENTS = [ClaimParent(attempt=1, parent=None)]
+
+
+def write(storage: Storage, num_records: int) -> None:
+    """The journal of a run of so many steps."""
+    journal, parent, generation = JournalWriter(storage, 1), None, 0
+    for step in range(1, num_records + 1):
+        if step % PER_GENERATION == 1:
+            generation += 1
+            journal.generation(_start(generation, step - 1, parent))
+        record = _record(generation, step)
+        journal.step(record)
+        parent = record.key
+        if step % PER_EVENT == 0:
+            journal.event("point committed", point=parent.point_name, bytes=1 << 30, save_s=12.5)
+        if step % PER_FLUSH == 0:
+            journal.flush()
+    journal.close()
+
+
+def _start(generation: int, step: int, parent: StateKey | None) -> GenerationStart:
+    return GenerationStart(
+        attempt=1, generation=generation, parent=parent, step=step, consumed_samples=BATCH * step,
+        consumed_tokens=TOKENS * step, target_tokens=TOKENS * step, world_size=2, global_batch_size=BATCH,
+        seq_len=TOKENS // BATCH, members=("a" * 16, "b" * 16),
+    )  # fmt: skip
+
+
+def _record(generation: int, step: int) -> StepRecord:
+    return StepRecord(
+        attempt=1, generation=generation, step=step, consumed_samples=BATCH * step,
+        consumed_tokens=TOKENS * step, target_tokens=TOKENS * step, loss=2 + 1 / step, grad_norm=1 + 1 / step,
+        lr=3e-4 / step, digest=f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}", step_s=0.5 + 1 / step,
+        data_wait_s=0.001 / step, save_blocked_s=0.0,
+    )  # fmt: skip
+
+
+def _history(storage: Storage) -> int:
+    journal = read_journal(storage)
+    return len(effective_history(CLAIMS, PARENTS, journal.generations, journal.records).records)
+
+
+def _chain(storage: Storage) -> int:
+    outline = read_outline(storage)
+    assert not effective_chain(CLAIMS, PARENTS, outline.generations).errors, "the chain is sound"
+    return max(outline.last_steps.values())
+
+
+# each returns how many steps it found
+READERS: dict[str, Callable[[Storage], int]] = {
+    "whole": lambda storage: len(read_journal(storage).records),
+    "history": _history,
+    "outline": lambda storage: max(read_outline(storage).last_steps.values()),
+    "chain": _chain,
+}
+
+
+def measure(name: str, folder: str, num_records: int) -> dict[str, float]:
+    """The figures of one reader, or of `write`, in this process."""
+    storage = Storage(folder)
+    began, cpu = time.perf_counter(), time.process_time()
+    if name == "write":
+        write(storage, num_records)
+    else:
+        found = READERS[name](storage)
+        assert found == num_records, f"{found} steps were read, {num_records} written"
+    return {
+        f"{name}_s": time.perf_counter() - began,
+        f"{name}_cpu_us": (time.process_time() - cpu) / num_records * 1e6,
+        f"{name}_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+    }
+
+
+def _alone(name: str, folder: str, num_records: int) -> dict[str, float]:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.journal",
+        "--records",
+        str(num_records),
+        "--part",
+        name,
+        folder,
+    ]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: dict[str, float] = json.loads(output.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print only the JSON object, in one line")
+    parser.add_argument("--records", type=int, default=1_000_000, help="steps in the journal")
+    parser.add_argument("--repeats", type=int, default=3, help="of each figure")
+    parser.add_argument("--part", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.records < 1 or options.repeats < 1:
+        parser.error("--records and --repeats are at least 1")
+    if options.part:
+        print(json.dumps(measure(*options.part, options.records)))
+        return
+    samples: Samples = {}
+    load = round(os.getloadavg()[0], 1)
+    for repeat in range(options.repeats):
+        with tempfile.TemporaryDirectory(prefix="journal-") as folder:
+            for name in ("write", *READERS):
+                for figure, value in _alone(name, str(Path(folder, "run")), options.records).items():
+                    samples.setdefault(figure, []).append(value)
+        say(f"repeat {repeat + 1}", samples)
+    figures: dict[str, Any] = {"records": options.records, **medians(samples)}
+    figures["outline_times_faster_than_whole"] = round(figures["whole_s"] / figures["outline_s"], 1)
+    figures |= {"cpus": os.cpu_count(), "load_before": load, "load_after": round(os.getloadavg()[0], 1)}
+    if not options.json:
+        print(*(f"{name}: {value}" for name, value in figures.items()), sep="\n")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
