@@ -18,6 +18,7 @@ from orchestrator.data.encoder import installed_encoders
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
+from orchestrator.machine import machine_id, process_start
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import Journal, read_journal
 from orchestrator.plan.claims import Claim, ClaimParent
@@ -29,9 +30,6 @@ from orchestrator.plan.schedule import Budgets
 from orchestrator.records import MemberInfo, StateKey
 from orchestrator.resume.claims import (
     RESTARTED,
-    RESUME,
-    REWIND,
-    START,
     UNREADABLE,
     UnreadableFile,
     unreadable_claim,
@@ -225,26 +223,15 @@ def decide(
 
 
 def begin_launch(
-    store: RunStore,
-    config: JobConfig,
-    launch: str,
-    host: str,
-    run: RunFile,
-    data: DataSpec,
-    faults: Hook,
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec
 ) -> tuple[Attempt, ResumePlan]:
-    """Claims the next attempt for a start command and writes what it inherits. `run` is the run's run.json,
-    `data` the job's data.
+    """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
+    run.json, `data` the job's data.
 
-    Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
-    run (the claim then stays without descendants and harms nobody).
+    Raises `RefusedError` if the configuration may not continue the run (the claim then stays without
+    descendants and harms nobody).
     """
-    newest = store.newest_claim()
-    number = (newest.number if newest else 0) + 1
-    rewind = config.resume.from_ != "latest"
-    why = START if newest is None else REWIND if rewind else RESUME
-    store.claim(number, launch, why, host, run.id)
-    faults("claim_made", -1, -1)
+    number = claim.number
     seen = survey(store)
     require_frozen(seen, data)
     point, damages = choose_point(store, seen, config.resume.from_)
@@ -267,8 +254,8 @@ def begin_launch(
     )
     attempt = Attempt(
         number=number,
-        launch=launch,
-        why=why,
+        launch=claim.launch,
+        why=claim.why,
         point=point,
         inherited=inherited,
         step_label=plan.step_after,
@@ -286,7 +273,15 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
     """Journals that the attempt begins in this process, under this flat configuration, and all that its start
     found and did.
     """
-    journal.event("attempt", launch=attempt.launch, why=attempt.why, pid=os.getpid(), config=dict(config))
+    journal.event(
+        "attempt",
+        launch=attempt.launch,
+        why=attempt.why,
+        pid=os.getpid(),
+        machine=machine_id(),
+        pid_start=process_start(os.getpid()),
+        config=dict(config),
+    )
     for damage in attempt.damages:
         journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:

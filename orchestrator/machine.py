@@ -46,6 +46,29 @@ def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:
     return min(limits, default=None)
 
 
+def machine_id() -> str:
+    """Names this boot of this machine, and the table of processes that is seen here: only where it is equal
+    does a pid of another process's mean the same. Empty where the system does not tell (no Linux).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine began, as the system counts it: another process that gets its pid later
+    has another one. Empty if there is no such process, or it has ended and only waits to be collected, or
+    the system does not tell.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
 def _limits(root: Path, path: str, name: str) -> Iterator[int]:
     """What the files `name` from `path` up to `root` say; `max`, and a cgroup that is not seen here, say
     nothing.

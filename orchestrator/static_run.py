@@ -90,13 +90,13 @@ def _lead(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Ou
     store = RunStore(Storage(str(folder)))
     with meeting.telling_failure("decision"):
         starting.check_writable(folder)
-        spec, plan = _look(store, job, folder)
+        spec, plan, watched = _look(store, job, folder)
         if starting.reached(plan):
             meeting.tell("decision", None)
             _say(starting.stop_is_reached(plan))
             return None
-        attempt, plan = starting.claim(store, job, spec, fault_plan)
-        keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
+        with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+            keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
     with _ending(keeper), meeting.telling_failure("decision"):
         spec = starting.freeze(job, folder, attempt.encoders)
         meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
@@ -129,15 +129,15 @@ def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> 
     return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
 
 
-def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan]:
-    """The data and what a start would do with the run. Raises `RefusedError`, also if the run is busy."""
+def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan, int]:
+    """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
+    Raises `RefusedError`, also if the run is busy.
+    """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
         busy = watcher.submit(starting.refuse_busy, store)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
-        if not starting.reached(plan):
-            busy.result()
-        return spec, plan
+        return spec, plan, 0 if starting.reached(plan) else busy.result()
 
 
 def _require_gpus() -> None:

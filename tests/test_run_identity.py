@@ -123,8 +123,9 @@ def test_nothing_begins_beside_what_is_left_of_a_run(runner: Runner, left: str) 
     with pytest.raises(RefusedError, match=said):
         orchestrator.open(runner.folder)
     assert sorted(runner.folder.rglob("*")) == before
-    with pytest.raises(RefusedError, match=said):
-        starting.claim(runner.store, runner.config(), runner.prepared())
+    start = starting.claimed(runner.store, runner.config(), runner.prepared(), 0)
+    with pytest.raises(RefusedError, match=said), start:
+        pass
     assert sorted(runner.folder.rglob("*")) == before
 
 

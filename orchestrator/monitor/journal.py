@@ -197,11 +197,11 @@ class JournalWriter:
                     self._segments += 1
                     path = f"{FOLDER}/a{self._attempt:04d}/{self._segments:06d}.jsonl"
                     self._file = self._newest_file = self._storage.append(path)
-                    lines = [self._named(lines[0]), *lines[1:]]
                 room = self._segment_bytes - self._file.num_bytes
                 sizes = itertools.accumulate(map(len, lines), initial=0)
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
-                self._file.write(b"".join(lines[:taken]))
+                data = b"".join(lines[:taken])
+                self._file.write(data if self._file.num_bytes else self._named(data))
                 self._file.sync()
                 lines = lines[taken:]
                 if self._file.num_bytes >= self._segment_bytes:
@@ -211,9 +211,9 @@ class JournalWriter:
             self._broken = error
             raise
 
-    def _named(self, line: bytes) -> bytes:
+    def _named(self, lines: bytes) -> bytes:
         """The first line of a segment says whose it is, where the run has an id."""
-        return b'{"run_id":"' + self._run_id.encode() + b'",' + line[1:] if self._run_id else line
+        return b'{"run_id":"' + self._run_id.encode() + b'",' + lines[1:] if self._run_id else lines
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:

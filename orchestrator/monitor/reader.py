@@ -154,6 +154,18 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     )
 
 
+def journal_keeper(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
+    """(machine, pid, start) of the process that keeps an attempt's journal, as its first line says; None
+    while there is none, or if it does not say. Raises `StorageError`.
+    """
+    try:
+        first, end, _ = storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl").partition(b"\n")
+        line = orjson.loads(first) if end else {}
+        return str(line["machine"]), int(line["pid"]), str(line["pid_start"])
+    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
 def _read_lines(
     storage: Storage, add: Callable[[dict[str, Any]], None], run_id: str | None
 ) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ GenerationId = tuple[int, int]  # (attempt, generation)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
-    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim).
+    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim); `machine`
+    and `pid_start` make it one process of all times (`orchestrator.machine`; empty: unknown).
 
     `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
     decided by it. `run_id` is run.json's.
@@ -31,6 +32,8 @@ class Claim:
     host: str
     created: str
     pid: int = 0
+    machine: str = ""
+    pid_start: str = ""
     run_id: str = ""
 
 

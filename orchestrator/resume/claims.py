@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 import orjson
 
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
+from orchestrator.machine import machine_id, process_start
+from orchestrator.plan.busy import Busy, Free, Look, Watch, judge
 from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.records import decode, encode
 from orchestrator.resume.heartbeat import Heartbeat
@@ -143,7 +145,15 @@ class ClaimFiles:
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
         pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
         claim = Claim(
-            number=number, launch=launch, why=why, host=host, created=now_text(), pid=pid, run_id=run_id
+            number=number,
+            launch=launch,
+            why=why,
+            host=host,
+            created=now_text(),
+            pid=pid,
+            machine=machine_id() if pid else "",
+            pid_start=process_start(pid) if pid else "",
+            run_id=run_id,
         )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):
             raise _lost(number, self.read_claim(number), launch, why)
@@ -168,33 +178,40 @@ class ClaimFiles:
         """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
         return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
 
+    def start_heartbeat(self, number: int) -> Heartbeat:
+        """That of the process that claims attempt `number`, from the claim on: the coordinator has its own
+        when it begins, which may be long after.
+        """
+        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
+
     # ---------------------------------------------------------------------- busy
     def watch_busy(
         self,
         seconds: float,
         clock: Callable[[], float],
         wait: Callable[[float], None],
+        is_dead: Callable[[Claim], bool] = lambda claim: False,
         watch_s: float = WATCH_S,
-    ) -> Claim | None:
-        """The claim whose attempt is alive, or None if there is none: the newest has an end record, or does
-        nothing for `seconds`.
-
-        Watches the newest attempt's journal and heartbeat on this process's own `clock` (seconds), looking
-        every `watch_s` after `wait(watch_s)`. A claim that appears meanwhile is alive.
+    ) -> Free | Busy:
+        """Whether somebody is at work on the run: `plan.busy.judge`, fed with looks at the newest attempt's
+        end record, journal and heartbeats, every `watch_s` after `wait(watch_s)`, on this process's own
+        `clock` (seconds). `is_dead`: whether all processes that could write for it are known to have ended.
         """
-        newest = self.newest_claim()
-        if newest is None or self.read_end(newest.number) is not None:
-            return None
-        before, begin = self._signs_of_life(newest.number), clock()
-        while clock() - begin < seconds:
+        watch: Watch | None = None
+        while True:
+            verdict = judge(watch, self._look(is_dead), clock(), seconds)
+            if not isinstance(verdict, Watch):
+                return verdict
+            watch = verdict
             wait(watch_s)
-            if self.next_claim_exists(newest.number):
-                return self.read_claim(newest.number + 1)
-            if self.read_end(newest.number) is not None:
-                return None
-            if self._signs_of_life(newest.number) != before:
-                return newest
-        return None
+
+    def _look(self, is_dead: Callable[[Claim], bool]) -> Look:
+        newest = self.newest_claim()
+        if newest is None:
+            return Look(newest=0, over=False, signs=b"")
+        over = self.read_end(newest.number) is not None or is_dead(newest)
+        signs = b"" if over else self._signs_of_life(newest.number)
+        return Look(newest=newest.number, over=over, signs=signs)
 
     def _signs_of_life(self, number: int) -> bytes:
         folder = f"{JOURNAL}/a{number:04d}"

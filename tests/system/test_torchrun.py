@@ -244,8 +244,8 @@ def keeper(job: Job, told: list[str]) -> StaticKeeper:
     folder = starting.run_folder(config)
     store = RunStore(Storage(str(folder)))
     spec = starting.prepare(config, folder, freeze=False)
-    attempt, _ = starting.claim(store, config, spec)
-    made = StaticKeeper(store, attempt, config, told.append)
+    with starting.claimed(store, config, spec, watched=0) as (attempt, _):
+        made = StaticKeeper(store, attempt, config, told.append)
     assert made.begin(2).attempt == 1
     return made
 
