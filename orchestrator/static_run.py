@@ -25,6 +25,7 @@ from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
 from orchestrator.records import decode, encode
+from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
@@ -195,7 +196,8 @@ def _train(
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
         with starting.stop_on_signals(membership.ask_stop, say), _ending(keeper):
-            return run_loop(task, membership, feed, Storage(str(folder)), faults=hook(fault_plan))
+            files = CommittedFiles(Storage(str(folder)))
+            return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:
         feed.close()
 

@@ -252,6 +252,7 @@ def train_function(config: dict[str, Any]) -> None:
     with loading():
         from orchestrator.data.ray_feed import RayFeed
         from orchestrator.faults import hook
+        from orchestrator.resume.committed import CommittedFiles
         from orchestrator.storage import Storage
         from orchestrator.train.job import TrainJob
         from orchestrator.train.loop import train
@@ -271,7 +272,7 @@ def train_function(config: dict[str, Any]) -> None:
             job,
             membership,
             RayFeed(task.feeder, task.launch),
-            Storage(task.storage),
+            CommittedFiles(Storage(task.storage)),
             faults=hook(task.fault_plan),
         )
     except OrchestratorError as error:

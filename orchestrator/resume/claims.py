@@ -80,9 +80,16 @@ class ClaimFiles:
         empty, why is `unreadable`.
         """
         try:
-            return decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
-        except (SealError, FileNotFoundError):
+            found = decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
+        except FileNotFoundError:
+            found = None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            found = None
+        if found is None or found.number != number:
             return Claim(number=number, launch="", why=UNREADABLE, host="", created="")
+        return found
 
     def read_parent(self, number: int) -> ClaimParent | UnreadableFile | None:
         """What claim `number` inherits; None while there is no such file. In both other cases the claim has
@@ -90,7 +97,10 @@ class ClaimFiles:
         """
         path = _parent_path(number)
         try:
-            return decode(ClaimParent, unseal(self.storage.read(path)), path)
+            found = decode(ClaimParent, unseal(self.storage.read(path)), path)
+            if found.attempt != number:
+                raise SealError(f"it is that of attempt {found.attempt}")
+            return found
         except FileNotFoundError:
             return None
         except OrchestratorError as error:
@@ -119,7 +129,11 @@ class ClaimFiles:
         """How attempt `number` ended; None if it did not say, or another run's did."""
         try:
             end = decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
-        except (FileNotFoundError, SealError):
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
             return None
         return end if end.run_id == self.read_claim(number).run_id else None
 

@@ -78,6 +78,13 @@ class PointFiles:
         except verify.DamageError as error:
             raise _point_error(error.damage) from error
 
+    def read_listed(self, name: str, file: str) -> bytes:
+        """A file of a point, with the bytes that COMMIT lists. Raises `ResumePointError` naming it."""
+        try:
+            return verify.read_listed(self.storage, self._commit(name), file)
+        except verify.DamageError as error:
+            raise _point_error(error.damage) from error
+
     def verify_point(self, name: str, fast: bool = False) -> list[Damage]:
         """What is wrong with a committed point; empty if it is whole.
 

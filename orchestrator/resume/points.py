@@ -185,6 +185,7 @@ def is_part_path(path: str) -> bool:
     parts = PurePosixPath(path).parts
     return (
         bool(parts)
+        and "\0" not in path
         and not path.startswith("/")
         and ".." not in parts
         and parts[0] not in (COMMIT, *DOCUMENTS)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.errors import ResumePointError
+from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.plan.identity import RunIdentity
 from orchestrator.records import decode
-from orchestrator.resume.sealed import SealError, unseal
+from orchestrator.resume.sealed import unseal
 from orchestrator.storage import Storage
 
 RUN_FILE = "run.json"
@@ -38,7 +38,10 @@ def read_run(storage: Storage) -> RunFile | None:
         return decode(RunFile, unseal(storage.read(RUN_FILE)), RUN_FILE)
     except FileNotFoundError:
         return None
-    except SealError as error:
+    except OrchestratorError as error:
+        if isinstance(error, StorageError):
+            raise
         raise ResumePointError(
-            f"{storage.root}/{RUN_FILE} {error}; restore it from a copy, nothing was decided from it"
+            f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "
+            "was decided from it"
         ) from error
