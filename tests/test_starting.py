@@ -34,7 +34,7 @@ from orchestrator.records import StateKey
 from orchestrator.resume.claims import RESUME
 from orchestrator.resume.committer import PointCommitter, note_committed
 from orchestrator.resume.events import Deleted, DeletePoints
-from orchestrator.resume.fates import Fates
+from orchestrator.resume.fates import DELETING, Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
@@ -474,6 +474,19 @@ def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(r
     assert runner.begin().leftovers == (Leftover(point=key(14).point_name),)
     assert runner.begin().leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
     assert runner.store.leftovers() == []
+
+
+def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_end(runner: Runner) -> None:
+    runner.launch()
+    crashed = runner.begin()
+    deleted, unfinished = key(12, attempt=crashed.number), key(14, attempt=crashed.number)
+    for at in (deleted, unfinished):
+        write_vote(runner.store.storage, at, rank=0)
+    journal = runner.journal(crashed)
+    journal.event(DELETING, points=[deleted.point_name])
+    journal.close()
+    assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
+    assert runner.store.leftovers() == [unfinished.point_name]
 
 
 def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
