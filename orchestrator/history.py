@@ -42,7 +42,7 @@ class Run:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`.
         """
-        seen = survey(self._store)
+        seen = survey(self._store, with_steps=False)
         rows = []
         for name in self._names(seen):
             key = parse_point_name(name)
@@ -62,7 +62,7 @@ class Run:
         """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
         unknown name.
         """
-        names = self._names(survey(self._store))
+        names = self._names(survey(self._store, with_steps=False))
         if point is not None and point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
         rows = []

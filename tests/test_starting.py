@@ -20,17 +20,18 @@ import pytest
 
 import orchestrator
 from orchestrator import starting
-from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.attempt import Attempt, continue_launch, note_beginning, survey
 from orchestrator.cli import main
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
+from orchestrator.monitor import reader
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.busy import Busy
 from orchestrator.plan.resume import ResumePlan
-from orchestrator.records import StateKey
+from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.claims import RESUME
 from orchestrator.resume.committer import PointCommitter, note_committed
 from orchestrator.resume.events import Deleted, DeletePoints
@@ -274,6 +275,39 @@ def test_points_are_not_deleted_while_the_journal_cannot_say_so(runner: Runner) 
     deleted = committer.perform(DeletePoints(names=(first.point_name,)))
     assert deleted == Deleted(names=(), failed=(first.point_name,))
     assert runner.store.verify_point(first.point_name) == []
+
+
+def test_a_survey_without_steps_finds_the_same_points_generations_and_newest_records(runner: Runner) -> None:
+    names = [runner.launch() for _ in range(4)]
+    rewind(runner, names[1])
+    runner.launch()
+    shutil.rmtree(runner.folder / "points" / names[0].point_name)
+    whole, quick = survey(runner.store), survey(runner.store, with_steps=False)
+    same = ("points", "missing", "lost", "foreign", "fates", "encoders", "unreadable")
+    assert [getattr(whole, name) for name in same] == [getattr(quick, name) for name in same]
+    assert (whole.lost, len(whole.points)) == ((names[0].point_name,), 2)
+    assert (whole.journal.generations, whole.journal.events) == (
+        quick.journal.generations,
+        quick.journal.events,
+    )
+    ids = {(r.attempt, r.generation) for r in whole.journal.records}
+    newest = {max(r.key for r in whole.journal.records if (r.attempt, r.generation) == id_) for id_ in ids}
+    assert {r.key for r in quick.journal.records} == newest
+    keys = [record.key for record in whole.journal.records]
+    assert [whole.lineage.on_lineage(at) for at in keys] == [quick.lineage.on_lineage(at) for at in keys]
+
+
+def test_a_restarted_coordinator_reads_only_the_newest_step_records(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.launch()
+    attempt = begun(runner)
+    decoded: list[Any] = []
+    real = reader.decode
+    monkeypatch.setattr(reader, "decode", lambda kind, *rest: decoded.append(kind) or real(kind, *rest))
+    again = continue_launch(runner.store, attempt, "host", no_fault)
+    assert again.number == attempt.number + 1
+    assert decoded.count(StepRecord) == 1, "one generation of ten steps"
 
 
 def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:

@@ -2,14 +2,14 @@
 
 It needs no cluster and takes no lock: the writer may be writing, or may have died in the middle of a line.
 `read_journal` reads all of it; `read_outline` all but the contents of step records, which are nearly all
-lines.
+lines: only the newest of each generation is decoded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,19 @@ class JournalOutline:
     """What a journal holds beside its step records, in the order of attempts and lines; `torn` as in
     `Journal`.
 
-    `last_steps` has the highest label with a step record of each generation that has any. What the records
+    `last_records` has the step record with the highest label of each generation that has any. What the others
     say was not looked at: neither their fields nor whether two copies of one agree.
     """
 
     generations: tuple[GenerationStart, ...]
-    last_steps: dict[GenerationId, int]
+    last_records: tuple[StepRecord, ...]
     events: tuple[JournalEvent, ...]
     torn: tuple[str, ...]
+
+    @property
+    def last_steps(self) -> dict[GenerationId, int]:
+        """The highest label with a step record of each generation that has any."""
+        return {(record.attempt, record.generation): record.step for record in self.last_records}
 
 
 class _Outline:
@@ -74,7 +79,7 @@ class _Outline:
 
     def __init__(self) -> None:
         self.generations: dict[GenerationId, GenerationStart] = {}
-        self.last_steps: dict[GenerationId, int] = {}
+        self.last_lines: dict[GenerationId, dict[str, Any]] = {}
         self.events: list[JournalEvent] = []
 
     def add(self, line: dict[str, Any]) -> None:
@@ -98,9 +103,29 @@ class _Outline:
             )
 
     def add_step(self, line: dict[str, Any]) -> None:
-        generation, step = (line["attempt"], line["generation"]), line["step"]
-        if step > self.last_steps.get(generation, -1):
-            self.last_steps[generation] = step
+        generation = line["attempt"], line["generation"]
+        if generation not in self.last_lines or line["step"] > self.last_lines[generation]["step"]:
+            self.last_lines[generation] = line
+
+    def last_records(self) -> Iterator[StepRecord]:
+        """Of each generation. Raises `StorageError`."""
+        for (attempt, generation), line in self.last_lines.items():
+            try:
+                yield _step(line)
+            except (OrchestratorError, KeyError, TypeError, ValueError) as error:
+                raise StorageError(
+                    f"{FOLDER}/a{attempt:04d}: the newest step record of generation {generation} is not as "
+                    f"the journal wrote it: {error}; restore the file"
+                ) from error
+
+
+def _step(line: dict[str, Any]) -> StepRecord:
+    for name in ("kind", "seq", "time", "run"):
+        del line[name]
+    for name in _FLOATS:
+        if isinstance(line.get(name), str):  # not finite
+            line[name] = float(line[name])
+    return decode(StepRecord, line)
 
 
 class _Whole(_Outline):
@@ -111,12 +136,7 @@ class _Whole(_Outline):
         self.records: dict[tuple[int, int, int], StepRecord] = {}
 
     def add_step(self, line: dict[str, Any]) -> None:
-        for name in ("kind", "seq", "time", "run"):
-            del line[name]
-        for name in _FLOATS:
-            if isinstance(line.get(name), str):  # not finite
-                line[name] = float(line[name])
-        record = decode(StepRecord, line)
+        record = _step(line)
         known = self.records.setdefault((record.attempt, record.generation, record.step), record)
         if known is not record:
             check_copy(known, record)
@@ -148,7 +168,7 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     torn = _read_lines(storage, outline.add, run_id)
     return JournalOutline(
         generations=tuple(outline.generations.values()),
-        last_steps=outline.last_steps,
+        last_records=tuple(outline.last_records()),
         events=tuple(outline.events),
         torn=torn,
     )
