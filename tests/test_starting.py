@@ -5,13 +5,8 @@ real data.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +16,17 @@ import pytest
 import orchestrator
 from orchestrator import starting
 from orchestrator.attempt import Attempt, continue_launch, note_beginning, survey
-from orchestrator.cli import main
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
+from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
 from orchestrator.monitor import reader
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import read_journal
-from orchestrator.plan.busy import Busy
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.claims import RESUME
-from orchestrator.resume.committer import PointCommitter, note_committed
-from orchestrator.resume.events import Deleted, DeletePoints
+from orchestrator.resume.committer import note_committed
 from orchestrator.resume.fates import DELETING, Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
@@ -186,97 +178,6 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
             look()
 
 
-def test_a_point_that_lost_its_commit_is_damaged_for_all_and_removed_by_no_start(
-    runner: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
-    older, newer = (at.point_name for at in (runner.launch(), runner.launch()))
-    commit = runner.folder / "points" / newer / "COMMIT"
-    content = commit.read_bytes()
-    commit.unlink()
-    whole = files(runner.folder / "points" / newer)
-    for number in range(4):
-        attempt = runner.begin() if number else None
-        run = orchestrator.open(runner.folder)
-        shown = [(row["name"], row["healthy"], row["reason"]) for row in run.points()]
-        assert shown == [(older, True, ""), (newer, False, "COMMIT is missing")]
-        with pytest.raises(SystemExit, match="1"):
-            main(["verify", str(runner.folder)])
-        assert f"{newer}: damaged\n  COMMIT is missing\n" in capsys.readouterr().out
-        with pytest.raises(SystemExit, match="1"):
-            main(["verify", str(runner.folder), newer])
-        assert attempt is None or attempt.leftovers == ()
-    assert files(runner.folder / "points" / newer) == whole
-    commit.write_bytes(content)
-    assert [row["healthy"] for row in orchestrator.open(runner.folder).verify()] == [True, True]
-
-
-def test_a_point_named_to_resume_from_that_lost_its_commit_is_refused_as_damaged(runner: Runner) -> None:
-    runner.launch()
-    newer = runner.launch()
-    (runner.folder / "points" / newer.point_name / "COMMIT").unlink()
-    with pytest.raises(ResumePointError, match="is damaged .*COMMIT is missing"):
-        rewind(runner, newer)
-
-
-def test_a_point_whose_every_file_vanished_is_shown_until_the_history_goes_on_without_it(
-    runner: Runner,
-) -> None:
-    older, newer = (at.point_name for at in (runner.launch(), runner.launch()))
-    shutil.rmtree(runner.folder / "points" / newer)
-    run = orchestrator.open(runner.folder)
-    assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True), (newer, False)]
-    assert [damage.point for damage in runner.begin().damages] == [newer]
-    assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True)]
-
-
-@pytest.mark.parametrize("killed_at", ["COMMIT", "model", "the end"])
-def test_a_kill_while_points_are_deleted_is_neither_damage_nor_left_behind(
-    runner: Runner, killed_at: str
-) -> None:
-    first, second = runner.launch(), runner.launch()
-    attempt = runner.begin()
-
-    class Killed(Exception):
-        pass
-
-    class Dying(RunStore):
-        def delete_point(self, name: str) -> None:
-            if killed_at != "COMMIT":
-                self.storage.delete(f"points/{name}/COMMIT")
-            if killed_at == "the end":
-                super().delete_point(name)
-            raise Killed
-
-    journal = runner.journal(attempt)
-    note_beginning(journal, attempt, {})
-    committer = PointCommitter(
-        Dying(runner.store.storage), journal, attempt.number, {}, {}, lambda: 0.0, run_id=attempt.run_id
-    )
-    with pytest.raises(Killed):
-        committer.perform(DeletePoints(names=(first.point_name,)))
-    # nothing more of the journal becomes durable
-    left = [second.point_name] if killed_at != "COMMIT" else [first.point_name, second.point_name]
-    rows = orchestrator.open(runner.folder).points()
-    assert [(row["name"], row["healthy"]) for row in rows] == [(name, True) for name in left]
-    assert runner.plan().point == second.point_name
-    again = runner.begin()
-    assert again.damages == ()
-    assert [name.point for name in again.leftovers] == ([first.point_name] if killed_at == "model" else [])
-    assert runner.store.point_names() == left
-    assert runner.store.leftovers() == []
-
-
-def test_points_are_not_deleted_while_the_journal_cannot_say_so(runner: Runner) -> None:
-    first = runner.launch()
-    attempt = runner.begin()
-    stuck = Storage(str(runner.folder), Failing("fsync", errno.EIO), no_sleep)
-    journal = JournalWriter(stuck, attempt.number, run_id=attempt.run_id)
-    committer = PointCommitter(runner.store, journal, attempt.number, {}, {}, lambda: 0.0)
-    deleted = committer.perform(DeletePoints(names=(first.point_name,)))
-    assert deleted == Deleted(names=(), failed=(first.point_name,))
-    assert runner.store.verify_point(first.point_name) == []
-
-
 def test_a_survey_without_steps_finds_the_same_points_generations_and_newest_records(runner: Runner) -> None:
     names = [runner.launch() for _ in range(4)]
     rewind(runner, names[1])
@@ -339,41 +240,6 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
         starting.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
-class Process:
-    """A process that does nothing, for claims and journals in its name."""
-
-    def __init__(self) -> None:
-        self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
-
-    def does(self, monkeypatch: pytest.MonkeyPatch, what: Callable[[], Attempt]) -> Attempt:
-        with monkeypatch.context() as context:
-            context.setattr(os, "getpid", lambda: self.child.pid)
-            return what()
-
-
-@pytest.fixture
-def watched_for(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long starts have watched and waited; that time passes at once."""
-    waits: list[float] = []
-    real = RunStore.watch_busy
-
-    def watch(store: RunStore, seconds: float, clock: Any, wait: Any, *more: Any) -> Any:
-        return real(store, seconds, lambda: sum(waits), waits.append, *more)
-
-    monkeypatch.setattr(RunStore, "watch_busy", watch)
-    return waits
-
-
 def begun(runner: Runner) -> Attempt:
     """An attempt whose coordinator has begun its journal."""
     attempt = runner.begin()
@@ -381,99 +247,6 @@ def begun(runner: Runner) -> Attempt:
     note_beginning(journal, attempt, {})
     journal.close()
     return attempt
-
-
-def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watched(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
-) -> None:
-    with Process() as driver:
-        assert driver.does(monkeypatch, lambda: begun(runner)).number == 1
-        driver.kill()
-        assert starting.refuse_busy(runner.store) == 1
-        assert watched_for == []
-
-
-@pytest.mark.parametrize(
-    "what", ["the coordinator lives", "no journal yet", "another machine", "an old claim"]
-)
-def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_dead(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float], what: str
-) -> None:
-    with Process() as driver:
-        if what == "another machine":
-            for module in ("attempt", "resume.claims"):
-                monkeypatch.setattr(f"orchestrator.{module}.machine_id", lambda: "another boot")
-        if what == "an old claim":
-            monkeypatch.setattr("orchestrator.resume.claims.machine_id", lambda: "")
-            monkeypatch.setattr("orchestrator.attempt.machine_id", lambda: "")
-        attempt = driver.does(monkeypatch, runner.begin)
-        if what != "no journal yet":
-            journal = runner.journal(attempt)
-            if what == "the coordinator lives":
-                note_beginning(journal, attempt, {})
-            else:
-                driver.does(monkeypatch, lambda: note_beginning(journal, attempt, {}) or attempt)
-            journal.close()
-        driver.kill()
-        assert starting.refuse_busy(runner.store) == 1
-        assert sum(watched_for) >= starting.BUSY_WATCH_S
-
-
-def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
-) -> None:
-    with Process() as driver:
-        for module in ("attempt", "resume.claims"):
-            monkeypatch.setattr(f"orchestrator.{module}.process_start", lambda pid: "1")
-        driver.does(monkeypatch, lambda: begun(runner))
-        monkeypatch.undo()
-        assert starting.refuse_busy(runner.store) == 1, "its pid is that of a process that began later"
-
-
-def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
-    job, store = runner.config(), runner.store
-    spec = starting.prepare(job, runner.folder, freeze=True)
-    pause = threading.Event()
-    with starting.claimed(store, job, spec, 0):
-        seen = store.watch_busy(LIMIT_S, time.monotonic, lambda seconds: pause.wait(0.05) and None)
-        assert seen == Busy(number=1)
-
-
-def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
-    job, store = runner.config(), runner.store
-    spec = starting.prepare(job, runner.folder, freeze=True)
-    watched = starting.refuse_busy(store)
-    first = runner.begin()
-    told = f"attempt 1 of this run was claimed by launch {first.launch}"
-    with pytest.raises(BusyError, match=told), starting.claimed(store, job, spec, watched):
-        raise AssertionError("the first launch is fenced")
-    assert not store.next_claim_exists(first.number)
-
-
-def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
-    with Process() as driver:
-        number = driver.does(monkeypatch, runner.begin).number
-        heart, over = runner.store.heartbeat(number), threading.Event()
-
-        def beat() -> None:
-            while not over.wait(0.05):
-                heart.beat()
-
-        orphan = threading.Thread(target=beat)
-        orphan.start()
-        try:
-            with pytest.raises(BusyError, match="attempt 1 of launch"):
-                starting.refuse_busy(runner.store)
-            driver.kill()
-            threading.Timer(2.0, over.set).start()
-            starting.refuse_busy(runner.store)
-            assert over.is_set(), "it waited for the orphan"
-        finally:
-            over.set()
-            orphan.join()
 
 
 def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:
