@@ -293,7 +293,7 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
         why=attempt.why,
         pid=os.getpid(),
         machine=machine_id(),
-        pid_start=process_start(os.getpid()),
+        pid_start=process_start(os.getpid()) or "",
         config=dict(config),
     )
     for damage in attempt.damages:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROC_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_PROC_CGROUP, _CGROUPS = _PROC / "self" / "cgroup", Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int | None:
@@ -51,21 +52,27 @@ def machine_id() -> str:
     does a pid of another process's mean the same. Empty where the system does not tell (no Linux).
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+        return f"{boot} {os.readlink(_PROC / 'self' / 'ns' / 'pid')}"
     except OSError:
         return ""
 
 
-def process_start(pid: int) -> str:
+def process_start(pid: int) -> str | None:
     """When a process of this machine began, as the system counts it: another process that gets its pid later
-    has another one. Empty if there is no such process, or it has ended and only waits to be collected, or
-    the system does not tell.
+    has another one. Empty if there is none, or it has ended and only waits to be collected; None if the
+    system does not tell (no Linux, or it hides the processes of others).
     """
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
     except (OSError, ValueError):
-        return ""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return None
     return "" if state in "ZX" else fields[18]
 
 

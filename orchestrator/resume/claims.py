@@ -166,7 +166,7 @@ class ClaimFiles:
             created=now_text(),
             pid=pid,
             machine=machine_id() if pid else "",
-            pid_start=process_start(pid) if pid else "",
+            pid_start=(pid and process_start(pid)) or "",
             run_id=run_id,
         )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):

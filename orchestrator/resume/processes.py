@@ -59,4 +59,7 @@ def has_ended(machine: str, pid: int, pid_start: str) -> bool:
     """Whether this process is surely no more: it was one of this machine since that was booted, and none has
     its pid now, or another one that began later. False where nobody can know.
     """
-    return bool(machine and pid_start) and machine == machine_id() and process_start(pid) != pid_start
+    if not (machine and pid_start) or machine != machine_id():
+        return False
+    found = process_start(pid)
+    return found is not None and found != pid_start
