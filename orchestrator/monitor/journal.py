@@ -5,12 +5,12 @@ It knows lines, segments and which step records are durable; not who sends recor
 the end (plan.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
-the attempt), `time` (UTC, for people), `run`, `attempt` and `kind`; `step` and `rank` where they mean
-something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members that
-outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`. Any
-other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf", "-inf").
-The first line of a segment also has `run_id`, that of run.json, where that has one. A segment is closed
-before the next begins, and never changed afterwards.
+the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they
+mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members
+that outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`.
+Any other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf",
+"-inf"). `run_id` is that of run.json, and absent where that has none. A segment is closed before the next
+begins, and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ class JournalWriter:
             "seq": self._seq,
             "time": self._now().isoformat(timespec="milliseconds"),
             "run": self._run,
+            **({"run_id": self._run_id} if self._run_id else {}),
             "attempt": self._attempt,
         }
         self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
@@ -200,8 +201,7 @@ class JournalWriter:
                 room = self._segment_bytes - self._file.num_bytes
                 sizes = itertools.accumulate(map(len, lines), initial=0)
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
-                data = b"".join(lines[:taken])
-                self._file.write(data if self._file.num_bytes else self._named(data))
+                self._file.write(b"".join(lines[:taken]))
                 self._file.sync()
                 lines = lines[taken:]
                 if self._file.num_bytes >= self._segment_bytes:
@@ -210,10 +210,6 @@ class JournalWriter:
         except StorageError as error:
             self._broken = error
             raise
-
-    def _named(self, lines: bytes) -> bytes:
-        """The first line of a segment says whose it is, where the run has an id."""
-        return b'{"run_id":"' + self._run_id.encode() + b'",' + lines[1:] if self._run_id else lines
 
     def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
         if fact.attempt != self._attempt:

@@ -90,6 +90,7 @@ class _Outline:
         del line["kind"]
         seq, time = line.pop("seq"), line.pop("time")
         del line["run"]
+        line.pop("run_id", None)
         if kind == GENERATION:
             start = decode(GenerationStart, line)
             known = self.generations.setdefault(start.id, start)
@@ -122,6 +123,7 @@ class _Outline:
 def _step(line: dict[str, Any]) -> StepRecord:
     for name in ("kind", "seq", "time", "run"):
         del line[name]
+    line.pop("run_id", None)
     for name in _FLOATS:
         if isinstance(line.get(name), str):  # not finite
             line[name] = float(line[name])
@@ -217,7 +219,7 @@ def _read_lines(
 
 
 def _require_own(path: str, data: bytes, run_id: str | None) -> None:
-    """The first line of a segment says whose it is. Not looked at: one that was cut off before its end."""
+    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end."""
     first, end, _ = data.partition(b"\n")
     try:
         found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
@@ -243,7 +245,6 @@ def _read_segment(
                 raise OrchestratorError(
                     f"expected line number {expected} of the attempt, found {line['seq']}"
                 )
-            line.pop("run_id", None)  # of a segment's first line; see `_require_own`
             add(line)
         except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise StorageError(

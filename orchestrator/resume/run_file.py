@@ -19,7 +19,7 @@ RUN_FILE = "run.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFile:
     """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
-    end record, journal segment and COMMIT of the run; empty in runs that were begun before there were ids,
+    end record, journal line and COMMIT of the run; empty in runs that were begun before there were ids,
     and in their pieces.
     """
 
