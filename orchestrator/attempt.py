@@ -17,28 +17,29 @@ from orchestrator.config import JobConfig, field_rules
 from orchestrator.data.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import FAILURE, MEMBER_DEAD, MEMBER_FINISHED, Failure
 from orchestrator.elastic.formation import PreviousGeneration
-from orchestrator.errors import DataIdentityError, RefusedError, ResumePointError
+from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
+from orchestrator.machine import machine_id, process_start
 from orchestrator.monitor.journal import JournalWriter
-from orchestrator.monitor.reader import Journal, read_journal
-from orchestrator.plan.claims import ClaimParent
+from orchestrator.monitor.reader import Journal, JournalEvent, read_journal, read_outline
+from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.plan.encoders import EncoderSpan, with_encoder
 from orchestrator.plan.identity import RunIdentity
-from orchestrator.plan.lineage import Lineage, effective_history, require_sound
+from orchestrator.plan.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.plan.resume import PointInfo, ResumePlan, plan_resume
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import MemberInfo, StateKey, StepRecord
 from orchestrator.resume.claims import (
     RESTARTED,
-    RESUME,
-    REWIND,
-    START,
     UNREADABLE,
     UnreadableFile,
     unreadable_claim,
 )
+from orchestrator.resume.commit import LOST
+from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
@@ -48,15 +49,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `lost` are points on it that were committed, are not there, and nobody deleted. `encoders`
-    made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be used, for
-    the user to hear of.
+    oldest first. `missing` are all points that were committed, have no COMMIT, and nobody deleted; `lost` are
+    those on the history. `foreign` are points that lie there under a name of it, but belong to another run.
+    `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be
+    used, for the user to hear of.
     """
 
     journal: Journal
     lineage: Lineage
     points: tuple[str, ...]
+    missing: frozenset[str]
     lost: tuple[str, ...]
+    foreign: tuple[str, ...]
+    fates: Fates
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
 
@@ -70,7 +75,7 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts.
+    failure budget counts; `run_id` is run.json's.
     """
 
     number: int
@@ -90,6 +95,7 @@ class Attempt:
     ended: tuple[str, str] | None = None
     failures: tuple[Failure, ...] = ()
     last_step: StepRecord | None = None
+    run_id: str = ""
 
     @property
     def parent(self) -> StateKey | None:
@@ -97,24 +103,65 @@ class Attempt:
         return self.point.key if self.point else None
 
 
-def survey(store: RunStore) -> Survey:
+def survey(store: RunStore, with_steps: bool = True) -> Survey:
     """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
     itself.
+
+    Without `with_steps` it takes a fraction of the time: of the step records only the newest of each
+    generation is in `journal`, none in `lineage`, and what they alone could contradict is not found.
     """
     claims, (parents, cut_off) = store.claims(), store.parents()
+    run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
-    journal = read_journal(store.storage)
-    lineage = require_sound(effective_history(claims, parents, journal.generations, journal.records))
+    if with_steps:
+        journal = read_journal(store.storage, run_id)
+        lineage = effective_history(claims, parents, journal.generations, journal.records)
+    else:
+        outline = read_outline(store.storage, run_id)
+        journal = Journal(
+            generations=outline.generations,
+            records=outline.last_records,
+            events=outline.events,
+            torn=outline.torn,
+        )
+        lineage = effective_chain(claims, parents, journal.generations)
+    require_sound(lineage)
     there = store.point_names()
+    foreign = tuple(name for name in there if store.is_foreign(name))
+    fates = _fates(journal.events, parents)
+    if missing := fates.kept.difference(there):
+        # where the run is being written, they may have been deleted between the two looks
+        missing &= _fates(read_outline(store.storage, run_id).events, parents).kept
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
     return Survey(
         journal=journal,
         lineage=lineage,
-        points=_on_lineage(lineage, there),
-        lost=_on_lineage(lineage, _committed_and_kept(journal) - set(there)),
+        points=_on_lineage(lineage, (name for name in there if name not in foreign)),
+        missing=missing,
+        lost=_on_lineage(lineage, missing),
+        foreign=_on_lineage(lineage, foreign),
+        fates=fates,
         encoders=encoders,
         unreadable=unreadable,
     )
+
+
+def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
+    """The run's id (None without run.json), which every claim must have. Raises `ResumePointError`."""
+    run = store.read_run()
+    for claim in claims:
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise ResumePointError(
+                f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, and "
+                "nothing is decided from it; move those of the other one away"
+            )
+    return run.id if run else None
+
+
+def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:
+    inherited = (name for parent in parents for name in parent.inherited)
+    return point_fates(((event.kind, event.fields) for event in events), inherited)
 
 
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
@@ -122,10 +169,12 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
 
 
-def _committed_and_kept(journal: Journal) -> set[str]:
-    names = {event.fields["point"] for event in journal.events if event.kind == "point committed"}
-    gone = (event.fields["points"] for event in journal.events if event.kind == "points deleted")
-    return names.difference(*gone)
+def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
+    """Of the points on one history those at or before `point`: what a history that continues it has. A point
+    behind it is an orphan from then on; it stays, but counts for nothing.
+    """
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if point and key and key <= point.key)
 
 
 def require_frozen(seen: Survey, data: DataSpec) -> None:
@@ -147,8 +196,8 @@ def choose_point(
     A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
     """
     if wanted == "latest":
-        return store.healthy_newest((*seen.points, *seen.lost), fast=fast)
-    if wanted not in seen.points:
+        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
+    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
         listed = ", ".join(seen.points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
@@ -194,33 +243,22 @@ def decide(
 
 
 def begin_launch(
-    store: RunStore,
-    config: JobConfig,
-    launch: str,
-    host: str,
-    run: RunIdentity,
-    data: DataSpec,
-    faults: Hook,
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec
 ) -> tuple[Attempt, ResumePlan]:
-    """Claims the next attempt for a start command and writes what it inherits. `run` is the run's identity,
-    `data` the job's data.
+    """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
+    run.json, `data` the job's data.
 
-    Raises `BusyError` if another start was quicker, `RefusedError` if the configuration may not continue the
-    run (the claim then stays without descendants and harms nobody).
+    Raises `RefusedError` if the configuration may not continue the run (the claim then stays without
+    descendants and harms nobody).
     """
-    newest = store.newest_claim()
-    number = (newest.number if newest else 0) + 1
-    rewind = config.resume.from_ != "latest"
-    why = START if newest is None else REWIND if rewind else RESUME
-    store.claim(number, launch, why, host)
-    faults("claim_made", -1, -1)
+    number = claim.number
     seen = survey(store)
     require_frozen(seen, data)
     point, damages = choose_point(store, seen, config.resume.from_)
-    plan = decide(store, config, point, (run, data.identity()))
+    plan = decide(store, config, point, (run.identity, data.identity()))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
-    inherited, encoders = seen.points, plan.encoders
+    inherited, encoders = up_to(seen.points, point), plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
         begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
         encoders = with_encoder(encoders, plan.encoder, begins)
@@ -236,8 +274,8 @@ def begin_launch(
     )
     attempt = Attempt(
         number=number,
-        launch=launch,
-        why=why,
+        launch=claim.launch,
+        why=claim.why,
         point=point,
         inherited=inherited,
         step_label=plan.step_after,
@@ -245,7 +283,8 @@ def begin_launch(
         encoders=encoders,
         damages=damages,
         unreadable=seen.unreadable,
-        leftovers=remove_leftovers(store, number),
+        leftovers=remove_leftovers(store, number, seen.fates),
+        run_id=run.id,
     )
     return attempt, plan
 
@@ -254,7 +293,15 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
     """Journals that the attempt begins in this process, under this flat configuration, and all that its start
     found and did.
     """
-    journal.event("attempt", launch=attempt.launch, why=attempt.why, pid=os.getpid(), config=dict(config))
+    journal.event(
+        "attempt",
+        launch=attempt.launch,
+        why=attempt.why,
+        pid=os.getpid(),
+        machine=machine_id(),
+        pid_start=process_start(os.getpid()) or "",
+        config=dict(config),
+    )
     for damage in attempt.damages:
         journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
@@ -275,16 +322,18 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     Raises `FencedError` if another launch has taken the run over.
     """
     newest = store.newest_claim()
-    assert newest is not None, "the driver has claimed before it starts a coordinator"
+    if lost := store.why_not_mine(first.run_id) or ("" if newest else "the claims of this launch are gone"):
+        raise FencedError(f"{lost}: {LOST}")
+    assert newest is not None, "looked at just before"
     if newest.number == first.number and not store.storage.list(f"journal/a{first.number:04d}"):
         return first
     end = store.read_end(newest.number) if newest.launch == first.launch else None
     if end is not None:
         return replace(first, number=newest.number, why=RESTARTED, ended=(end.outcome, end.reason))
     number = newest.number + 1
-    store.claim(number, first.launch, RESTARTED, host)
+    store.claim(number, first.launch, RESTARTED, host, first.run_id)
     faults("claim_made", -1, -1)
-    seen = survey(store)
+    seen = survey(store, with_steps=False)  # its members wait for it
     try:
         point, _ = choose_point(store, seen, "latest", fast=True)
     except ResumePointError:

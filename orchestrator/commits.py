@@ -114,10 +114,7 @@ class Commits:
                     case Acknowledge() | GiveUp():
                         await self._answer(action)
                     case Fence():
-                        await self._listener.fenced(
-                            f"attempt {self._machine.attempt + 1} of this run exists: another launch has "
-                            "taken it over"
-                        )
+                        await self._listener.fenced(action.reason)
                     case VerifyPoint() | DeletePoints() | DiscardSave():
                         # reads a whole point, or deletes one: nobody waits for that
                         self._in_background(self._perform_aside(action))

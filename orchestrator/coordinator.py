@@ -109,7 +109,9 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault
         )
-        self._journal = JournalWriter(self._store.storage, attempt.number, start.run)
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id
+        )
         note_beginning(self._journal, attempt, start.flat_config)
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(attempt.number)
@@ -152,6 +154,7 @@ class Coordinator:
             start.rng,
             time.monotonic,
             self._fault,
+            attempt.run_id,
         )
         self._commits = Commits(machine, committer, self._journal, point, self, start.storage_limit_s)
         # The sign of life must not wait behind a long commit: another start would think that this attempt is
@@ -517,7 +520,8 @@ class Coordinator:
         # where storage is what failed, the reason says so, and the end stays unsaid
         with suppress(StorageError):
             await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
-            write = partial(self._store.write_end, self._attempt.number, action.outcome, action.reason)
+            number, run_id = self._attempt.number, self._attempt.run_id
+            write = partial(self._store.write_end, number, action.outcome, action.reason, run_id)
             await self._commits.on_disk(write, END_WRITTEN_S)
         self._end_is_written = True
 

@@ -61,6 +61,9 @@ class Disk(Protocol):
     def is_folder(self, path: str) -> bool:
         """Whether the name itself is a folder (a link to one is not)."""
 
+    def is_open_file(self, path: str, handle: int) -> bool:
+        """Whether the name leads to the file of this handle; FileNotFoundError if it leads to none."""
+
     def size(self, path: str) -> int:
         """Bytes of a file; IsADirectoryError for a folder."""
 
@@ -127,6 +130,10 @@ class OsDisk:
         """See `Disk`."""
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
+    def is_open_file(self, path: str, handle: int) -> bool:
+        """See `Disk`."""
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+
     def size(self, path: str) -> int:
         """See `Disk`."""
         found = os.stat(path)
@@ -166,6 +173,26 @@ class AppendHandle:
             self._sync_folders()
             self._named = True
 
+    def why_lost(self) -> str:
+        """How it shows that the path leads to another file, or to none, or that somebody else has written
+        into this one; empty if all is as it should be (of a closed one: if it is there). Raises
+        `StorageError` if that cannot be told.
+        """
+        try:
+            found = self._disk.size(self._path)
+            same = self._handle is None or self._disk.is_open_file(self._path, self._handle)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{self._path} is gone"
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # a network file system's word for a deleted file
+                return f"{self._path} is gone"
+            raise storage_error("look at", self._path, error) from error
+        if not same:
+            return f"{self._path} is another file now"
+        if self._handle is not None and found != self.num_bytes:
+            return f"{self._path} has {found} bytes, written were {self.num_bytes}"
+        return ""
+
     def close(self) -> None:
         """Close without syncing; a second call does nothing."""
         handle, self._handle = self._handle, None
@@ -193,6 +220,12 @@ def write_all(disk: Disk, handle: int, view: memoryview) -> None:
 def storage_error(what: str, full: str, error: OSError) -> StorageError:
     """What to tell of a system call that failed."""
     reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    if error.errno == errno.EEXIST:
+        return StorageError(
+            f"cannot {what} {full}: there is a file of this name ({reason}), and no name is written twice; "
+            "another process works in this folder, or it holds what is left of an earlier run: end that "
+            "process or move those files away, then run again"
+        )
     return StorageError(
         f"cannot {what} {full}: {error.strerror or error} ({reason}); "
         "check that the path is mounted, writable and has room, then run again"

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.attempt import require_frozen, survey
+from orchestrator.attempt import Survey, require_frozen, survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.errors import RefusedError
 from orchestrator.records import StepRecord
-from orchestrator.resume.points import Damage, parse_point_name
+from orchestrator.resume.points import Damage, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 
@@ -30,15 +30,21 @@ class Run:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
         if self._store.read_run() is None:
+            if pieces := self._store.pieces():
+                from orchestrator.starting import missing_run
+
+                raise RefusedError(missing_run(self._store, pieces))
             raise RefusedError(
                 f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
             )
 
     def points(self) -> list[dict[str, Any]]:
-        """All committed points, oldest first, on the lineage or not; the document of `points --json`."""
-        lineage = survey(self._store).lineage
+        """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
+        `points --json`.
+        """
+        seen = survey(self._store, with_steps=False)
         rows = []
-        for name in self._store.point_names():
+        for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
             damages = self._store.verify_point(name)
@@ -48,14 +54,15 @@ class Run:
                 "generation": key.generation,
                 "step": key.step,
             }
-            rows.append({**row, **self._point_row(name, damages), "on_lineage": lineage.on_lineage(key)})
+            on_lineage = seen.lineage.on_lineage(key)
+            rows.append({**row, **self._point_row(name, damages), "on_lineage": on_lineage})
         return rows
 
     def verify(self, point: str | None = None) -> list[dict[str, Any]]:
         """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
         unknown name.
         """
-        names = self._store.point_names()
+        names = self._names(survey(self._store, with_steps=False))
         if point is not None and point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
         rows = []
@@ -97,6 +104,13 @@ class Run:
                 f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
             )
         return [(event.attempt, parse_config(nested(event.fields["config"]))) for event in events]
+
+    def _names(self, seen: Survey) -> list[str]:
+        """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
+        nothing is left is told no more: nobody misses it.
+        """
+        rest = seen.missing.intersection(self._store.leftovers())
+        return newest_first({*self._store.point_names(), *seen.lost, *rest})[::-1]
 
     def _point_row(self, name: str, damages: list[Damage]) -> dict[str, Any]:
         reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)

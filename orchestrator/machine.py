@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROC_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_PROC_CGROUP, _CGROUPS = _PROC / "self" / "cgroup", Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int | None:
@@ -44,6 +45,35 @@ def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:
         elif "memory" in controllers.split(","):
             limits += _limits(mount / "memory", path, "memory.limit_in_bytes")
     return min(limits, default=None)
+
+
+def machine_id() -> str:
+    """Names this boot of this machine, and the table of processes that is seen here: only where it is equal
+    does a pid of another process's mean the same. Empty where the system does not tell (no Linux).
+    """
+    try:
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+        return f"{boot} {os.readlink(_PROC / 'self' / 'ns' / 'pid')}"
+    except OSError:
+        return ""
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine began, as the system counts it: another process that gets its pid later
+    has another one. Empty if there is none, or it has ended and only waits to be collected; None if the
+    system does not tell (no Linux, or it hides the processes of others).
+    """
+    try:
+        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return None
+    return "" if state in "ZX" else fields[18]
 
 
 def _limits(root: Path, path: str, name: str) -> Iterator[int]:

@@ -113,16 +113,29 @@ def _decoder(hint: Any) -> _Decoder:
         return _tuple_decoder(args)
     if origin is dict:
         item = _decoder(args[1])
-        return lambda value, where: {str(k): item(v, where) for k, v in value.items()}
+        return lambda value, where: {
+            str(k): item(v, where) for k, v in _container(Mapping, "an object", value, where).items()
+        }
     return functools.partial(_scalar, hint) if hint in _SCALARS else lambda value, where: value
 
 
 def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
     if len(args) == 2 and args[1] is Ellipsis:
         one = _decoder(args[0])
-        return lambda value, where: tuple(map(one, value, (where,) * len(value)))
+        return lambda value, where: tuple(one(v, where) for v in _container(list, "a list", value, where))
     each = [_decoder(a) for a in args]
-    return lambda value, where: tuple(d(v, where) for d, v in zip(each, value, strict=True))
+    return lambda value, where: tuple(
+        d(v, where) for d, v in zip(each, _container(list, "a list", value, where, len(each)), strict=True)
+    )
+
+
+def _container(kind: Any, name: str, value: Any, where: str, length: int | None = None) -> Any:
+    """`value`, if it is a container of this kind and length."""
+    if not isinstance(value, kind):
+        raise OrchestratorError(f"{where}: expected {name}, found {value!r}")
+    if length is not None and len(value) != length:
+        raise OrchestratorError(f"{where}: expected {length} values, found {value!r}")
+    return value
 
 
 def _scalar(hint: type, value: Any, where: str) -> Any:

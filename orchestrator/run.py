@@ -81,13 +81,13 @@ def train(
             _check_this_machine(needs, limits)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         with ClusterConnection(job, cpus, needs.object_store_bytes):
-            busy.result()
+            watched = busy.result()
             _preflight(job, needs, limits, folder, () if local else _memories())
-            attempt, plan = starting.claim(store, job, spec, fault_plan)
-            spec = starting.freeze(job, folder, attempt.encoders)
             from orchestrator.launching import supervise
 
-            status = supervise(job, attempt, plan, spec, folder, limits, fault_plan)
+            with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+                spec = starting.freeze(job, folder, attempt.encoders)
+                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan)
     return _result(job, status, time.monotonic() - began)
 
 

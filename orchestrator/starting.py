@@ -14,9 +14,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +27,23 @@ from orchestrator.attempt import Attempt, begin_launch, choose_point, decide, re
 from orchestrator.config import JobConfig, field_rules
 from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
 from orchestrator.faults import hook
-from orchestrator.plan.claims import Claim
+from orchestrator.monitor.reader import journal_keeper
+from orchestrator.plan.busy import Free
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import StepRecord
+from orchestrator.resume.claims import RESUME, REWIND, START
+from orchestrator.resume.heartbeat import beating
+from orchestrator.resume.processes import AllEnded, driver_was_killed
+from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
 BUSY_WATCH_S = 10.0
+HEARTBEAT_EVERY_S = 2.0
 ORPHANS_S = 90.0
 # Ray unpacks a job's working directory in a folder of this one's.
 _RAY_COPIES = "working_dir_files"
@@ -93,9 +100,30 @@ def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
     return spec
 
 
+def find_run(store: RunStore) -> RunFile | None:
+    """run.json; None for a new run. Raises `RefusedError` where a run's pieces lie without it: a start would
+    mix two histories.
+    """
+    run = store.read_run()
+    if run is None and (pieces := store.pieces()):
+        run = store.read_run()  # another start may just have made both
+        if run is None:
+            raise RefusedError(missing_run(store, pieces))
+    return run
+
+
+def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
+    """What to say of pieces of a run without its run.json."""
+    return (
+        f"{store.storage.root} has no run.json, but {', '.join(pieces)} of a run: it was deleted while a "
+        "launch wrote into it, or run.json is lost; a new run beside them would mix two histories. Restore "
+        "run.json, or move the folder away, or take another run.name"
+    )
+
+
 def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
     """What a start would do now; the newest point is trusted by sizes."""
-    run = store.read_run()
+    run = find_run(store)
     seen = survey(store)
     require_frozen(seen, spec)
     point, damages = choose_point(store, seen, job.resume.from_, fast=True)
@@ -106,18 +134,24 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
     return replace(found, notes=(*found.notes, *notes))
 
 
-def refuse_busy(store: RunStore) -> None:
-    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one.
+def refuse_busy(store: RunStore) -> int:
+    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one. Returns
+    the newest attempt's number (0: none): nobody is at work on it, so that `claimed` may take the next.
 
     What a killed driver of this machine left is no launch: its processes end by themselves, within
-    `ORPHANS_S`, and are waited for. What it waits for stands on stderr.
+    `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
+    stands on stderr.
     """
-    newest = store.newest_claim()
-    if newest is not None and store.read_end(newest.number) is None:
+    newest, ended = store.newest_claim(), AllEnded(store, partial(journal_keeper, store.storage))
+    if newest is not None and store.read_end(newest.number) is None and not ended(newest):
         _say(f"attempt {newest.number} has not said its end: watching {BUSY_WATCH_S:.0f} s whether it lives")
     deadline = time.monotonic() + ORPHANS_S
-    while (claim := store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep)) is not None:
-        if _driver_was_killed(store, claim) and time.monotonic() < deadline:
+    while True:
+        found = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep, ended)
+        if isinstance(found, Free):
+            return found.number
+        claim = store.read_claim(found.number)
+        if driver_was_killed(store, claim) and time.monotonic() < deadline:
             _say(f"attempt {claim.number} lives, but its driver was killed: waiting for its processes to end")
             continue
         raise BusyError(
@@ -131,29 +165,23 @@ def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-def _driver_was_killed(store: RunStore, claim: Claim) -> bool:
-    """Whether the launch that made the claim was begun on this machine, by a process that is no more."""
-    drivers = [c for c in store.claims() if c.launch == claim.launch and c.pid]
-    if not drivers or drivers[0].host != socket.gethostname():
-        return False
-    try:
-        os.kill(drivers[0].pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # it lives, and is another user's
-    return False
+@contextmanager
+def claimed(
+    store: RunStore, job: JobConfig, spec: DataSpec, watched: int, fault_plan: str = ""
+) -> Iterator[tuple[Attempt, ResumePlan]]:
+    """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
+    `attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive.
 
-
-def claim(
-    store: RunStore, job: JobConfig, spec: DataSpec, fault_plan: str = ""
-) -> tuple[Attempt, ResumePlan]:
-    """Makes the run if it is new, and claims its next attempt for a launch; see `attempt.begin_launch`."""
-    run = store.read_run()
+    Raises `BusyError` if another start was quicker.
+    """
+    run = find_run(store)
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
-    launch = secrets.token_hex(8)
-    return begin_launch(store, job, launch, socket.gethostname(), run.identity, spec, hook(fault_plan))
+    why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
+    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id)
+    with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
+        hook(fault_plan)("claim_made", -1, -1)
+        yield begin_launch(store, job, made, run, spec)
 
 
 def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:

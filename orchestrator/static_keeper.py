@@ -58,7 +58,7 @@ class StaticKeeper:
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
-        self._journal = JournalWriter(store.storage, number, job.run.name)
+        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
         machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
@@ -68,7 +68,7 @@ class StaticKeeper:
         )
         rng = starting.rng_document(job)
         committer = PointCommitter(
-            store, self._journal, number, job.flat(), rng, time.monotonic, self._fault
+            store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
         )
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
         self._trouble = StorageTrouble()
@@ -189,7 +189,7 @@ class StaticKeeper:
         self._over.set()
         self._journal.event("end", outcome=outcome, reason=reason)
         self._journal.close()
-        self._store.write_end(self._attempt.number, outcome, reason)
+        self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too

@@ -25,6 +25,7 @@ from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
 from orchestrator.records import decode, encode
+from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
@@ -90,13 +91,13 @@ def _lead(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Ou
     store = RunStore(Storage(str(folder)))
     with meeting.telling_failure("decision"):
         starting.check_writable(folder)
-        spec, plan = _look(store, job, folder)
+        spec, plan, watched = _look(store, job, folder)
         if starting.reached(plan):
             meeting.tell("decision", None)
             _say(starting.stop_is_reached(plan))
             return None
-        attempt, plan = starting.claim(store, job, spec, fault_plan)
-        keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
+        with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+            keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
     with _ending(keeper), meeting.telling_failure("decision"):
         spec = starting.freeze(job, folder, attempt.encoders)
         meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
@@ -129,15 +130,15 @@ def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> 
     return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
 
 
-def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan]:
-    """The data and what a start would do with the run. Raises `RefusedError`, also if the run is busy."""
+def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan, int]:
+    """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
+    Raises `RefusedError`, also if the run is busy.
+    """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
         busy = watcher.submit(starting.refuse_busy, store)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
-        if not starting.reached(plan):
-            busy.result()
-        return spec, plan
+        return spec, plan, 0 if starting.reached(plan) else busy.result()
 
 
 def _require_gpus() -> None:
@@ -195,7 +196,8 @@ def _train(
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
         with starting.stop_on_signals(membership.ask_stop, say), _ending(keeper):
-            return run_loop(task, membership, feed, Storage(str(folder)), faults=hook(fault_plan))
+            files = CommittedFiles(Storage(str(folder)))
+            return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:
         feed.close()
 

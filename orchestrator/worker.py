@@ -67,6 +67,7 @@ def train_function(config: dict[str, Any]) -> None:
         from orchestrator.data.ray_feed import RayFeed
         from orchestrator.faults import hook
         from orchestrator.remote_membership import Place, RemoteMembership
+        from orchestrator.resume.committed import CommittedFiles
         from orchestrator.storage import Storage
         from orchestrator.train.job import TrainJob
         from orchestrator.train.loop import train
@@ -92,7 +93,7 @@ def train_function(config: dict[str, Any]) -> None:
             job,
             membership,
             RayFeed(task.feeder, task.launch),
-            Storage(task.storage),
+            CommittedFiles(Storage(task.storage)),
             faults=hook(task.fault_plan),
         )
     except OrchestratorError as error:

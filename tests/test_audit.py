@@ -47,7 +47,7 @@ class TrainedRun:
         self.folder = starting.run_folder(self.job)
         self.store = RunStore(Storage(str(self.folder)))
         self.spec = starting.prepare(self.job, self.folder, freeze=True)
-        self.store.create_run(self.job.run.name, self.spec.identity())
+        self.run_id = self.store.create_run(self.job.run.name, self.spec.identity()).id
         self.cursor, self.number = Cursor(), 0
         self.key: StateKey | None = None
         self.encoders: tuple[EncoderSpan, ...] = ()
@@ -66,12 +66,13 @@ class TrainedRun:
         not that of its samples.
         """
         self.number += 1
-        self.store.claim(self.number, f"{self.number:016x}", RESUME if self.key else START, "host")
+        why = RESUME if self.key else START
+        self.store.claim(self.number, f"{self.number:016x}", why, "host", self.run_id)
         inherited = (self.key.point_name,) if self.key else ()
         self.store.write_parent(
             ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
         )
-        journal = JournalWriter(self.store.storage, self.number)
+        journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
         journal.event("attempt", launch="", why="", pid=1, config=self.job.flat())
         first = (self.key.step if self.key else 0) if label is None else label
         journal.generation(

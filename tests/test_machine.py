@@ -1,12 +1,15 @@
-"""The memory that this process may use: the container's limit counts."""
+"""The memory that this process may use: the container's limit counts. Which process is which."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from orchestrator import machine
 from orchestrator.machine import cgroup_limit_bytes, memory_bytes
 
 
@@ -42,3 +45,28 @@ def test_this_machine_has_memory_and_no_more_than_is_built_in() -> None:
     found = memory_bytes()
     assert found is not None
     assert (64 << 20) < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_process_has_a_start_of_its_own_while_it_lives_and_none_when_it_has_ended() -> None:
+    mine = machine.process_start(os.getpid())
+    assert mine
+    assert mine == machine.process_start(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert machine.process_start(child.pid) not in ("", None, mine)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert machine.process_start(child.pid) == "", "it has ended, although nobody has collected it"
+    child.wait()
+    assert machine.process_start(child.pid) == ""
+
+
+def test_a_process_that_exists_but_is_hidden_is_not_known_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "_PROC", Path("/nonexistent"))
+    assert machine.process_start(os.getpid()) is None
+
+
+def test_this_boot_of_this_machine_has_a_name() -> None:
+    assert machine.machine_id() == machine.machine_id()
+    assert len(machine.machine_id().split()) == 2

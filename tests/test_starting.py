@@ -5,12 +5,9 @@ real data.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +15,33 @@ import pytest
 
 import orchestrator
 from orchestrator import starting
-from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.attempt import Attempt, continue_launch, note_beginning, survey
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import BusyError, OrchestratorError, RefusedError, ResumePointError
+from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
+from orchestrator.monitor import reader
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.resume import ResumePlan
-from orchestrator.records import StateKey
+from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.claims import RESUME
 from orchestrator.resume.committer import note_committed
+from orchestrator.resume.fates import DELETING, Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
+from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
 from tests.resume.samples import key, no_sleep, record, start, write_vote
 from tests.resume.test_storage import Failing
+
+LIMIT_S = 60.0
+NO_FATES = Fates(kept=frozenset(), deleted=frozenset())
+
+
+def newest_attempt(store: RunStore) -> int:
+    """What a start has watched that found nobody at work."""
+    return max(store.claim_numbers(), default=0)
 
 
 class Runner:
@@ -57,12 +65,16 @@ class Runner:
     def begin(self, **data: Any) -> Attempt:
         job = self.config(**data)
         spec = starting.prepare(job, self.folder, freeze=True)
-        return starting.claim(self.store, job, spec)[0]
+        with starting.claimed(self.store, job, spec, newest_attempt(self.store)) as (attempt, _):
+            return attempt
+
+    def journal(self, attempt: Attempt) -> JournalWriter:
+        return JournalWriter(self.store.storage, attempt.number, run_id=attempt.run_id)
 
     def launch(self, **data: Any) -> StateKey:
         """A whole launch; the key of the point that it leaves."""
         attempt = self.begin(**data)
-        journal = JournalWriter(self.store.storage, attempt.number)
+        journal = self.journal(attempt)
         note_beginning(journal, attempt, self.config(**data).flat())
         journal.generation(start(1, attempt.parent, attempt.number))
         first = attempt.parent.step if attempt.parent else 0
@@ -71,15 +83,47 @@ class Runner:
         at = key(first + 10, attempt=attempt.number)
         votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
         flat = self.config(**data).flat()
-        note_committed(journal, self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent))
+        point = self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent, run_id=attempt.run_id)
+        note_committed(journal, point)
         journal.close()
-        self.store.write_end(attempt.number, "stopped", "asked to")
+        self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
         return at
 
 
 @pytest.fixture
 def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt, ResumePlan, JobConfig]:
+    """A start that goes back to a point."""
+    job = runner.config()
+    changes = {"from_": to.point_name, "keep_latest": keep_latest}
+    job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    with starting.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
+        return attempt, plan, job
+
+
+def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner: Runner) -> None:
+    parent, orphan = runner.launch(), runner.launch()
+    attempt, _, job = rewind(runner, parent, keep_latest=2)
+    assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
+    keeper = StaticKeeper(runner.store, attempt, job, lambda text: None)
+    keeper.begin(2)
+    left = [parent.point_name, orphan.point_name]
+    for step in (20, 30):
+        at = key(step, attempt=attempt.number)
+        keeper.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+        votes = [keeper.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
+        assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
+        left.append(at.point_name)
+        if step == 20:
+            assert runner.store.point_names() == left
+    keeper.finished(at, "stopped")
+    # two newer points of the history are verified: the parent is one of many now
+    assert runner.store.point_names() == left[1:]
+    assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
 
 
 def files(folder: Path) -> list[Path]:
@@ -110,10 +154,7 @@ def test_a_rewind_goes_back_to_who_encoded_then(runner: Runner) -> None:
     first = runner.launch(encoder="gigatoken")
     assert len(runner.begin(encoder="tokenizers").encoders) == 2
     runner.launch(encoder="tokenizers")
-    job = runner.config()
-    job = job.model_copy(update={"resume": job.resume.model_copy(update={"from_": first.point_name})})
-    spec = starting.prepare(job, runner.folder, freeze=True)
-    attempt, plan = starting.claim(runner.store, job, spec)
+    attempt, plan, _ = rewind(runner, first)
     assert attempt.encoders == plan.encoders
     assert [span.encoder.name for span in attempt.encoders] == ["gigatoken"]
 
@@ -137,10 +178,43 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
             look()
 
 
+def test_a_survey_without_steps_finds_the_same_points_generations_and_newest_records(runner: Runner) -> None:
+    names = [runner.launch() for _ in range(4)]
+    rewind(runner, names[1])
+    runner.launch()
+    shutil.rmtree(runner.folder / "points" / names[0].point_name)
+    whole, quick = survey(runner.store), survey(runner.store, with_steps=False)
+    same = ("points", "missing", "lost", "foreign", "fates", "encoders", "unreadable")
+    assert [getattr(whole, name) for name in same] == [getattr(quick, name) for name in same]
+    assert (whole.lost, len(whole.points)) == ((names[0].point_name,), 2)
+    assert (whole.journal.generations, whole.journal.events) == (
+        quick.journal.generations,
+        quick.journal.events,
+    )
+    ids = {(r.attempt, r.generation) for r in whole.journal.records}
+    newest = {max(r.key for r in whole.journal.records if (r.attempt, r.generation) == id_) for id_ in ids}
+    assert {r.key for r in quick.journal.records} == newest
+    keys = [record.key for record in whole.journal.records]
+    assert [whole.lineage.on_lineage(at) for at in keys] == [quick.lineage.on_lineage(at) for at in keys]
+
+
+def test_a_restarted_coordinator_reads_only_the_newest_step_records(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.launch()
+    attempt = begun(runner)
+    decoded: list[Any] = []
+    real = reader.decode
+    monkeypatch.setattr(reader, "decode", lambda kind, *rest: decoded.append(kind) or real(kind, *rest))
+    again = continue_launch(runner.store, attempt, "host", no_fault)
+    assert again.number == attempt.number + 1
+    assert decoded.count(StepRecord) == 1, "one generation of ten steps"
+
+
 def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:
     runner.launch()
     attempt = runner.begin()
-    journal = JournalWriter(runner.store.storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, runner.config().flat())
     journal.close()
     shutil.rmtree(runner.folder / "points")
@@ -166,34 +240,13 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
         starting.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
-def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
-    driver = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    monkeypatch.setattr(os, "getpid", lambda: driver.pid)
-    number = runner.begin().number
-    monkeypatch.undo()
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
-    heart, over = runner.store.heartbeat(number), threading.Event()
-
-    def beat() -> None:
-        while not over.wait(0.05):
-            heart.beat()
-
-    orphan = threading.Thread(target=beat)
-    orphan.start()
-    try:
-        with pytest.raises(BusyError, match="attempt 1 of launch"):
-            starting.refuse_busy(runner.store)
-        driver.kill()
-        driver.wait()
-        threading.Timer(2.0, over.set).start()
-        starting.refuse_busy(runner.store)
-        assert over.is_set(), "it waited for the orphan"
-    finally:
-        over.set()
-        orphan.join()
+def begun(runner: Runner) -> Attempt:
+    """An attempt whose coordinator has begun its journal."""
+    attempt = runner.begin()
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    return attempt
 
 
 def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:
@@ -208,7 +261,7 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     assert runner.store.leftovers() == [later.point_name], "what is not older stays"
     assert runner.store.point_names() == [first.point_name]
     assert runner.store.verify_point(first.point_name) == []
-    journal = JournalWriter(storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})
     journal.close()
     events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
@@ -230,14 +283,29 @@ def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(r
     assert runner.store.leftovers() == []
 
 
+def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_end(runner: Runner) -> None:
+    runner.launch()
+    crashed = runner.begin()
+    deleted, unfinished = key(12, attempt=crashed.number), key(14, attempt=crashed.number)
+    for at in (deleted, unfinished):
+        write_vote(runner.store.storage, at, rank=0)
+    journal = runner.journal(crashed)
+    journal.event(DELETING, points=[deleted.point_name])
+    journal.close()
+    assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
+    assert runner.store.leftovers() == [unfinished.point_name]
+
+
 def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)
-    runner.store.claim(2, "aaaa", RESUME, "host")
-    runner.store.claim(3, "bbbb", RESUME, "host")
-    assert remove_leftovers(runner.store, 2) == ()
+    run = runner.store.read_run()
+    assert run is not None
+    runner.store.claim(2, "aaaa", RESUME, "host", run.id)
+    runner.store.claim(3, "bbbb", RESUME, "host", run.id)
+    assert remove_leftovers(runner.store, 2, NO_FATES) == ()
     assert runner.store.leftovers() == [key(14).point_name]
-    assert remove_leftovers(runner.store, 3) == (Leftover(point=key(14).point_name),)
+    assert remove_leftovers(runner.store, 3, NO_FATES) == (Leftover(point=key(14).point_name),)
 
 
 def test_a_refused_start_removes_nothing(runner: Runner) -> None:
@@ -252,11 +320,11 @@ def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> No
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)
     stuck = RunStore(Storage(str(runner.folder), Failing("remove_folder", errno.EBUSY), no_sleep))
-    (left,) = remove_leftovers(stuck, 2)
+    (left,) = remove_leftovers(stuck, 2, NO_FATES)
     assert left.point == key(14).point_name
     assert "EBUSY" in left.kept
     assert "could not be removed" in str(left)
-    assert remove_leftovers(runner.store, 2) == (Leftover(point=key(14).point_name),)
+    assert remove_leftovers(runner.store, 2, NO_FATES) == (Leftover(point=key(14).point_name),)
 
 
 @pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])
@@ -272,7 +340,7 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     said: list[str] = []
     starting.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
-    journal = JournalWriter(runner.store.storage, attempt.number)
+    journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})
     journal.close()
     (event,) = [e for e in read_journal(runner.store.storage).events if e.kind == "unreadable file"]

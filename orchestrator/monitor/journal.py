@@ -5,11 +5,12 @@ It knows lines, segments and which step records are durable; not who sends recor
 the end (plan.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
-the attempt), `time` (UTC, for people), `run`, `attempt` and `kind`; `step` and `rank` where they mean
-something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members that
-outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`. Any
-other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf", "-inf").
-A segment is closed before the next begins, and never changed afterwards.
+the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they
+mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members
+that outlived a coordinator bring records). Kind `generation`: the fields of `plan.claims.GenerationStart`.
+Any other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf",
+"-inf"). `run_id` is that of run.json, and absent where that has none. A segment is closed before the next
+begins, and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ class JournalWriter:
         run: str | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        run_id: str = "",
     ) -> None:
         """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
-        segment is closed when it has reached this size.
+        segment is closed when it has reached this size. `run_id`: that of run.json.
         """
         self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
-        self._segment_bytes, self._now = segment_bytes, now
+        self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
         self._lock = threading.Lock()  # over what is collected and known
         self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
         self._pending: list[bytes] = []
@@ -88,6 +90,7 @@ class JournalWriter:
         self._seq = 0
         self._segments = 0
         self._file: AppendHandle | None = None
+        self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
 
     def event(self, kind: str, **fields: Any) -> None:
         """Note an event with JSON fields (`step`, `rank` where known); `kind` is its name."""
@@ -159,6 +162,14 @@ class JournalWriter:
                 at = chain.parent
             return at is not key
 
+    def why_lost(self) -> str:
+        """How it shows that the newest segment's name does not lead to what was written here any more,
+        because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
+        told.
+        """
+        with self._disk_lock:
+            return self._newest_file.why_lost() if self._newest_file else ""
+
     def close(self) -> None:
         """Flush and close the segment."""
         self.flush()
@@ -176,6 +187,7 @@ class JournalWriter:
             "seq": self._seq,
             "time": self._now().isoformat(timespec="milliseconds"),
             "run": self._run,
+            **({"run_id": self._run_id} if self._run_id else {}),
             "attempt": self._attempt,
         }
         self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
@@ -187,7 +199,7 @@ class JournalWriter:
         try:
             while lines:
                 if self._file is None:
-                    self._file = self._new_segment()
+                    self._file = self._newest_file = self._new_segment()
                 room = self._segment_bytes - self._file.num_bytes
                 sizes = itertools.accumulate(map(len, lines), initial=0)
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))

@@ -2,14 +2,14 @@
 
 It needs no cluster and takes no lock: the writer may be writing, or may have died in the middle of a line.
 `read_journal` reads all of it; `read_outline` all but the contents of step records, which are nearly all
-lines.
+lines: only the newest of each generation is decoded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +59,19 @@ class JournalOutline:
     """What a journal holds beside its step records, in the order of attempts and lines; `torn` as in
     `Journal`.
 
-    `last_steps` has the highest label with a step record of each generation that has any. What the records
+    `last_records` has the step record with the highest label of each generation that has any. What the others
     say was not looked at: neither their fields nor whether two copies of one agree.
     """
 
     generations: tuple[GenerationStart, ...]
-    last_steps: dict[GenerationId, int]
+    last_records: tuple[StepRecord, ...]
     events: tuple[JournalEvent, ...]
     torn: tuple[str, ...]
+
+    @property
+    def last_steps(self) -> dict[GenerationId, int]:
+        """The highest label with a step record of each generation that has any."""
+        return {(record.attempt, record.generation): record.step for record in self.last_records}
 
 
 class _Outline:
@@ -74,7 +79,7 @@ class _Outline:
 
     def __init__(self) -> None:
         self.generations: dict[GenerationId, GenerationStart] = {}
-        self.last_steps: dict[GenerationId, int] = {}
+        self.last_lines: dict[GenerationId, dict[str, Any]] = {}
         self.events: list[JournalEvent] = []
 
     def add(self, line: dict[str, Any]) -> None:
@@ -85,6 +90,7 @@ class _Outline:
         del line["kind"]
         seq, time = line.pop("seq"), line.pop("time")
         del line["run"]
+        line.pop("run_id", None)
         if kind == GENERATION:
             start = decode(GenerationStart, line)
             known = self.generations.setdefault(start.id, start)
@@ -98,9 +104,30 @@ class _Outline:
             )
 
     def add_step(self, line: dict[str, Any]) -> None:
-        generation, step = (line["attempt"], line["generation"]), line["step"]
-        if step > self.last_steps.get(generation, -1):
-            self.last_steps[generation] = step
+        generation = line["attempt"], line["generation"]
+        if generation not in self.last_lines or line["step"] > self.last_lines[generation]["step"]:
+            self.last_lines[generation] = line
+
+    def last_records(self) -> Iterator[StepRecord]:
+        """Of each generation. Raises `StorageError`."""
+        for (attempt, generation), line in self.last_lines.items():
+            try:
+                yield _step(line)
+            except (OrchestratorError, KeyError, TypeError, ValueError) as error:
+                raise StorageError(
+                    f"{FOLDER}/a{attempt:04d}: the newest step record of generation {generation} is not as "
+                    f"the journal wrote it: {error}; restore the file"
+                ) from error
+
+
+def _step(line: dict[str, Any]) -> StepRecord:
+    for name in ("kind", "seq", "time", "run"):
+        del line[name]
+    line.pop("run_id", None)
+    for name in _FLOATS:
+        if isinstance(line.get(name), str):  # not finite
+            line[name] = float(line[name])
+    return decode(StepRecord, line)
 
 
 class _Whole(_Outline):
@@ -111,19 +138,15 @@ class _Whole(_Outline):
         self.records: dict[tuple[int, int, int], StepRecord] = {}
 
     def add_step(self, line: dict[str, Any]) -> None:
-        for name in ("kind", "seq", "time", "run"):
-            del line[name]
-        for name in _FLOATS:
-            if isinstance(line.get(name), str):  # not finite
-                line[name] = float(line[name])
-        record = decode(StepRecord, line)
+        record = _step(line)
         known = self.records.setdefault((record.attempt, record.generation, record.step), record)
         if known is not record:
             check_copy(known, record)
 
 
-def read_journal(storage: Storage) -> Journal:
-    """The whole journal of a run; empty if there is none.
+def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
+    """The whole journal of a run; empty if there is none. `run_id`: that of run.json, which every segment
+    must have (None: whatever they have).
 
     Tolerates an unfinished last line in the last segment of an attempt, and in any whose next segment begins
     with that line or an earlier one: storage failed there, and the writer began anew. Raises `StorageError`
@@ -131,7 +154,7 @@ def read_journal(storage: Storage) -> Journal:
     records of one step that differ.
     """
     whole = _Whole()
-    torn = _read_lines(storage, whole.add)
+    torn = _read_lines(storage, whole.add, run_id)
     return Journal(
         generations=tuple(whole.generations.values()),
         records=tuple(whole.records.values()),
@@ -140,21 +163,35 @@ def read_journal(storage: Storage) -> Journal:
     )
 
 
-def read_outline(storage: Storage) -> JournalOutline:
+def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     """The journal without the contents of its step records, at a fraction of the time and memory
     (benchmarks/journal.py); as strict as `read_journal` with all other lines, segments and line numbers.
     """
     outline = _Outline()
-    torn = _read_lines(storage, outline.add)
+    torn = _read_lines(storage, outline.add, run_id)
     return JournalOutline(
         generations=tuple(outline.generations.values()),
-        last_steps=outline.last_steps,
+        last_records=tuple(outline.last_records()),
         events=tuple(outline.events),
         torn=torn,
     )
 
 
-def _read_lines(storage: Storage, add: Callable[[dict[str, Any]], None]) -> tuple[str, ...]:
+def journal_keeper(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
+    """(machine, pid, start) of the process that keeps an attempt's journal, as its first line says; None
+    while there is none, or if it does not say. Raises `StorageError`.
+    """
+    try:
+        first, end, _ = storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl").partition(b"\n")
+        line = orjson.loads(first) if end else {}
+        return str(line["machine"]), int(line["pid"]), str(line["pid_start"])
+    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _read_lines(
+    storage: Storage, add: Callable[[dict[str, Any]], None], run_id: str | None
+) -> tuple[str, ...]:
     """Gives every line to `add`, and returns the segments that are torn."""
     torn = []
     for attempt in sorted(
@@ -174,10 +211,27 @@ def _read_lines(storage: Storage, add: Callable[[dict[str, Any]], None]) -> tupl
         lines = _Lines(add)
         for segment in segments:
             path = f"{folder}/{segment}"
-            lines.read(path, storage.read(path))
+            data = storage.read(path)
+            _require_own(path, data, run_id)
+            lines.read(path, data)
         if lines.torn:
             torn.append(lines.torn)
     return tuple(torn)
+
+
+def _require_own(path: str, data: bytes, run_id: str | None) -> None:
+    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end."""
+    first, end, _ = data.partition(b"\n")
+    try:
+        found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
+    except (orjson.JSONDecodeError, AttributeError):
+        return  # reading its lines says what is wrong
+    if found != run_id:
+        raise StorageError(
+            f"{path} belongs to run {found or 'without an id'}, run.json says {run_id or 'without an id'}: "
+            "the folder holds pieces of two runs, and nothing is decided from it; move those of the other "
+            "one away"
+        )
 
 
 class _Lines:

@@ -19,10 +19,11 @@ GenerationId = tuple[int, int]  # (attempt, generation)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
     """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
-    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim).
+    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim); `machine`
+    and `pid_start` make it one process of all times (`orchestrator.machine`; empty: unknown).
 
     `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
-    decided by it.
+    decided by it. `run_id` is run.json's.
     """
 
     number: int
@@ -31,6 +32,9 @@ class Claim:
     host: str
     created: str
     pid: int = 0
+    machine: str = ""
+    pid_start: str = ""
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

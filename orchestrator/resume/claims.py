@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 import orjson
 
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
+from orchestrator.machine import machine_id, process_start
+from orchestrator.plan.busy import Busy, Free, Look, Watch, judge
 from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.records import decode, encode
 from orchestrator.resume.heartbeat import Heartbeat
@@ -31,13 +33,14 @@ _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
-    people.
+    people, `run_id` is run.json's.
     """
 
     attempt: int
     outcome: str
     reason: str
     ended: str
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +80,16 @@ class ClaimFiles:
         empty, why is `unreadable`.
         """
         try:
-            return decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
-        except (SealError, FileNotFoundError):
+            found = decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
+        except FileNotFoundError:
+            found = None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            found = None
+        if found is None or found.number != number:
             return Claim(number=number, launch="", why=UNREADABLE, host="", created="")
+        return found
 
     def read_parent(self, number: int) -> ClaimParent | UnreadableFile | None:
         """What claim `number` inherits; None while there is no such file. In both other cases the claim has
@@ -87,7 +97,10 @@ class ClaimFiles:
         """
         path = _parent_path(number)
         try:
-            return decode(ClaimParent, unseal(self.storage.read(path)), path)
+            found = decode(ClaimParent, unseal(self.storage.read(path)), path)
+            if found.attempt != number:
+                raise SealError(f"it is that of attempt {found.attempt}")
+            return found
         except FileNotFoundError:
             return None
         except OrchestratorError as error:
@@ -113,14 +126,19 @@ class ClaimFiles:
         return self.storage.exists(_claim_path(number + 1))
 
     def read_end(self, number: int) -> AttemptEnd | None:
-        """How attempt `number` ended; None if it did not say."""
+        """How attempt `number` ended; None if it did not say, or another run's did."""
         try:
-            return decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
-        except (FileNotFoundError, SealError):
+            end = decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
+        except FileNotFoundError:
             return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            return None
+        return end if end.run_id == self.read_claim(number).run_id else None
 
     # ---------------------------------------------------------------------- writing
-    def claim(self, number: int, launch: str, why: str, host: str) -> Claim:
+    def claim(self, number: int, launch: str, why: str, host: str, run_id: str = "") -> Claim:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
 
@@ -140,7 +158,17 @@ class ClaimFiles:
             raise _lost(number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
         pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
-        claim = Claim(number=number, launch=launch, why=why, host=host, created=now_text(), pid=pid)
+        claim = Claim(
+            number=number,
+            launch=launch,
+            why=why,
+            host=host,
+            created=now_text(),
+            pid=pid,
+            machine=machine_id() if pid else "",
+            pid_start=(pid and process_start(pid)) or "",
+            run_id=run_id,
+        )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):
             raise _lost(number, self.read_claim(number), launch, why)
         return claim
@@ -153,16 +181,22 @@ class ClaimFiles:
                 "is written once; run the command again"
             )
 
-    def write_end(self, number: int, outcome: str, reason: str) -> None:
+    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "") -> None:
         """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
         nothing.
         """
-        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text())
+        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id)
         self.storage.create(_end_path(number), seal(encode(end)))
 
     def heartbeat(self, number: int) -> Heartbeat:
         """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
         return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
+
+    def start_heartbeat(self, number: int) -> Heartbeat:
+        """That of the process that claims attempt `number`, from the claim on: the coordinator has its own
+        when it begins, which may be long after.
+        """
+        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
 
     # ---------------------------------------------------------------------- busy
     def watch_busy(
@@ -170,27 +204,28 @@ class ClaimFiles:
         seconds: float,
         clock: Callable[[], float],
         wait: Callable[[float], None],
+        is_dead: Callable[[Claim], bool] = lambda claim: False,
         watch_s: float = WATCH_S,
-    ) -> Claim | None:
-        """The claim whose attempt is alive, or None if there is none: the newest has an end record, or does
-        nothing for `seconds`.
-
-        Watches the newest attempt's journal and heartbeat on this process's own `clock` (seconds), looking
-        every `watch_s` after `wait(watch_s)`. A claim that appears meanwhile is alive.
+    ) -> Free | Busy:
+        """Whether somebody is at work on the run: `plan.busy.judge`, fed with looks at the newest attempt's
+        end record, journal and heartbeats, every `watch_s` after `wait(watch_s)`, on this process's own
+        `clock` (seconds). `is_dead`: whether all processes that could write for it are known to have ended.
         """
-        newest = self.newest_claim()
-        if newest is None or self.read_end(newest.number) is not None:
-            return None
-        before, begin = self._signs_of_life(newest.number), clock()
-        while clock() - begin < seconds:
+        watch: Watch | None = None
+        while True:
+            verdict = judge(watch, self._look(is_dead), clock(), seconds)
+            if not isinstance(verdict, Watch):
+                return verdict
+            watch = verdict
             wait(watch_s)
-            if self.next_claim_exists(newest.number):
-                return self.read_claim(newest.number + 1)
-            if self.read_end(newest.number) is not None:
-                return None
-            if self._signs_of_life(newest.number) != before:
-                return newest
-        return None
+
+    def _look(self, is_dead: Callable[[Claim], bool]) -> Look:
+        newest = self.newest_claim()
+        if newest is None:
+            return Look(newest=0, over=False, signs=b"")
+        over = self.read_end(newest.number) is not None or is_dead(newest)
+        signs = b"" if over else self._signs_of_life(newest.number)
+        return Look(newest=newest.number, over=over, signs=signs)
 
     def _signs_of_life(self, number: int) -> bytes:
         folder = f"{JOURNAL}/a{number:04d}"

@@ -42,6 +42,10 @@ from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
 AFTER = "the training group went on from another state"
+LOST = (
+    "somebody deleted or replaced the run's folder while it trained, so nothing more is saved there; restore "
+    "the folder, or start a new run"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +158,10 @@ class CommitMachine:
         return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
 
     def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
-        if event.newer:
-            return dataclasses.replace(self, fenced=True), (Fence(),)
+        if event.newer or event.lost:
+            newer = f"attempt {self.attempt + 1} of this run exists: another launch has taken it over"
+            reason = newer if event.newer else f"{event.lost}: {LOST}"
+            return dataclasses.replace(self, fenced=True), (Fence(reason=reason),)
         key = event.key
         if key is None:
             return self._prune(new_point=False)
@@ -191,15 +197,22 @@ class CommitMachine:
         )
         parents = {**self.parents, event.generation: event.parent}
         after = dataclasses.replace(self, generation=event.generation, parents=parents)
+        keys = {name: parse_point_name(name) for name in self.points}
+        on_path = tuple(name for name, key in keys.items() if key is not None and after._on_path(key))
+        after = dataclasses.replace(after, points=on_path)  # the others are orphans, which nobody counts
         return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
 
     def _on_path(self, key: StateKey) -> bool:
-        """Whether the newest generation is, or continues, the state `key`."""
+        """Whether the newest generation is, or continues, the state `key`: one of this attempt, or a point
+        that it inherited, and these lie in order on one history.
+        """
         generation, step = self.generation, None
-        while key.generation != generation:
+        while (key.attempt, key.generation) != (self.attempt, generation):
             parent = self.parents[generation]
-            if parent is None or parent.attempt != self.attempt:
+            if parent is None:
                 return False
+            if parent.attempt != self.attempt:
+                return key <= parent
             generation, step = parent.generation, parent.step
         return step is None or key.step <= step
 

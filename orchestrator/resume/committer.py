@@ -26,6 +26,7 @@ from orchestrator.resume.events import (
     VerifyPoint,
     WriteCommit,
 )
+from orchestrator.resume.fates import COMMITTED, DELETED, DELETING
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
@@ -49,13 +50,16 @@ class StepJournal(Protocol):
     def covers(self, key: StateKey) -> bool:
         """Whether every step record of the attempt's chain up to `key` is durable."""
 
+    def why_lost(self) -> str:
+        """How it shows that the journal on disk is not the one that is written; empty if it is."""
+
 
 def note_committed(journal: StepJournal, point: Point) -> None:
     """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
     there.
     """
     journal.event(
-        "point committed",
+        COMMITTED,
         point=point.name,
         bytes=point.num_bytes,
         save_s=point.commit.save_s,
@@ -78,9 +82,10 @@ def failed(key: StateKey | None, error: OrchestratorError) -> Event | None:
 class PointCommitter:
     """Performs the store actions of one attempt.
 
-    `config` (flat) and `rng` are the documents that each point gets; `clock` is the one of the machine's
-    events; `fault` is called where a scripted fault may strike. One action after the other, but for
-    `VerifyPoint`, which may run beside them. A failure of storage is an answer too, never an exception.
+    `config` (flat) and `rng` are the documents that each point gets; `run_id` is run.json's; `clock` is the
+    one of the machine's events; `fault` is called where a scripted fault may strike. One action after the
+    other, but for `VerifyPoint`, which may run beside them. A failure of storage is an answer too, never an
+    exception.
     """
 
     def __init__(
@@ -92,8 +97,9 @@ class PointCommitter:
         rng: Mapping[str, Any],
         clock: Callable[[], float],
         fault: Hook = lambda place, step, rank: None,
+        run_id: str = "",
     ) -> None:
-        self._store, self._journal, self._attempt = store, journal, attempt
+        self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
         self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
         self._damages: list[Damage] = []
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
@@ -138,12 +144,16 @@ class PointCommitter:
         return JournalDurable(key=action.key)
 
     def _check(self, action: CheckNewerClaim) -> Event:
-        return ClaimChecked(key=action.key, newer=self._store.next_claim_exists(self._attempt))
+        newer = self._store.next_claim_exists(self._attempt)
+        lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
+        return ClaimChecked(key=action.key, newer=newer, lost=lost)
 
     def _write(self, action: WriteCommit) -> Event:
         self._fault(VOTES_COMPLETE, action.key.step, -1)
         save_s = self._clock() - action.started_s
-        point = self._store.commit_point(action.votes, self._config, self._rng, action.parent, save_s)
+        point = self._store.commit_point(
+            action.votes, self._config, self._rng, action.parent, save_s, self._run_id
+        )
         self.last_point = point
         self._fault(COMMIT_SENT, action.key.step, -1)
         return CommitWritten(key=action.key)
@@ -158,6 +168,12 @@ class PointCommitter:
 
     def _delete(self, action: DeletePoints) -> Event:
         gone: list[str] = []
+        try:
+            # a kill in the middle must not look as if points had vanished
+            self._journal.event(DELETING, points=list(action.names))
+            self._journal.flush()
+        except StorageError:
+            return Deleted(names=(), failed=action.names)
         for name in action.names:
             try:
                 self._store.delete_point(name)
@@ -166,5 +182,5 @@ class PointCommitter:
                 break  # tried again after the next commit; the order, oldest first, is kept
             gone.append(name)
         if gone:
-            self._journal.event("points deleted", points=gone)
+            self._journal.event(DELETED, points=gone)
         return Deleted(names=tuple(gone), failed=action.names[len(gone) :])

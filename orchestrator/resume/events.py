@@ -68,10 +68,13 @@ class CommitWritten:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimChecked:
-    """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key."""
+    """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key. `lost` says how it
+    shows that the run's folder was deleted or replaced; empty if it was not.
+    """
 
     key: StateKey | None
     newer: bool
+    lost: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +136,9 @@ class FlushJournal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckNewerClaim:
-    """Ask by name for the next claim, then answer `ClaimChecked` with the same key, or `Failed`."""
+    """Ask by name for the next claim, and look whether the folder is still that of the run, then answer
+    `ClaimChecked` with the same key, or `Failed`.
+    """
 
     key: StateKey | None
 
@@ -190,7 +195,11 @@ class GiveUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """A newer claim exists: acknowledge nothing, delete nothing, end the members and exit."""
+    """A newer claim exists, or the run's folder is gone: acknowledge nothing, delete nothing, end the members
+    and exit. `reason` says why.
+    """
+
+    reason: str
 
 
 StoreAction = FlushJournal | CheckNewerClaim | WriteCommit | VerifyPoint | DeletePoints | DiscardSave

@@ -5,6 +5,10 @@ It knows nothing of who watches and decides nothing; what the file contains mean
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from orchestrator.disk import AppendHandle
 from orchestrator.errors import StorageError
 from orchestrator.storage import Storage
@@ -40,3 +44,23 @@ class Heartbeat:
             self._next = f"{self._path}-{self._files + 1}"
         self._files += 1
         return self._storage.append(self._next)
+
+
+@contextmanager
+def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
+    """Beats at once and every so often, from a thread, until it is left."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while True:
+            heartbeat.beat()
+            if over.wait(every_s):
+                return
+
+    thread = threading.Thread(target=beat, name="start heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.errors import StorageError
+from orchestrator.resume.fates import Fates
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 
@@ -25,13 +26,15 @@ class Leftover:
         return f"points/{self.point} was left of a save that was given up; it is removed"
 
 
-def remove_leftovers(store: RunStore, number: int) -> tuple[Leftover, ...]:
+def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftover, ...]:
     """Takes away what attempts before `number` left; a start command calls it when claim and parent file of
     `number` stand.
 
-    A folder with a COMMIT stays, and so does everything of `number` and of later attempts. The launch before
-    this one is spared too unless it has said that it ended: its coordinator may only be cut off, and about to
-    commit; the next start takes its leftovers. Before each deletion it asks for a newer claim, and does no
+    A folder with a COMMIT stays, and so does everything of `number` and of later attempts, and a point whose
+    COMMIT is lost: nobody meant to delete it, so that it is damaged, not left over. The launch before this
+    one is spared too unless it has said that it ended: its coordinator may only be cut off, and about to
+    commit; the next start takes its leftovers, but for the rest of a point that was being deleted: that goes
+    at once. Before each deletion it asks for a newer claim, and does no
     more if there is one (MEMBERSHIP.md rule 7). Never raises `StorageError`: what cannot be removed now is
     tried again at the next start. A machine that was cut off during a whole other launch, and writes its
     COMMIT at the very moment in which its folder goes, leaves a damaged orphan: no claim names it (rule 6),
@@ -45,7 +48,9 @@ def remove_leftovers(store: RunStore, number: int) -> tuple[Leftover, ...]:
     for name in names:
         key = parse_point_name(name)
         assert key is not None, "leftovers gives names of points"
-        if key.attempt >= number or key.attempt in spared:
+        if key.attempt >= number or name in fates.kept:
+            continue
+        if key.attempt in spared and name not in fates.deleted:
             continue
         try:
             if store.next_claim_exists(number):

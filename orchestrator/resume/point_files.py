@@ -24,6 +24,7 @@ from orchestrator.resume.points import (
     Damage,
     Point,
 )
+from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.resume.sealed import seal
 from orchestrator.resume.verify import POINTS, point_path
 from orchestrator.storage import Storage
@@ -41,6 +42,14 @@ class PointFiles:
         names = points.newest_first(self.storage.list(POINTS))[::-1]
         return [name for name in names if self.storage.exists(point_path(name, COMMIT))]
 
+    def is_foreign(self, name: str) -> bool:
+        """Whether a point's COMMIT is readable and says that it is another run's."""
+        run = read_run(self.storage)
+        try:
+            return run is not None and verify.read_commit(self.storage, name).run_id != run.id
+        except verify.DamageError:
+            return False
+
     def leftovers(self) -> list[str]:
         """Folders of saves that were never committed, or whose deletion did not end, oldest first."""
         names = points.newest_first(self.storage.list(POINTS))[::-1]
@@ -52,7 +61,7 @@ class PointFiles:
         Raises `ResumePointError` naming the damaged file.
         """
         try:
-            commit = verify.read_commit(self.storage, name)
+            commit = self._commit(name)
             cursor = verify.decoded(name, CURSOR, Cursor, verify.read_document(self.storage, commit, CURSOR))
             config = verify.read_document(self.storage, commit, CONFIG)
         except verify.DamageError as error:
@@ -65,7 +74,14 @@ class PointFiles:
         Raises `ResumePointError` naming the damaged file.
         """
         try:
-            return verify.read_parts(self.storage, verify.read_commit(self.storage, name))
+            return verify.read_parts(self.storage, self._commit(name))
+        except verify.DamageError as error:
+            raise _point_error(error.damage) from error
+
+    def read_listed(self, name: str, file: str) -> bytes:
+        """A file of a point, with the bytes that COMMIT lists. Raises `ResumePointError` naming it."""
+        try:
+            return verify.read_listed(self.storage, self._commit(name), file)
         except verify.DamageError as error:
             raise _point_error(error.damage) from error
 
@@ -77,7 +93,7 @@ class PointFiles:
         content is ever executed.
         """
         try:
-            commit = verify.read_commit(self.storage, name)
+            commit = self._commit(name)
         except verify.DamageError as error:
             return [error.damage]
         damages = []
@@ -125,14 +141,15 @@ class PointFiles:
         rng: Mapping[str, Any],
         parent: StateKey | None,
         save_s: float = 0.0,
+        run_id: str = "",
     ) -> Point:
         """Make a save, whose files the voters have written and synced, a durable resume point.
 
         `config` is the flat configuration (JSON values), `rng` what a resume needs to know of random numbers,
-        `parent` the state that the generation continued, `save_s` seconds since the first vote. Raises
-        `ResumePointError` if the votes do not belong together, `StorageError` if a voter's file is not seen
-        here as it was voted for, or the disk fails: then the point may exist or not, but if it does it is
-        whole; it must not be acknowledged.
+        `parent` the state that the generation continued, `save_s` seconds since the first vote, `run_id` that
+        of run.json. Raises `ResumePointError` if the votes do not belong together, `StorageError` if a
+        voter's file is not seen here as it was voted for, or the disk fails: then the point may exist or not,
+        but if it does it is whole; it must not be acknowledged.
         """
         if reason := points.disagreement(votes):
             raise ResumePointError(
@@ -161,6 +178,7 @@ class PointFiles:
             save_s=save_s,
             files=files,
             files_digest=points.files_digest(files),
+            run_id=run_id,
         )
         self._sync_folders(name, files)
         if not self.storage.create(point_path(name, COMMIT), seal(encode(commit))):
@@ -185,6 +203,15 @@ class PointFiles:
             self.storage.delete_folder(f"{POINTS}/{name}")
 
     # ---------------------------------------------------------------------- inside
+    def _commit(self, name: str) -> Commit:
+        """A point's COMMIT, which must be this run's. Raises `DamageError`."""
+        commit, run = verify.read_commit(self.storage, name), read_run(self.storage)
+        if run is not None and commit.run_id != run.id:
+            raise verify.DamageError(
+                name, COMMIT, f"belongs to run {commit.run_id or 'without an id'}, {RUN_FILE} says {run.id}"
+            )
+        return commit
+
     def _check_visible(self, name: str, parts: Sequence[FileEntry]) -> None:
         for entry in parts:
             try:

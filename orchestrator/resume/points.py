@@ -44,9 +44,9 @@ class Commit:
     """The content of COMMIT. `parent` is what the generation that saved the point continued, `world_size` its
     size.
 
-    `save_blocked_s` is the longest time that a rank could not train because of the save; `save_s` is from the
-    first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of `files`, `weights_digest` that
-    of `weights_digest()`.
+    `run_id` is run.json's. `save_blocked_s` is the longest time that a rank could not train because of the
+    save; `save_s` is from the first vote to COMMIT. `files_digest` is the blake3 of the canonical JSON of
+    `files`, `weights_digest` that of `weights_digest()`.
     """
 
     format: int
@@ -59,6 +59,7 @@ class Commit:
     save_s: float
     files: tuple[FileEntry, ...]
     files_digest: str
+    run_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +185,7 @@ def is_part_path(path: str) -> bool:
     parts = PurePosixPath(path).parts
     return (
         bool(parts)
+        and "\0" not in path
         and not path.startswith("/")
         and ".." not in parts
         and parts[0] not in (COMMIT, *DOCUMENTS)

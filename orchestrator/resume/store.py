@@ -4,15 +4,17 @@ written.
 It knows names, contents and the order of writing; when something is committed, deleted or claimed is decided
 elsewhere.
 
-    run.json                       sealed; RunFile: name, created, format, identity
-    (plan.identity.RunIdentity) manifest/<source>.parquet      the frozen list of files (written by the data
-    plane) attempts/0003.json             sealed; Claim: number, launch, why, host, created. Created
-    exclusively attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets,
-    differences;
-                                   written after the claim
+    run.json                       sealed; RunFile: name, created, format, id, identity
+                                   (plan.identity.RunIdentity)
+    manifest/<source>.parquet      the frozen list of files (written by the data plane)
+    attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
+                                   exclusively
+    attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets, differences,
+                                   encoders; written after the claim
     attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
                                    0003.heartbeat-2, … in its place when a write has failed
-    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended. Absent after a crash
+    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id. Absent
+                                   after a crash
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
         model/…, optimizer/…       tensors, written and synced by the ranks before they vote
         cursor.json                Cursor: consumed_samples, consumed_tokens, target_tokens,
@@ -23,38 +25,30 @@ elsewhere.
                                    chunks [offsets, sizes, file, digest]]
         COMMIT                     sealed, created last; Commit: format, key {attempt, generation, step},
                                    parent (a key or null), world_size, optimizer_steps, weights_digest,
-                                   save_blocked_s, save_s, files [path, bytes, digest], files_digest
+                                   save_blocked_s, save_s, files [path, bytes, digest], files_digest,
+                                   run_id
     journal/a0003/000001.jsonl     events and step records (monitor.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
 noticed. `files` lists every file of the point but COMMIT. A folder below points/ without COMMIT is no resume
-point. Names that contain `.tmp-` are files that never came to be. Nothing is written twice, nothing is
-renamed, nothing is a pickle.
+point. `run_id` is run.json's `id`; a piece with another one is not the run's (empty in runs that were begun
+before there were ids). Names that contain `.tmp-` are files that never came to be. Nothing is written twice,
+nothing is renamed, nothing is a pickle.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
 
-from orchestrator.errors import BusyError, ResumePointError
+from orchestrator.errors import BusyError
 from orchestrator.plan.identity import RunIdentity
-from orchestrator.records import decode, encode
-from orchestrator.resume.claims import ClaimFiles, now_text
+from orchestrator.records import encode
+from orchestrator.resume.claims import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import FORMAT
-from orchestrator.resume.sealed import SealError, seal, unseal
-
-RUN_FILE = "run.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFile:
-    """The content of run.json: what the run is, frozen at its first start. `created` is a time for people."""
-
-    format: int
-    name: str
-    created: str
-    identity: RunIdentity
+from orchestrator.resume.run_file import RUN_FILE, RunFile, read_run
+from orchestrator.resume.sealed import seal
+from orchestrator.resume.verify import POINTS
 
 
 class RunStore(ClaimFiles, PointFiles):
@@ -64,7 +58,9 @@ class RunStore(ClaimFiles, PointFiles):
 
     def create_run(self, name: str, identity: RunIdentity) -> RunFile:
         """Write run.json, once. Raises `BusyError` if it exists: then another start was quicker."""
-        run = RunFile(format=FORMAT, name=name, created=now_text(), identity=identity)
+        run = RunFile(
+            format=FORMAT, name=name, created=now_text(), identity=identity, id=secrets.token_hex(8)
+        )
         if not self.storage.create(RUN_FILE, seal(encode(run))):
             raise BusyError(
                 f"{self.storage.root}/{RUN_FILE} exists: another launch has just started "
@@ -73,14 +69,20 @@ class RunStore(ClaimFiles, PointFiles):
         return run
 
     def read_run(self) -> RunFile | None:
-        """The content of run.json; None if there is no such run. Raises `ResumePointError` if it is not as it
-        was written.
+        """See `run_file.read_run`."""
+        return read_run(self.storage)
+
+    def pieces(self) -> list[str]:
+        """The folders in which something of a run lies, whether or not run.json does."""
+        return [folder for folder in (ATTEMPTS, JOURNAL, POINTS) if self.storage.list(folder)]
+
+    def why_not_mine(self, run_id: str) -> str:
+        """Why the folder is not that of the run `run_id` any more; empty if it is, as far as run.json tells:
+        a run without an id is not missed here.
         """
-        try:
-            return decode(RunFile, unseal(self.storage.read(RUN_FILE)), RUN_FILE)
-        except FileNotFoundError:
-            return None
-        except SealError as error:
-            raise ResumePointError(
-                f"{self.storage.root}/{RUN_FILE} {error}; restore it from a copy, nothing was decided from it"
-            ) from error
+        run = self.read_run()
+        if run is None:
+            return f"{self.storage.root}/{RUN_FILE} is gone" if run_id else ""
+        if run.id != run_id:
+            return f"{self.storage.root}/{RUN_FILE} is now that of run {run.id}, this launch trains {run_id}"
+        return ""

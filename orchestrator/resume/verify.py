@@ -14,7 +14,7 @@ from blake3 import blake3
 from orchestrator.errors import OrchestratorError, ResumePointError
 from orchestrator.records import Cursor, FileEntry, TensorEntry, decode
 from orchestrator.resume import points
-from orchestrator.resume.points import COMMIT, CURSOR, DOCUMENTS, FORMAT, PARTS, Commit, Damage
+from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, FORMAT, PARTS, RNG, Commit, Damage
 from orchestrator.resume.sealed import SealError, unseal
 from orchestrator.storage import Storage
 
@@ -49,9 +49,10 @@ def read_commit(storage: Storage, name: str) -> Commit:
         raise damage("is missing") from error
     except SealError as error:
         raise damage(str(error)) from error
-    if isinstance(content, dict) and content.get("format") != FORMAT:
+    written = content.get("format") if isinstance(content, dict) else None
+    if isinstance(written, int) and written != FORMAT:
         raise ResumePointError(
-            f"resume point {name} has format {content.get('format')}, this version reads {FORMAT}; "
+            f"resume point {name} has format {written}, this version reads {FORMAT}; "
             "use the version that wrote it"
         )
     commit = decoded(name, COMMIT, Commit, content)
@@ -83,10 +84,25 @@ def check_file(storage: Storage, name: str, entry: FileEntry, with_digest: bool)
         raise DamageError(name, entry.path, f"has digest {found.digest}, committed was {entry.digest}")
 
 
-def read_document(storage: Storage, commit: Commit, file: str) -> Any:
-    """The JSON value of a point's document, its digest checked. Raises `DamageError`."""
+def read_document(storage: Storage, commit: Commit, file: str) -> dict[str, Any]:
+    """The JSON object that is a point's document, its digest checked. Raises `DamageError`."""
+    try:
+        found = orjson.loads(read_listed(storage, commit, file))
+    except orjson.JSONDecodeError as error:
+        raise DamageError(commit.key.point_name, file, f"is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DamageError(commit.key.point_name, file, "is JSON, but no object")
+    return found
+
+
+def read_listed(storage: Storage, commit: Commit, file: str) -> bytes:
+    """A file of a point, which must be one that COMMIT lists, and have the size and the digest that stand
+    there. Raises `DamageError`.
+    """
     name = commit.key.point_name
-    entry = next(entry for entry in commit.files if entry.path == file)
+    entry = next((entry for entry in commit.files if entry.path == file), None)
+    if entry is None:
+        raise DamageError(name, file, "is not listed in COMMIT")
     try:
         data = storage.read(point_path(name, file))
     except FileNotFoundError as error:
@@ -97,18 +113,22 @@ def read_document(storage: Storage, commit: Commit, file: str) -> Any:
         raise DamageError(
             name, file, f"has {len(data)} bytes with digest {digest}, committed were {committed}"
         )
-    return orjson.loads(data)
+    return data
 
 
 def read_parts(storage: Storage, commit: Commit) -> tuple[TensorEntry, ...]:
     """A point's tensors. Raises `DamageError`."""
-    name, content = commit.key.point_name, read_document(storage, commit, PARTS)
-    return tuple(decoded(name, PARTS, TensorEntry, tensor) for tensor in content["tensors"])
+    name, tensors = commit.key.point_name, read_document(storage, commit, PARTS).get("tensors")
+    if not isinstance(tensors, list):
+        raise DamageError(name, PARTS, "holds no list of tensors")
+    return tuple(decoded(name, PARTS, TensorEntry, tensor) for tensor in tensors)
 
 
 def check_documents(storage: Storage, name: str, commit: Commit) -> None:
     """Raise `DamageError` if the documents, each as committed, do not fit together: a writer's mistake."""
     decoded(name, CURSOR, Cursor, read_document(storage, commit, CURSOR))
+    for file in (CONFIG, RNG):
+        read_document(storage, commit, file)
     tensors = read_parts(storage, commit)
     files = {entry.path for entry in commit.files}
     if elsewhere := {chunk.file for tensor in tensors for chunk in tensor.chunks} - files:

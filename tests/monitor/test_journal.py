@@ -137,7 +137,7 @@ def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path,
             read_outline(storage)
 
 
-def test_an_outline_decodes_no_step_record_and_says_all_else(storage, monkeypatch) -> None:
+def test_an_outline_decodes_only_the_newest_step_records_and_says_all_else(storage, monkeypatch) -> None:
     journal = writer(storage, segment_bytes=1500)
     journal.event("attempt", why="start")
     journal.generation(start(1, None))
@@ -156,14 +156,27 @@ def test_an_outline_decodes_no_step_record_and_says_all_else(storage, monkeypatc
     whole = read_journal(storage)
 
     def decode(kind, value):
-        assert kind is not StepRecord
+        assert kind is not StepRecord or (value["generation"], value["step"]) in ((1, 8), (2, 9))
         return decode_any(kind, value)
 
     decode_any = reader.decode
     monkeypatch.setattr(reader, "decode", decode)
     outline = read_outline(storage)
     assert (outline.generations, outline.events, outline.torn) == (whole.generations, whole.events, ())
+    assert outline.last_records == (record(key(8)), record(key(9, generation=2)))
     assert outline.last_steps == {(1, 1): 8, (1, 2): 9}, "generation 3 has trained no step"
+
+
+def test_an_outlines_newest_step_record_that_cannot_be_read_is_named(storage, tmp_path) -> None:
+    journal = writer(storage)
+    journal.step(record(key(3)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"lr"', b'"lx"'))
+    with pytest.raises(
+        StorageError, match=r"journal/a0001: .*generation 1 is not as .* missing fields \['lr'\]"
+    ):
+        read_outline(storage)
 
 
 def test_an_outline_leaves_out_a_torn_line_as_the_whole_journal_does(storage, tmp_path) -> None:

@@ -137,6 +137,9 @@ class ModelDisk:
             raise _error(FileNotFoundError, errno.ENOENT, path)
         return self.live[path] is FOLDER
 
+    def is_open_file(self, path: str, handle: int) -> bool:
+        return self._file(path) is self.handles[handle][0]
+
     def size(self, path: str) -> int:
         return len(self._file(path).data)
 

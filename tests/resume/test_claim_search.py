@@ -60,6 +60,9 @@ class DurableJournal:
     def covers(self, key: StateKey) -> bool:
         return True
 
+    def why_lost(self) -> str:
+        return ""
+
 
 @dataclass(frozen=True)
 class World:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from orchestrator.errors import BusyError, FencedError, ResumePointError, StorageError
-from orchestrator.plan.claims import ClaimParent
+from orchestrator.plan.busy import Busy, Free
+from orchestrator.plan.claims import Claim, ClaimParent
 from orchestrator.plan.identity import RunIdentity
 from orchestrator.plan.lineage import effective_history
 from orchestrator.plan.schedule import Budgets, Length
@@ -137,11 +138,11 @@ class Clock:
 
 def test_a_run_without_claims_or_with_an_end_record_is_not_busy_at_once(store) -> None:
     clock = Clock()
-    assert store.watch_busy(10, clock, clock.wait) is None
+    assert store.watch_busy(10, clock, clock.wait) == Free(number=0)
     store.claim(1, "aaaa", START, "host")
     store.write_end(1, "done", "all steps trained")
     store.write_end(1, "failed", "said twice")
-    assert store.watch_busy(10, clock, clock.wait) is None
+    assert store.watch_busy(10, clock, clock.wait) == Free(number=1)
     assert clock.now == 0
     end = store.read_end(1)
     assert end is not None
@@ -152,29 +153,41 @@ def test_a_dead_attempt_is_watched_for_the_whole_time_and_then_not_busy(store) -
     store.claim(1, "aaaa", START, "host")
     store.heartbeat(1).beat()
     clock = Clock()
-    assert store.watch_busy(10, clock, clock.wait) is None
+    assert store.watch_busy(10, clock, clock.wait) == Free(number=1)
     assert 10 <= clock.now < 11
 
 
 def test_a_run_is_busy_when_its_heartbeat_or_journal_grows(store) -> None:
-    claim = store.claim(1, "aaaa", START, "host")
-    heartbeat = store.heartbeat(1)
-    clock = Clock({7.0: heartbeat.beat})
-    assert store.watch_busy(10, clock, clock.wait) == claim
-    assert clock.now < 8
+    store.claim(1, "aaaa", START, "host")
+    for heartbeat in (store.start_heartbeat(1), store.heartbeat(1)):
+        clock = Clock({7.0: heartbeat.beat})
+        assert store.watch_busy(10, clock, clock.wait) == Busy(number=1)
+        assert clock.now < 8
     clock = Clock({3.0: lambda: store.storage.append("journal/a0001/000001.jsonl").write(b"x")})
-    assert store.watch_busy(10, clock, clock.wait) == claim
+    assert store.watch_busy(10, clock, clock.wait) == Busy(number=1)
 
 
 def test_an_attempt_that_ends_or_is_followed_while_watched_is_told_apart(store) -> None:
     store.claim(1, "aaaa", START, "host")
     clock = Clock({4.0: lambda: store.claim(2, "bbbb", RESUME, "host")})
-    busy = store.watch_busy(10, clock, clock.wait)
-    assert busy is not None
-    assert busy.launch == "bbbb"
+    assert store.watch_busy(10, clock, clock.wait) == Busy(number=2)
     clock = Clock({4.0: lambda: store.write_end(2, "stopped", "asked to")})
-    assert store.watch_busy(10, clock, clock.wait) is None
+    assert store.watch_busy(10, clock, clock.wait) == Free(number=2)
     assert clock.now < 5
+
+
+def test_an_attempt_whose_processes_are_known_to_be_dead_is_not_watched(store) -> None:
+    claim = store.claim(1, "aaaa", START, "host")
+    asked: list[Claim] = []
+
+    def dead_after_two_looks(about: Claim) -> bool:
+        asked.append(about)
+        return len(asked) > 2
+
+    clock = Clock()
+    assert store.watch_busy(10, clock, clock.wait, dead_after_two_looks) == Free(number=1)
+    assert asked == [claim] * 3
+    assert clock.now < 1
 
 
 def test_a_cut_off_attempt_that_keeps_committing_never_enters_the_lineage(store) -> None:

@@ -32,6 +32,7 @@ from orchestrator.resume.events import (
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.points import parse_point_name
 from tests.resume.samples import cursor, key, record
 
 
@@ -56,11 +57,12 @@ def cast(at: StateKey, rank: int, now_s: float = 1.0, world_size: int = 2) -> Vo
 def machine(
     keep_latest: int = 3, points: tuple[str, ...] = (), pinned: str | None = None, attempt: int = 1
 ) -> CommitMachine:
-    """A machine whose first generation has formed."""
+    """A machine whose first generation has formed; it continues the pinned point."""
     new = CommitMachine(
         attempt=attempt, keep_latest=keep_latest, vote_limit_s=60, points=points, pinned=pinned
     )
-    return run(new, GenerationFormed(generation=1, parent=None))[0]
+    parent = parse_point_name(pinned) if pinned else None
+    return run(new, GenerationFormed(generation=1, parent=parent))[0]
 
 
 def run(state: CommitMachine, *events: Event) -> tuple[CommitMachine, list[Action]]:
@@ -103,9 +105,18 @@ def test_a_newer_claim_before_or_after_commit_ends_everything(written) -> None:
     if written:
         state, _ = run(state, ClaimChecked(key=P, newer=False), CommitWritten(key=P))
     state, actions = run(state, ClaimChecked(key=P, newer=True))
-    assert actions == [Fence()]
+    assert actions == [Fence(reason="attempt 2 of this run exists: another launch has taken it over")]
     for event in (cast(key(20), 0), CommitWritten(key=P), Tick(now_s=1e9), ClaimChecked(key=P, newer=False)):
         assert run(state, event) == (state, [])
+
+
+def test_a_folder_that_is_not_the_runs_any_more_ends_everything_too() -> None:
+    for asked in (P, None):
+        state, _ = run(machine(), cast(P, 0), cast(P, 1), JournalDurable(key=P))
+        state, (fence,) = run(state, ClaimChecked(key=asked, newer=False, lost="run.json is gone"))
+        assert isinstance(fence, Fence)
+        assert fence.reason.startswith("run.json is gone: somebody deleted or replaced the run's folder")
+        assert run(state, ClaimChecked(key=P, newer=False)) == (state, [])
 
 
 def test_repeated_votes_change_nothing_and_are_answered_again_once_decided() -> None:
@@ -277,3 +288,16 @@ def test_a_damaged_point_does_not_release_the_pinned_one() -> None:
     state, actions = run(state, Verified(name=key(20).point_name, healthy=False))
     assert actions == []
     assert pinned in state.points
+
+
+def test_points_that_the_group_went_back_behind_are_counted_no_more() -> None:
+    old = [key(step, attempt=1) for step in (5, 10, 15)]
+    state = CommitMachine(
+        attempt=2, keep_latest=1, vote_limit_s=60, points=tuple(at.point_name for at in old), pinned=None
+    )
+    state, _ = run(state, GenerationFormed(generation=1, parent=key(12, attempt=1)))
+    assert state.points == (old[0].point_name, old[1].point_name), "members brought step 12, not 15"
+    state, _ = run(state, GenerationFormed(generation=2, parent=old[0]))
+    assert state.points == (old[0].point_name,), "all members were lost, and 10 could not be read"
+    state, _ = run(state, GenerationFormed(generation=3, parent=None))
+    assert state.points == ()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from orchestrator.errors import ResumePointError, StorageError
-from orchestrator.resume.points import COMMIT, DOCUMENTS
+from orchestrator.plan.claims import Claim, ClaimParent
+from orchestrator.records import FileEntry, decode
+from orchestrator.resume.claims import START, UNREADABLE, AttemptEnd, UnreadableFile
+from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
+from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.sealed import SealError, seal, unseal
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 from tests.resume.crashfs import ModelDisk
 from tests.resume.samples import key, no_sleep, write_point
+from tests.resume.test_claims import IDENTITY
 
 PARTS = [f"{group}/0000{rank}-of-00002.safetensors" for group in ("model", "optimizer") for rank in range(2)]
 FILES = [COMMIT, *DOCUMENTS, *PARTS]
@@ -227,3 +235,123 @@ def test_a_pickle_in_place_of_a_runs_own_file_is_never_run(tmp_path, file) -> No
     store.read_parent(1)
     store.read_end(1)
     assert not mark.exists()
+
+
+def changed(content: Any) -> Iterator[tuple[str, Any]]:
+    """The document with every field, at every depth, made null, of another type, missing, and with one more
+    beside it.
+    """
+    for name in content if isinstance(content, dict) else range(len(content)):
+        for value in (None, "x", -1, 1.5, True, [], {}, [None], {"x": None}):
+            if value != content[name] or type(value) is not type(content[name]):
+                yield f"{name}={value!r}", replaced(content, name, value)
+        yield f"{name} missing", without(content, name)
+        if isinstance(content[name], dict | list):
+            for what, inner in changed(content[name]):
+                yield f"{name}.{what}", replaced(content, name, inner)
+    if isinstance(content, dict):
+        yield "one more", {**content, "x": 1}
+
+
+def replaced(content: Any, name: Any, value: Any) -> Any:
+    after = copy.deepcopy(content)
+    after[name] = value
+    return after
+
+
+def without(content: Any, name: Any) -> Any:
+    after = copy.deepcopy(content)
+    del after[name]
+    return after
+
+
+def test_a_commit_with_any_field_wrong_is_damage_of_that_file(two_points, tmp_path) -> None:
+    run, name = tmp_path / "run", key(20).point_name
+    shutil.copytree(two_points, run)
+    store, commit = RunStore(Storage(str(run))), run / "points" / name / COMMIT
+    whole = unseal(commit.read_bytes())
+    # these are not compared with anything: any value of their type is as good
+    free = ("world_size", "optimizer_steps", "save_blocked_s", "save_s", "parent", "run_id")
+    count = 0
+    for what, content in [*changed(whole), ("a list", [whole]), ("nothing", None), ("a text", "x")]:
+        commit.write_bytes(seal(content))
+        count += 1
+        try:
+            damages = store.verify_point(name)
+        except ResumePointError as error:
+            assert "this version reads 1" in str(error), what  # noqa: PT017
+            assert what.startswith("format="), what
+            continue
+        if damages:
+            assert {damage.file for damage in damages} <= {COMMIT, "parts.json"}, what
+            assert damages[0].file == COMMIT or what.startswith("weights_digest="), what
+        else:
+            assert what.startswith(free), what
+            assert isinstance(content, dict)
+            kinds = {field: type(whole[field]) for field in free if field != "parent"}
+            taken = {field: content.get(field, "") for field in kinds}
+            assert all(
+                type(v) is kinds[f] or (kinds[f] is float and type(v) is int) for f, v in taken.items()
+            )
+            assert content.get("parent") is None or what.startswith("parent")
+    assert count > 300
+
+
+def test_a_file_list_that_is_no_list_is_damage(two_points, tmp_path) -> None:
+    run, name = tmp_path / "run", key(20).point_name
+    shutil.copytree(two_points, run)
+    commit = run / "points" / name / COMMIT
+    commit.write_bytes(seal({**unseal(commit.read_bytes()), "files": None}))
+    (damage,) = RunStore(Storage(str(run))).verify_point(name)
+    assert damage.file == COMMIT
+    assert "COMMIT.files: expected a list, found None" in damage.reason
+
+
+@pytest.mark.parametrize("file", ["cursor.json", "parts.json", "config.json"])
+@pytest.mark.parametrize("content", [b"null", b"[]", b"{", b'{"tensors": null, "sources": null}'])
+def test_a_document_that_a_writer_made_wrong_is_damage_of_that_file(tmp_path, file, content) -> None:
+    store = RunStore(Storage(str(tmp_path)))
+    name = write_point(store, key(10)).name
+    folder = tmp_path / "points" / name
+    (folder / file).write_bytes(content)
+    commit = unseal((folder / COMMIT).read_bytes())
+    for entry in commit["files"]:
+        if entry["path"] == file:
+            entry |= {"bytes": len(content), "digest": blake3(content).hexdigest()}
+    files = tuple(decode(FileEntry, entry) for entry in commit["files"])
+    (folder / COMMIT).write_bytes(seal({**commit, "files_digest": files_digest(files)}))
+    if content.startswith(b'{"') and file == "config.json":
+        assert store.verify_point(name) == [], "any object is a configuration"
+        return
+    assert [damage.file for damage in store.verify_point(name)] == [file]
+
+
+@pytest.mark.parametrize("file", ["run.json", "0001.json", "0001.parent.json", "0001.end.json"])
+def test_a_runs_own_document_with_any_field_wrong_is_what_it_is_for_a_torn_one(tmp_path, file) -> None:
+    store = RunStore(Storage(str(tmp_path)))
+    store.create_run("tiny", IDENTITY)
+    store.claim(1, "aaaa", START, "host")
+    store.write_parent(ClaimParent(attempt=1, parent=key(10), inherited=(key(10).point_name,)))
+    store.write_end(1, "done", "all steps trained")
+    path = tmp_path / (file if file == "run.json" else f"attempts/{file}")
+    whole = unseal(path.read_bytes())
+    seen: set[type] = set()
+    for _, content in [*changed(whole), ("a list", [whole]), ("nothing", None)]:
+        path.write_bytes(seal(content))
+        if file == "run.json":
+            try:
+                seen.add(type(store.read_run()))
+            except ResumePointError as error:
+                assert "run.json is not as it was written" in str(error)  # noqa: PT017
+                seen.add(ResumePointError)
+        elif file == "0001.json":
+            seen.add(type(store.read_claim(1).why != UNREADABLE and store.read_claim(1)))
+        else:
+            seen.add(type(store.read_parent(1) if "parent" in file else store.read_end(1)))
+    expected: dict[str, set[type]] = {
+        "run.json": {RunFile, ResumePointError},
+        "0001.json": {Claim, bool},
+        "0001.parent.json": {ClaimParent, UnreadableFile},
+        "0001.end.json": {AttemptEnd, type(None)},
+    }
+    assert seen == expected[file], "either it reads as a whole document, or as none"

@@ -6,6 +6,7 @@ import errno
 
 import pytest
 
+from orchestrator.plan.busy import Busy
 from orchestrator.resume.claims import START
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -38,9 +39,7 @@ def test_a_heartbeat_goes_on_in_a_new_file_after_storage_has_failed(tmp_path, ca
         now[0] += seconds
         heartbeat.beat()
 
-    alive = watcher.watch_busy(10, lambda: now[0], wait)
-    assert alive is not None
-    assert alive.number == 1
+    assert watcher.watch_busy(10, lambda: now[0], wait) == Busy(number=1)
     assert now[0] < 1.0
     assert len(names(store)) == 1
     assert store.claim_numbers() == [1]

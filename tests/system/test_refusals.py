@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator import starting
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -96,8 +97,11 @@ def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
 @pytest.fixture
 def beating(job: Job) -> Callable[[], bool]:
     """Makes the run look alive: a claim of another launch whose heartbeat goes on with every call."""
-    store = RunStore(Storage(job.config().run.run_uri))
-    store.claim(1, "another-launch", "start", "another-host")
+    folder = starting.run_folder(job.config())
+    store = RunStore(Storage(str(folder)))
+    identity = starting.prepare(job.config(), folder, freeze=False).identity()
+    run = store.create_run(job.config().run.name, identity)
+    store.claim(1, "another-launch", "start", "another-host", run.id)
     heartbeat = store.heartbeat(1)
     return heartbeat.beat
 

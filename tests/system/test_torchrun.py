@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -184,6 +185,25 @@ def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: 
     assert not Path(job.config().run.run_uri).exists()
 
 
+def test_a_run_folder_deleted_while_it_trains_fails_the_run_and_is_not_begun_beside_its_rest(
+    job: Job, tmp_path: Path
+) -> None:
+    # saves come while it is being deleted: what is written again is the rest that is left
+    changes = {"train__max_steps": 100_000, "resume__every_steps": 2}
+    folder = Path(job.config().run.run_uri)
+    group = start(job, tmp_path, 1, **changes)
+    watch = when_step(job, 6, lambda: shutil.rmtree(folder, ignore_errors=True))
+    code, err = end(group)
+    watch.join()
+    assert code == 1, err
+    assert "somebody deleted or replaced the run's folder while it trained" in err, err
+    if RunStore(Storage(str(folder))).pieces():
+        code, err = end(start(job, tmp_path, 1, **changes))
+        assert code == 1
+        assert "a new run beside them would mix two histories" in err, err
+        assert not (folder / "run.json").exists()
+
+
 def record(step: int) -> StepRecord:
     counts = dict.fromkeys(("consumed_samples", "consumed_tokens", "target_tokens"), 8 * step)
     floats = dict.fromkeys(("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"), 0.5)
@@ -224,8 +244,8 @@ def keeper(job: Job, told: list[str]) -> StaticKeeper:
     folder = starting.run_folder(config)
     store = RunStore(Storage(str(folder)))
     spec = starting.prepare(config, folder, freeze=False)
-    attempt, _ = starting.claim(store, config, spec)
-    made = StaticKeeper(store, attempt, config, told.append)
+    with starting.claimed(store, config, spec, watched=0) as (attempt, _):
+        made = StaticKeeper(store, attempt, config, told.append)
     assert made.begin(2).attempt == 1
     return made
 
@@ -251,7 +271,9 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(
 def test_a_newer_launch_silences_the_keeper(job: Job, keeper: StaticKeeper) -> None:
     keeper.records([record(1)])
     store = RunStore(Storage(job.run.uri))
-    store.claim(2, "another-launch", "resume", "another-host")
+    run = store.read_run()
+    assert run is not None
+    store.claim(2, "another-launch", "resume", "another-host", run.id)
     for answer in cast(keeper, 2, 1):
         with pytest.raises(FencedError, match="attempt 2 of this run exists"):
             answer.result(LIMIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ResumePointError, StorageError
-from orchestrator.records import encode
+from orchestrator.records import Cursor, StateKey, Vote, encode
+from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.points import weights_digest
+from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 from orchestrator.train.state import TrainState
 from orchestrator.train.weights import load, share_of, write_share
@@ -160,3 +163,43 @@ def test_a_point_of_another_model_is_refused_with_both_shapes(tmp_path):
     other = TrainState(job.model, job.train, CPU, invariant=True)
     with pytest.raises(ResumePointError, match=r"\(32, 16\).*\(48, 16\)"):
         load(other.items(), POINT, Storage(str(tmp_path)))
+
+
+def commit(state: TrainState, folder: Path, step: int) -> str:
+    """The name of a committed point of the state, saved by two ranks."""
+    store, key = RunStore(Storage(str(folder))), StateKey(attempt=1, generation=1, step=step)
+    votes = []
+    for rank in range(2):
+        files, tensors = write_share(state.items(), key.point_name, rank, 2, store.storage)
+        vote = Vote(
+            key=key, rank=rank, world_size=2, cursor=Cursor(), optimizer_steps=step, files=files,
+            tensors=tensors, save_blocked_s=0.0, records=(),
+        )  # fmt: skip
+        votes.append(vote)
+    return store.commit_point(votes, {}, {}, None).name
+
+
+@pytest.mark.parametrize("swapped", [("parts.json", "model", "optimizer"), ("parts.json",), ("COMMIT",)])
+def test_parts_and_tensors_of_another_step_are_not_loaded(tmp_path, swapped):
+    first, second = (commit(new_state(steps), tmp_path, steps) for steps in (1, 2))
+    files = CommittedFiles(Storage(str(tmp_path)))
+    state = new_state()
+    load(state.items(), second, files)
+    state.filled()
+    assert state.digest() == new_state(2).digest()
+    for name in swapped:
+        old, new = (tmp_path / "points" / point / name for point in (first, second))
+        if new.is_dir():
+            shutil.rmtree(new)
+            shutil.copytree(old, new)
+        else:
+            shutil.copyfile(old, new)
+    with pytest.raises(ResumePointError, match=f"resume point {second}: {swapped[0]} "):
+        load(new_state().items(), second, files)
+
+
+def test_a_point_without_commit_is_not_loaded(tmp_path):
+    name = commit(new_state(1), tmp_path, 1)
+    (tmp_path / "points" / name / "COMMIT").unlink()
+    with pytest.raises(ResumePointError, match="COMMIT is missing"):
+        load(new_state().items(), name, CommittedFiles(Storage(str(tmp_path))))

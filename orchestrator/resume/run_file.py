@@ -1,0 +1,47 @@
+"""run.json: what a run is, frozen at its first start, and the id by which its pieces know each other.
+
+It knows nothing of claims and points; what lies beside it without this id is another run's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.plan.identity import RunIdentity
+from orchestrator.records import decode
+from orchestrator.resume.sealed import unseal
+from orchestrator.storage import Storage
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFile:
+    """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
+    end record, journal line and COMMIT of the run; empty in runs that were begun before there were ids,
+    and in their pieces.
+    """
+
+    format: int
+    name: str
+    created: str
+    identity: RunIdentity
+    id: str = ""
+
+
+def read_run(storage: Storage) -> RunFile | None:
+    """The content of run.json; None if there is no such run. Raises `ResumePointError` if it is not as it was
+    written.
+    """
+    try:
+        return decode(RunFile, unseal(storage.read(RUN_FILE)), RUN_FILE)
+    except FileNotFoundError:
+        return None
+    except OrchestratorError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise ResumePointError(
+            f"{storage.root}/{RUN_FILE} is not as it was written: {error}; restore it from a copy, nothing "
+            "was decided from it"
+        ) from error
