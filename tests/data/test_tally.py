@@ -24,8 +24,9 @@ def spec(tiny_config: TinyConfig) -> DataSpec:
 
 def tallies_of(spec: DataSpec) -> Tallies:
     tallies = Tallies()
-    for _ in tallies.watch(spec.chunks(Cursor())):
-        pass
+    for chunk in spec.chunks(Cursor()):
+        tallies.count(chunk, chunk.tokens)
+        tallies.note_records(chunk)
     return tallies
 
 
