@@ -163,28 +163,28 @@ def tally_files(spec: DataSpec, encoder: EncoderChoice) -> Tally:
 
 
 class _FileSums:
-    """The documents of files, encoded in batches."""
+    """The documents of files, encoded by pieces in batches: a large one is never held as tokens in whole."""
 
     def __init__(self, encoder: Encoder, settings: StreamSettings) -> None:
         self.empty = self.bad = 0
         self._encoder, self._piece_bytes = encoder, settings.piece_bytes
         ends = (settings.bos_id, settings.eos_id)
         self._bos, self._eos = (b"" if i is None else i.to_bytes(4, "little") for i in ends)
-        self._documents = self._places = self._tokens = self._digest = 0
-        self._origins: list[tuple[int, int]] = []  # of the documents that are not encoded yet
-        self._num_pieces: list[int] = []
-        self._pieces: list[str] = []
-        self._num_bytes = 0
+        self._documents = self._places = self._digest = self._num_bytes = 0
+        self._hasher = xxh3_64()  # of the document at hand
+        self._texts: list[str] = []  # pieces that are not encoded yet
+        self._ends: list[tuple[tuple[int, int] | None, bool]] = []  # whose document each begins, and ends
+        self._text_bytes = 0
 
     def add(self, origin: tuple[int, int], text: str, size: int) -> None:
         """A document from (file, place), of at most `size` bytes."""
         pieces = split_pieces(text, size, self._piece_bytes)
-        self._origins.append(origin)
-        self._num_pieces.append(len(pieces))
-        self._pieces += pieces
-        self._num_bytes += size
-        if self._num_bytes >= _BATCH_BYTES:
-            self._encode()
+        for number, piece in enumerate(pieces):
+            self._texts.append(piece)
+            self._ends.append((None if number else origin, number == len(pieces) - 1))
+            self._text_bytes += min(size, self._piece_bytes)
+            if self._text_bytes >= _BATCH_BYTES:
+                self._encode()
 
     def finish(self) -> Tally:
         """The sums over all documents."""
@@ -194,21 +194,26 @@ class _FileSums:
             empty=self.empty,
             bad=self.bad,
             places=self._places % 2**64,
-            tokens=self._tokens,
+            tokens=self._num_bytes // 4,
             digest=self._digest % 2**64,
         )
 
     def _encode(self) -> None:
-        ids, lengths = self._encoder.encode(self._pieces)
-        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # of pieces, in the ids
-        borders = ends[np.concatenate([[0], np.cumsum(self._num_pieces, dtype=np.int64)])].tolist()
+        ids, lengths = self._encoder.encode(self._texts)
         data = np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).data
-        for origin, start, stop in zip(self._origins, borders, borders[1:], strict=False):
-            hasher = xxh3_64(struct.pack("<qq", *origin))
-            self._places += hasher.intdigest()
-            for tokens in (self._bos, data[4 * start : 4 * stop], self._eos):
-                hasher.update(tokens)
-            self._digest += hasher.intdigest()
-            self._tokens += (len(self._bos) + len(self._eos)) // 4 + stop - start
-        self._documents += len(self._origins)
-        self._origins, self._num_pieces, self._pieces, self._num_bytes = [], [], [], 0
+        stops = (4 * np.cumsum(lengths, dtype=np.int64)).tolist()
+        for (origin, is_last), start, stop in zip(self._ends, [0, *stops], stops, strict=False):
+            if origin is not None:
+                self._documents += 1
+                self._hasher = xxh3_64(struct.pack("<qq", *origin))
+                self._places += self._hasher.intdigest()
+                self._hash(self._bos)
+            self._hash(data[start:stop])
+            if is_last:
+                self._hash(self._eos)
+                self._digest += self._hasher.intdigest()
+        self._texts, self._ends, self._text_bytes = [], [], 0
+
+    def _hash(self, tokens: bytes | memoryview) -> None:
+        self._hasher.update(tokens)
+        self._num_bytes += len(tokens)
