@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator import audit
 from orchestrator.config import parse_config
 from orchestrator.data import reference, tally, trained
 from orchestrator.data.reference import ReferencePacker, Samples
+from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.data.tally import tally_files
+from orchestrator.data.stream import Packer
+from orchestrator.data.tally import Tallies, tally_files
 from orchestrator.data.trained import TrainedTokens
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records import Cursor, SourceCursor
+from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
 from tests.conftest import TinyConfig
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 
@@ -60,8 +65,7 @@ def test_it_gives_the_samples_of_the_reference_and_the_trainers_cursors_at_every
         found = packer.samples(num, SEQ_LEN)
         rows = found.input_ids[0], found.labels[0], found.document_ids[0]
         assert tuple(row.tolist() for row in rows) == wanted[sample.index]
-        if num == SEQ_LEN:  # at the end of the data the endless stream goes on
-            assert packer.cursor() == sample.cursor.sources["made"]
+        assert packer.cursor() == sample.cursor.sources["made"]
     assert packer.ends_epoch()
 
 
@@ -97,6 +101,89 @@ def test_files_without_a_token_end_the_audit_and_not_its_patience(
     write_corpus(tmp_path, ["", ""], "jsonl", num_files=1)
     with pytest.raises(DataError, match="epoch 0 of source made has no tokens"):
         packer_at(spec_of(job(tiny_config, tmp_path)), Cursor()).samples(1, SEQ_LEN)
+
+
+# ------------------------------------------------------------------------------------ chunks made by hand
+# pieces of a document by their numbers of tokens; EMPTY and BAD stand alone
+DOCUMENT = st.one_of(
+    st.lists(st.integers(0, 5), min_size=1, max_size=4), st.just("empty"), st.just("bad"), st.just([2])
+)
+WINDOW = st.tuples(st.lists(DOCUMENT, max_size=5), st.lists(st.integers(0, 9), max_size=3))
+BLOCKS = st.lists(st.lists(WINDOW, min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+def epoch_chunks(blocks, epoch: int) -> list[TokenChunk]:
+    """The chunks of an epoch whose windows hold these documents and are cut at these entries."""
+    found = []
+    for block, windows in enumerate([*blocks, [([[3]], [])]]):  # an epoch has two tokens at the least
+        for window, (documents, cuts) in enumerate(windows):
+            entries = []  # record, piece, number of tokens, kind, last piece
+            for record, document in enumerate(documents):
+                if isinstance(document, str):
+                    entries.append((record, 0, 0, EMPTY if document == "empty" else BAD, 1))
+                    continue
+                last = len(document) - 1
+                entries += [(record, i, num, PIECE, int(i == last)) for i, num in enumerate(document)]
+            borders = sorted({0, *(min(cut, len(entries)) for cut in cuts), len(entries)})
+            parts = [entries[a:b] for a, b in pairwise(borders)] or [[]]
+            for number, part in enumerate(parts):
+                ends = number == len(parts) - 1
+                found.append(
+                    hand_made(
+                        part, epoch, block, window, ends, ends and window == len(windows) - 1, len(found)
+                    )
+                )
+    return found
+
+
+def hand_made(
+    entries, epoch: int, block: int, window: int, ends_window: bool, ends_block: bool, number: int
+) -> TokenChunk:
+    table = np.array(entries, np.int32).reshape(len(entries), 5)
+    tokens = 1000 * number + np.arange(int(table[:, 2].sum()), dtype=np.int32)
+    return TokenChunk(
+        source="made", epoch=epoch, block=block, window=window, tokens=tokens, record=table[:, 0],
+        piece=table[:, 1], num_tokens=table[:, 2], kind=table[:, 3], last_piece=table[:, 4],
+        special_texts=table[:, 0] % 2, file=np.zeros(len(entries), np.int32),
+        place=table[:, 0].astype(np.int64), bad_reasons=("bad",) * int((table[:, 3] == BAD).sum()),
+        ends_window=ends_window, ends_block=ends_block,
+    )  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(BLOCKS, st.lists(st.tuples(st.integers(1, 7), st.integers(1, 20)), min_size=1, max_size=5))
+def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
+    chunks = [chunk for epoch in range(3) for chunk in epoch_chunks(blocks, epoch)]
+    of_the_run = [chunk for chunk in chunks if chunk.epoch < 2]
+    wide = StreamSettings(num_epochs=2, max_bad_share=1.0)
+    trainer = Packer(Cursor(), "made", len(blocks) + 1, wide)
+    for chunk in of_the_run:
+        trainer.feed(chunk)
+    trainer.finish()
+    counted = TrainedTokens(0)
+    packer = ReferencePacker(counted.watch(chunks), SourceCursor())
+    first = 0
+    for seq_len, num_tokens in cycle(shapes):
+        asked = StepRange(
+            first_sample=first, num_samples=-(-num_tokens // seq_len), num_tokens=num_tokens, seq_len=seq_len
+        )
+        drawn = trainer.draw(asked)
+        assert drawn is not None
+        found = packer.samples(drawn.step.num_tokens, seq_len)
+        _, *arrays = drawn.arrays(0, drawn.step.num_samples)
+        for one, other in zip((found.input_ids, found.labels, found.document_ids), arrays, strict=True):
+            assert np.array_equal(one, other)
+        assert counted.add(found, drawn.step.num_tokens) is None
+        assert packer.cursor() == drawn.cursor.sources["made"]
+        first += drawn.step.num_samples
+        if drawn.end_of_data:
+            break
+    assert packer.ends_epoch()
+    assert counted.end() is None
+    expected_sums = Tallies()
+    for chunk in of_the_run:
+        expected_sums.count(chunk, chunk.tokens)
+    assert [counted.tallies.of(epoch) for epoch in (0, 1)] == [expected_sums.of(epoch) for epoch in (0, 1)]
 
 
 # ---------------------------------------------------------------------------------------- samples
