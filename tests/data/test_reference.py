@@ -241,6 +241,17 @@ def test_what_was_trained_is_summed_up_from_the_samples_own_tokens(steps: Traine
     assert "one behind the other" in str(counted.end())
 
 
+def test_a_sample_of_padding_alone_is_none_that_can_be_trained(steps: Trained) -> None:
+    step = steps.steps[0]
+    wrong = Samples(
+        input_ids=np.vstack([step.input_ids, np.full((1, SEQ_LEN), 0, np.int32)]),
+        labels=np.vstack([step.labels, np.full((1, SEQ_LEN), -100, np.int32)]),
+        document_ids=np.vstack([step.document_ids, np.full((1, SEQ_LEN), -1, np.int32)]),
+    )
+    _, told = steps.count(wrong, 0, 1)
+    assert "padding is not all that follows the last target of its last sample" in str(told[0])
+
+
 @pytest.mark.parametrize("name", ["input_ids", "labels", "document_ids"])
 def test_every_single_wrong_value_is_found(steps: Trained, name: str) -> None:
     for row, column in np.ndindex(8, SEQ_LEN):

@@ -77,6 +77,17 @@ def test_files_read_whole_hold_what_their_fragments_hold(
     assert found.twice(0) is None
 
 
+@pytest.mark.parametrize(("bos_id", "eos_id"), [(5, None), (5, 7), (None, None)])
+def test_files_hold_their_documents_with_the_ids_around_them(
+    spec: DataSpec, bos_id: int | None, eos_id: int | None
+) -> None:
+    made = replace(spec, settings=replace(spec.settings, bos_id=bos_id, eos_id=eos_id, num_epochs=1))
+    files, plain = tally_files(made, made.encoders[0].encoder), tally_files(spec, spec.encoders[0].encoder)
+    assert tallies_of(made).of(0) == files
+    around = (bos_id is not None) + (eos_id is not None)
+    assert files.tokens - plain.tokens == (around - 1) * files.documents, "the plain ones have an EOS"
+
+
 def test_equal_documents_at_different_places_are_different_documents(
     tmp_path: Path, tiny_config: TinyConfig
 ) -> None:
