@@ -10,30 +10,38 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from orchestrator.attempt import Survey
+from orchestrator.data.reference import ReferencePacker, Samples
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.stream import open_samples
-from orchestrator.data.tally import Tallies, Tally, tally_files
+from orchestrator.data.tally import Tally, tally_files
+from orchestrator.data.trained import TrainedTokens
+from orchestrator.plan.batches import ceil_div
+from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.encoders import EncoderChoice, encoder_of_epoch
 from orchestrator.plan.step_names import find_steps, step_name
-from orchestrator.records import Cursor, SourceCursor, StepRange, StepRecord, TokenChunk, decode
+from orchestrator.records import Cursor, SourceCursor, StepRecord, decode
 from orchestrator.resume.points import parse_point_name
 
+# The source's number in a sample's digest.
+SOURCE_NUMBER = 0
 _ALL = "that epoch {} holds every document of the files, for these steps are a part of it: it "
 
 
 def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
     """The document of `audit --json`, without the number of attempts.
 
-    It shows that each step trained exactly the samples that the plan gives it, each once, in order, and that
-    every epoch that was read from its first to its last document held what the files hold, read in their own
-    order (DATA.md rules 26 and 27). `steps` (`A:B`) limits it to these; it is read from the nearest cursor in
-    the journal on. Audits of adjacent steps join, because a cursor that is passed is compared.
-    `not_shown` says what this audit leaves open.
+    It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
+    digests are recomputed by a packer of the audit's own (`data.reference`). And it shows that the tokens of
+    these samples are, for every epoch that was read from its first to its last document, those that the files
+    hold, read in their own order (DATA.md rules 26 and 27). `steps` (`A:B`) limits it to these; it is read
+    from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is passed
+    is compared. `not_shown` says what this audit leaves open.
     """
     records = seen.lineage.records
     wanted = range(len(records)) if steps is None else find_steps(records, steps)
-    walk = _Walk(spec, seen, records)
+    walk = _Walk(spec, seen, records, wanted.start)
     first = None
     if steps is None and seen.lineage.gaps:
         first = {"step": None, "reason": seen.lineage.gaps[0]}
@@ -60,65 +68,82 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
 class _Walk:
     """The stream beside the records, from the nearest known cursor on."""
 
-    def __init__(self, spec: DataSpec, seen: Survey, records: tuple[StepRecord, ...]) -> None:
+    def __init__(self, spec: DataSpec, seen: Survey, records: tuple[StepRecord, ...], first: int) -> None:
+        """`first`: the first record that is asked for."""
         # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much
         # it took
         self._spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
+        self._source = spec.plans[0].source
         self._records = records
         self._seq_lens = {start.id: start.seq_len for start in seen.journal.generations}
         self._known = _known_cursors(seen, records)
-        self._tallies = Tallies()
-        self._begin = self._cursor = Cursor()
-        self._chunks: Iterator[TokenChunk] = iter(())
+        self._first = max((i for i in self._known if i <= first), default=0)
+        self._begin = self._known.get(self._first, Cursor())
+        begin = self._begin.sources.get(self._source, SourceCursor())
+        self._trained = TrainedTokens(begin.token)
+        self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
+        self._walked = False
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
-        """The wanted steps whose digest or counts are not those of the stream, or that end at another cursor
-        than the journal's.
+        """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
+        can be trained, or that end at another cursor than the journal's.
         """
-        first = max((i for i in self._known if i <= wanted.start), default=0)
-        self._begin = self._cursor = self._known.get(first, Cursor())
-        packer = self._spec.packer(self._cursor)
-        self._chunks = self._tallies.watch(self._spec.chunks(self._cursor))
-        for index in range(first, wanted.stop):
+        samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
+        for index in range(self._first, wanted.stop):
             record = self._records[index]
-            step = StepRange(
-                first_sample=self._cursor.consumed_samples,
-                num_samples=record.consumed_samples - self._cursor.consumed_samples,
-                num_tokens=record.consumed_tokens - self._cursor.consumed_tokens,
-                seq_len=self._seq_lens[record.attempt, record.generation],
-            )
-            while (drawn := packer.draw(step)) is None:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    packer.finish()
-                else:
-                    packer.feed(chunk)
-            self._cursor = drawn.cursor
-            found, journal = f"{drawn.digest:016x}", self._known.get(index + 1, drawn.cursor)
-            reason = None
-            if index < wanted.start:
-                continue
-            if drawn.step != step:
-                reason = f"the step took {step}, the stream gives {drawn.step}"
-            elif found != record.digest:
-                reason = (
-                    f"trained samples have digest {record.digest}, the stream gives {found} (or a file was "
-                    "changed in place since, with its size, its time or its ends kept)"
+            num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
+            seq_len = self._seq_lens[record.attempt, record.generation]
+            if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
+                reason: str | None = (
+                    f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
                 )
-            elif journal != drawn.cursor:
-                reason = f"the journal's cursor behind it is {journal}, the stream's {drawn.cursor}"
-            if reason is not None:
                 yield {"step": step_name(self._records, index), "reason": reason}
+                return  # what follows it stands at no place of the stream
+            found = self._packer.samples(num_tokens, seq_len)
+            self._walked = True
+            wrong = self._trained.add(found, num_tokens)
+            reason = self._difference(index, samples, found) or wrong
+            samples, tokens = record.consumed_samples, record.consumed_tokens
+            if reason is not None and index >= wanted.start:
+                yield {"step": step_name(self._records, index), "reason": reason}
+
+    def _difference(self, index: int, first_sample: int, found: Samples) -> str | None:
+        """How the record differs from the samples that the stream gives."""
+        record, known = self._records[index], self._known.get(index + 1)
+        sources = np.full(len(found.labels), SOURCE_NUMBER, np.int32)
+        arrays = found.input_ids, found.labels, found.document_ids
+        digest = f"{batch_digest(first_sample, sources, *arrays):016x}"
+        if digest != record.digest:
+            return (
+                f"trained samples have digest {record.digest}, the stream gives {digest} (or a file was "
+                "changed in place since, with its size, its time or its ends kept)"
+            )
+        if known is None:
+            return None
+        cursor = Cursor(
+            consumed_samples=record.consumed_samples,
+            consumed_tokens=record.consumed_tokens,
+            target_tokens=self._begin.target_tokens + record.consumed_tokens - self._begin.consumed_tokens,
+            sources={self._source: self._packer.cursor()},
+        )
+        if known == cursor:
+            return None
+        return f"the journal's cursor behind it is {known}, the stream's {cursor}"
 
     def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The first epoch that held a record twice, or other documents than the files, and what of the epochs
         is not shown.
         """
         plan = self._spec.plans[0]
-        begin, end = (c.sources.get(plan.source, SourceCursor()) for c in (self._begin, self._cursor))
+        begin = self._begin.sources.get(plan.source, SourceCursor())
+        end = self._packer.cursor() if self._walked else begin
+        ends_data = self._walked and not _at_border(end) and self._packer.ends_epoch()
         not_shown: list[str] = []
+        if reason := self._trained.end():
+            return {"step": None, "reason": reason}, not_shown
+        tallies = self._trained.tallies
         for epoch in range(begin.epoch, end.epoch + (0 if _at_border(end) else 1)):
-            twice = self._tallies.twice(epoch)
+            twice = tallies.twice(epoch)
             if twice is not None:
                 reason = (
                     f"epoch {epoch} held the record at {twice[1]} of {plan.manifest.path(twice[0])} twice"
@@ -126,14 +151,11 @@ class _Walk:
                 return {"step": None, "reason": reason}, not_shown
             if epoch == begin.epoch and not _at_border(begin):
                 not_shown.append(_ALL.format(epoch) + "begins before them; no record came twice")
-            elif not self._is_read_to_its_end(epoch, end):
+            elif epoch == end.epoch and not ends_data:
                 not_shown.append(_ALL.format(epoch) + "goes on after them; no record came twice")
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
-                found, files = (
-                    self._tallies.of(epoch),
-                    self._files(encoder or self._spec.encoders[-1].encoder),
-                )
+                found, files = tallies.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
                 if encoder is None:
                     not_shown.append(f"epoch {epoch}'s tokens against the files: two encoders made them")
                     found, files = found.without_tokens(), files.without_tokens()
@@ -141,19 +163,6 @@ class _Walk:
                     reason = f"epoch {epoch} held {found}; the files hold {files}"
                     return {"step": None, "reason": reason}, not_shown
         return None, not_shown
-
-    def _is_read_to_its_end(self, epoch: int, end: SourceCursor) -> bool:
-        """Also at the end of the data, where the last token is no input any more; what follows it (empty
-        documents) is read then.
-        """
-        if epoch < end.epoch:
-            return True
-        until_here = replace(self._spec.settings, num_epochs=epoch + 1)
-        if next(open_samples(replace(self._spec, settings=until_here), self._cursor, 1), None) is not None:
-            return False
-        while next(self._chunks).epoch == epoch:
-            pass
-        return True
 
     @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
     def _files(self, encoder: EncoderChoice) -> Tally:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -20,9 +21,12 @@ from orchestrator.attempt import survey
 from orchestrator.audit import audit_history
 from orchestrator.cli import main
 from orchestrator.config import parse_config
-from orchestrator.data import feed_notes, readers, sources
+from orchestrator.data import chunks, feed_notes, readers, sources
+from orchestrator.data.drawn import DrawnStep
 from orchestrator.data.feed_notes import Notebook
 from orchestrator.data.local_feed import InProcessFeed
+from orchestrator.data.reference import ReferencePacker, Samples
+from orchestrator.data.stream import Packer
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.monitor.journal import JournalWriter
 from orchestrator.plan.claims import ClaimParent, GenerationStart
@@ -255,10 +259,19 @@ def a_line_lost_at_each_border(handle: int, start: int, stop: int) -> tuple[int,
     return begin + cut, data[cut:]
 
 
-readers_range = readers.read_range
+def the_last_id_is_not_eos(ids: Any, lengths: Any, first: Any, last: Any, settings: Any) -> Any:
+    """Each document ends with the id that begins it."""
+    tokens, wrapped = chunks_wrap(ids, lengths, first, last, settings)
+    ends = np.cumsum(wrapped)
+    tokens[ends - 1] = tokens[ends - wrapped]
+    return tokens, wrapped
+
+
+readers_range, chunks_wrap = readers.read_range, chunks._wrap
 WRONG = [
     (sources, "block_at", a_block_twice, "epoch 0 held the record at"),
     (readers, "read_range", a_line_lost_at_each_border, "the files hold"),
+    (chunks, "_wrap", the_last_id_is_not_eos, "the files hold"),
 ]
 
 
@@ -272,6 +285,156 @@ def test_a_fault_that_the_recomputed_stream_has_too_is_found_in_the_files(
     found = run.audit()["first_difference"]
     assert found is not None
     assert (found["step"], text in found["reason"]) == (None, True)
+
+
+def one_lost_one_repeated(inputs: Any, labels: Any, documents: Any) -> None:
+    """In each sample token 6 is token 5 again."""
+    inputs[:, 6] = inputs[:, 5]
+    labels[:, 5] = labels[:, 4]
+
+
+def labels_are_inputs(inputs: Any, labels: Any, documents: Any) -> None:
+    np.copyto(labels, inputs, where=labels >= 0)
+
+
+def labels_one_too_far(inputs: Any, labels: Any, documents: Any) -> None:
+    labels[:, 1:-1] = labels[:, 2:]
+
+
+def one_document_per_sample(inputs: Any, labels: Any, documents: Any) -> None:
+    documents[documents > 0] = 0
+
+
+def documents_from_one(inputs: Any, labels: Any, documents: Any) -> None:
+    documents[documents >= 0] += 1
+
+
+def a_document_too_many(inputs: Any, labels: Any, documents: Any) -> None:
+    documents[:, 30:][documents[:, 30:] >= 0] += 1
+
+
+def padding_is_trained(inputs: Any, labels: Any, documents: Any) -> None:
+    labels[labels < 0] = 0
+
+
+def padding_is_a_document(inputs: Any, labels: Any, documents: Any) -> None:
+    documents[documents < 0] = 0
+
+
+def padding_has_tokens(inputs: Any, labels: Any, documents: Any) -> None:
+    inputs[documents < 0] = 7
+
+
+PACKED_WRONG = [
+    (one_lost_one_repeated, "one behind the other"),
+    (labels_are_inputs, "labels are not its inputs one token further"),
+    (labels_one_too_far, "labels are not its inputs one token further"),
+    (one_document_per_sample, "document ids do not change where documents begin"),
+    (a_document_too_many, "document ids"),
+    (documents_from_one, "document ids do not count"),
+    (padding_is_trained, "targets, it counted"),
+    (padding_is_a_document, "padding is not all"),
+    (padding_has_tokens, "padding is not all"),
+]
+Change = Callable[[Any, Any, Any], None]
+
+
+def plant_in_the_trainers_packer(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:
+    """What the ranks are handed, and so what they train and digest, is changed by `wrong`."""
+    right = DrawnStep.arrays
+
+    def arrays(self: DrawnStep, start: int, stop: int) -> Any:
+        numbers, *samples = right(self, start, stop)
+        wrong(*samples)
+        return numbers, *samples
+
+    monkeypatch.setattr(DrawnStep, "arrays", arrays)
+
+
+@pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
+def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_it(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change
+) -> None:
+    plant_in_the_trainers_packer(monkeypatch, wrong)
+    run = TrainedRun(mapping)
+    run.attempt(1000)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    last = str(len(run.records()))
+    assert found["step"] == (last if "padding" in wrong.__name__ else "1")
+    assert "trained samples have digest" in found["reason"]
+
+
+def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Packer._gather
+
+    def gather(self: Packer, start: int, stop: int) -> Any:
+        tokens, starts = right(self, start, stop)
+        return np.concatenate([tokens[:9], tokens[8:9], tokens[10:]]), starts
+
+    monkeypatch.setattr(Packer, "_gather", gather)
+    run = TrainedRun(mapping)
+    run.attempt(1000)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert (found["step"], "trained samples have digest" in found["reason"]) == ("1", True)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "wrong", "text"),
+    [(1000, *planted) for planted in PACKED_WRONG]
+    # where no epoch is finished; only the last sample of all has padding
+    + [(6, *planted) for planted in PACKED_WRONG if "padding" not in planted[0].__name__],
+)
+def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: Change, text: str
+) -> None:
+    right = ReferencePacker.samples
+
+    def samples(self: ReferencePacker, num_tokens: int, seq_len: int) -> Samples:
+        found = right(self, num_tokens, seq_len)
+        wrong(found.input_ids, found.labels, found.document_ids)
+        return found
+
+    plant_in_the_trainers_packer(monkeypatch, wrong)
+    monkeypatch.setattr(ReferencePacker, "samples", samples)
+    run = TrainedRun(mapping)
+    run.attempt(num_steps)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert text in found["reason"]
+
+
+def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(5)
+    seen = survey(run.store)
+    records = [*seen.lineage.records]
+    records[2] = replace(records[2], consumed_samples=records[2].consumed_samples + 1)
+    wrong = replace(seen, lineage=replace(seen.lineage, records=tuple(records)))
+    found = audit_history(run.spec, wrong)["first_difference"]
+    assert (found["step"], found["reason"]) == ("3", "the step took 9 samples of 64 for 512 tokens")
+
+
+def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own(
+    mapping: dict[str, Any],
+) -> None:
+    cursors: list[Cursor] = []
+
+    def noted(cursor: Cursor) -> Cursor:
+        cursors.append(cursor)
+        return cursor if len(cursors) == 1 else one_token_later(cursor)
+
+    run = TrainedRun(mapping)
+    run.attempt(9, noted=noted)  # the cursor behind step 4, and behind step 8 one of another stream
+    run.key, run.cursor = run.records()[3].key, cursors[0]
+    run.attempt(6, label=3)  # the history leaves attempt 1 after step 4, and notes none behind its 8th step
+    assert len(run.records()) == 10
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert run.audit("a2:8:")["exactly_once"], "nor does an audit begin there"
 
 
 def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tmp_path: Path) -> None:

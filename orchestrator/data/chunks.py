@@ -5,7 +5,7 @@ It is a pure function of (task, files, tokenizer, settings) and may run again at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,19 +23,27 @@ _BATCH_BYTES = 1 << 20
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
+# Told of the decoded bytes of a window that is passed over; whether to go on.
+Passed = Callable[[int], bool]
 
 
 def tokenize_block(
-    task: WindowTask, plan: SourcePlan, encoders: Encoders, settings: StreamSettings
+    task: WindowTask,
+    plan: SourcePlan,
+    encoders: Encoders,
+    settings: StreamSettings,
+    passed: Passed = lambda _: True,
 ) -> Iterator[TokenChunk]:
     """The chunks of the block that `task` names, from its window, record and piece on, in order.
 
     What lies before is read up to the window, ordered up to the record, and not parsed or tokenized. Every
-    window ends with a chunk that says so, even an empty one. Raises `BadDocumentError` (under `stop`) and
-    `DataError` with the place, `DataIdentityError` if the task's window, record or piece is not there.
+    window ends with a chunk that says so, even an empty one. `passed` is called with the decoded bytes of
+    each window before the task's: they may take an hour and give no chunk. If it answers False, nothing
+    follows. Raises `BadDocumentError` (under `stop`) and `DataError` with the place, `DataIdentityError` if
+    the task's window, record or piece is not there.
     """
     windows = read_windows(plan, settings, task.epoch, task.block)
-    yield from tokenize_windows(task, windows, plan, encoders, settings)
+    yield from tokenize_windows(task, windows, plan, encoders, settings, passed)
 
 
 def tokenize_windows(
@@ -44,11 +52,14 @@ def tokenize_windows(
     plan: SourcePlan,
     encoders: Encoders,
     settings: StreamSettings,
+    passed: Passed,
 ) -> Iterator[TokenChunk]:
     """The chunks of these windows, which stand for the block that `task` names; see `tokenize_block`."""
     seen = None
     for window in windows:
         if window.number < task.window:
+            if not passed(sum(int(part.sizes.sum()) for part in window.parts)):
+                return
             continue
         seen = window.number
         ordered = OrderedWindow(window, plan, settings, task.epoch)

@@ -18,8 +18,8 @@ class FeederStats:
     """What the feeder holds, and what it did since its process started.
 
     `waits` and `wait_s` are of the calls of `get` that found their samples missing. Slots count from the last
-    opening on; `opens` counts the openings; `pipeline_threads` are alive: two while the pipeline runs (ours
-    and Ray Data's).
+    opening on; `opens` counts the openings; `bytes_passed` were decoded on the way to cursors;
+    `pipeline_threads` are alive: two while the pipeline runs (ours and Ray Data's).
     """
 
     pid: int
@@ -32,6 +32,7 @@ class FeederStats:
     buffered_tokens: int
     slots_taken: int
     slots_given: int
+    bytes_passed: int
     waits: int
     wait_s: float
     pipeline_threads: int

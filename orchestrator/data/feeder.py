@@ -24,6 +24,7 @@ from orchestrator.data.opening import Opening
 from orchestrator.data.ray_feed import RayFeed, Reopen
 from orchestrator.data.replay import HeldStep
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.work import SignsOfWork
 from orchestrator.errors import FeedError, FencedError, OrchestratorError
 from orchestrator.loading import loading
 from orchestrator.plan.batches import rank_samples
@@ -64,16 +65,17 @@ class Feeder:
         stall_s: float = STALL_S,
         slots_per_dataset: int = SLOTS_PER_DATASET,
         tokenizer_node: str | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launch, self._spec = launch, spec
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._now, self._work = now, SignsOfWork(stall_s, now)
         self._tokenizer_node = tokenizer_node
         self._slots_per_dataset = slots_per_dataset
         self._generation = (0, 0)
         self._run: Opening | None = None
         self._error: OrchestratorError | None = None
         self._changed = asyncio.Condition()
-        self._progress_at = time.monotonic()
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
@@ -121,7 +123,7 @@ class Feeder:
         """
         if launch != self._launch:
             return self._fenced(launch)
-        began, waited = time.monotonic(), False
+        began, waited = self._now(), False
         async with self._changed:
             while (found := self._find(generation, step)) is None:
                 waited = True
@@ -131,7 +133,7 @@ class Feeder:
         if not isinstance(found, HeldStep):
             return found
         self._waits += waited
-        self._wait_s += time.monotonic() - began
+        self._wait_s += self._now() - began
         drawn = found.drawn
         start, stop = rank_samples(
             drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
@@ -163,6 +165,7 @@ class Feeder:
             buffered_tokens=run.packer.buffered_tokens if run else 0,
             slots_taken=run.slot if run else 0,
             slots_given=run.slots_given if run else 0,
+            bytes_passed=self._work.bytes_passed,
             waits=self._waits,
             wait_s=self._wait_s,
             pipeline_threads=sum(
@@ -207,6 +210,16 @@ class Feeder:
         async with self._changed:
             return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
 
+    async def working(self, run_id: int, bytes_passed: int) -> bool:
+        """A tokenizer decodes what lies before its cursor, and has passed so many bytes more. False: that run
+        is over.
+        """
+        run = self._run
+        if run is None or run.run_id != run_id or self._error is not None:
+            return False
+        self._work.note(bytes_passed)
+        return True
+
     async def failed(self, run_id: int, error: OrchestratorError) -> None:
         """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at
         once.
@@ -222,7 +235,7 @@ class Feeder:
             if run is None or run.run_id != run_id or self._error is not None:
                 return None
             if near(run):
-                self._progress_at = time.monotonic()
+                self._work.note()
                 return run
             await self._changed.wait()
 
@@ -273,10 +286,9 @@ class Feeder:
 
     async def _await_change(self, since: float) -> bool:
         """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""
-        left = max(since, self._progress_at) + self._stall_s - time.monotonic()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), max(0.0, left))
-        return time.monotonic() - max(since, self._progress_at) < self._stall_s
+            await asyncio.wait_for(self._changed.wait(), max(0.0, self._work.left_s(since)))
+        return self._work.left_s(since) > 0
 
     def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
         run = self._run
@@ -308,11 +320,10 @@ class Feeder:
         """
         self._opens += 1
         run = self._run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
-        self._progress_at = time.monotonic()
-        context = ray.get_runtime_context()
+        self._work.note()
         reader = threading.Thread(
             target=self._read,
-            args=(run, context.current_actor, asyncio.get_running_loop()),
+            args=(run, asyncio.get_running_loop()),
             name=f"pipeline-{run.run_id}",
             daemon=True,
         )
@@ -320,7 +331,7 @@ class Feeder:
         reader.start()
         return run
 
-    def _read(self, run: Opening, feeder: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, run: Opening, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the
         end of data or of the run.
         """
@@ -336,6 +347,7 @@ class Feeder:
             with loading():
                 from orchestrator.data.pipeline import read_chunks
 
+            feeder = ray.get_runtime_context().current_actor
             while slots := call(self._list_slots(run)):
                 items = read_chunks(
                     self._spec, feeder, run.run_id, slots, self._num_tokenizers, self._tokenizer_node
@@ -361,7 +373,7 @@ class Feeder:
                 return False
             run.take(slot, chunk)
             self._notebook.differences(chunk.encoder_differences)
-            self._progress_at = time.monotonic()
+            self._work.note()
             self._changed.notify_all()
             return True
 

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.ray_share import take_own_share
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.work import WorkReports
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import TokenChunk, WindowTask
 
@@ -111,9 +112,9 @@ class Tokenizer:
         ):  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
             yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
             return
-        for chunk in tokenize_block(
-            task, self._spec.source_plan(task.source), self._encoders, self._spec.settings
-        ):
+        passed = WorkReports(lambda num_bytes: ray.get(self._feeder.working.remote(self._run_id, num_bytes)))
+        plan = self._spec.source_plan(task.source)
+        for chunk in tokenize_block(task, plan, self._encoders, self._spec.settings, passed):
             # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new
             # window only
             if not ray.get(self._feeder.room.remote(self._run_id, slot, chunk.window)):

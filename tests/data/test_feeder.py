@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import ray
 from ray._private.state import actors  # the public state API needs a dashboard
 
 from orchestrator.config import parse_config
-from orchestrator.data.feeder import FeederStats, RayFeed, Reopen, start_feeder
+from orchestrator.data.feeder import Feeder, FeederStats, RayFeed, Reopen, start_feeder
 from orchestrator.data.local_feed import InProcessFeed
 from orchestrator.data.opening import SLOTS_AHEAD
 from orchestrator.data.spec import DataSpec, prepare_data
@@ -346,6 +348,60 @@ def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shar
         with pytest.raises(FeedError, match=r"data\.num_tokenizers"):
             feed.get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
     ray.kill(hog)
+
+
+class FeederWithoutPipeline(Feeder):
+    """Its tokenizers are the test, and so is its clock."""
+
+    def _read(self, run: Any, loop: Any) -> None: ...
+
+
+def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing_is_heard(
+    spec: DataSpec,
+) -> None:
+    async def hours() -> object:
+        now = 0.0
+        feeder = FeederWithoutPipeline("launch", spec, 1, 0, stall_s=600.0, now=lambda: now)
+
+        async def wake() -> None:
+            await feeder.open("launch", (1, 1), Cursor())
+            for _ in range(20):  # turns of the loop: who was woken looks at the clock
+                await asyncio.sleep(0)
+
+        await wake()
+        waiting = asyncio.create_task(
+            feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)  # type: ignore[arg-type]
+        )
+        for _ in range(100):
+            now += 599.0
+            assert await feeder.working(1, 16 << 20)
+            await wake()
+            assert not waiting.done()
+        assert (await feeder.stats()).bytes_passed == 100 * (16 << 20)
+        assert not await feeder.working(2, 1), "a tokenizer of another opening is sent home"
+        now += 601.0
+        await wake()
+        return await asyncio.wait_for(waiting, 30.0)
+
+    stalled = asyncio.run(hours())
+    assert isinstance(stalled, FeedError)
+    assert "no tokenizer has done anything for 600 s" in str(stalled)
+
+
+def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig, tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(900))
+    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    source = {"name": "packed", "path": str(tmp_path / "*.gz"), "format": "jsonl", "text_field": "text"}
+    small = {"data.fragment_bytes": 1 << 13, "data.window_bytes": 1 << 14}
+    spec = prepare_data(parse_config(tiny_config({"data.sources": [source], **small})))
+    stream = list(open_samples(spec, Cursor(), SEQ_LEN))
+    cursor = stream[-40].cursor
+    assert cursor.sources["packed"].window > 3
+    with feeder(spec, num_tokenizers=1) as (actor, launch):
+        feeds = open_feeds((actor, launch), cursor)
+        taken, _ = train(feeds, cursor, 1, num_samples=8)
+        assert_stream(taken, stream[-39:-31])
+        assert (1 << 13) < stats_of(actor).bytes_passed < len(lines)
 
 
 def test_reading_takes_no_cpu_beside_the_tokenizers(

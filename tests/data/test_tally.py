@@ -24,8 +24,9 @@ def spec(tiny_config: TinyConfig) -> DataSpec:
 
 def tallies_of(spec: DataSpec) -> Tallies:
     tallies = Tallies()
-    for _ in tallies.watch(spec.chunks(Cursor())):
-        pass
+    for chunk in spec.chunks(Cursor()):
+        tallies.count(chunk, chunk.tokens)
+        tallies.note_records(chunk)
     return tallies
 
 
@@ -74,6 +75,17 @@ def test_files_read_whole_hold_what_their_fragments_hold(
     found = tallies_of(made)
     assert found.of(0) == tally_files(made, made.encoders[0].encoder)
     assert found.twice(0) is None
+
+
+@pytest.mark.parametrize(("bos_id", "eos_id"), [(5, None), (5, 7), (None, None)])
+def test_files_hold_their_documents_with_the_ids_around_them(
+    spec: DataSpec, bos_id: int | None, eos_id: int | None
+) -> None:
+    made = replace(spec, settings=replace(spec.settings, bos_id=bos_id, eos_id=eos_id, num_epochs=1))
+    files, plain = tally_files(made, made.encoders[0].encoder), tally_files(spec, spec.encoders[0].encoder)
+    assert tallies_of(made).of(0) == files
+    around = (bos_id is not None) + (eos_id is not None)
+    assert files.tokens - plain.tokens == (around - 1) * files.documents, "the plain ones have an EOS"
 
 
 def test_equal_documents_at_different_places_are_different_documents(
