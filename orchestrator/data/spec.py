@@ -16,11 +16,13 @@ from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.encoder import GIGATOKEN, TOKENIZERS, Encoders, choose_encoder, installed_version
 from orchestrator.data.fragments import SourcePlan, plan_source
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
+from orchestrator.data.listing import list_files
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.stream import Packer, Sample, open_samples
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
+from orchestrator.data.unchanged import compare_files
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place
 from orchestrator.plan.identity import FORMAT_VERSION, RunIdentity, stream_settings
@@ -162,7 +164,8 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files)
     settings = _with_ids(config, settings, facts)
-    manifest = manifests.freeze(source.name, source.path, source.format, source.text_field)
+    listing = list_files(source.name, source.path, source.format)
+    manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     if not plan.num_blocks:
         raise ConfigError(
@@ -179,6 +182,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         window_bytes=settings.window_bytes,
         fragments_per_block={source.name: plan.fragments_per_block},
         manifests={source.name: manifest.digest},
+        paths={source.name: listing.path},
     )
     if folder is not None and not write_frozen(folder, record, [manifest], files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
@@ -190,7 +194,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
         run_identity=_identity(config, facts.digest, encoder, manifest, plan),
-        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+        notes=(*facts.notes, *listing.notes(source.name), *notes, *_window_notes(plan, settings)),
     )
 
 
@@ -208,7 +212,9 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
             f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
         )
     settings = _with_ids(config, settings, facts)
-    manifest, now, notes = _compare_files(config, frozen.manifests[source.name])
+    manifest, now, notes = compare_files(
+        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
+    )
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
@@ -225,24 +231,6 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         run_identity=_identity(config, asked, encoder, now, plan),
         notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
     )
-
-
-def _compare_files(config: JobConfig, frozen: Manifest) -> tuple[Manifest, Manifest, tuple[str, ...]]:
-    """(the frozen list at the path that the job names, what lies there now, notes). Refuses changed files."""
-    source = config.data.sources[0]
-    base, names = manifests.list_files(source.name, source.path, frozen.format)
-    manifest = replace(frozen, base=base)
-    now, changes = manifests.changes_since(manifest)
-    if changes and not config.resume.accept_changed:
-        raise DataIdentityError(manifests.changed_text(changes))
-    notes = [f"going on with a changed file (resume.accept_changed): {text}" for text in changes]
-    later = sorted(set(names) - {row.path for row in manifest.files})
-    if later:
-        notes.append(
-            f"{len(later)} files of source {source.name} came after the run's start and are not read, e.g. "
-            f"{later[0]}"
-        )
-    return manifest, now, tuple(notes)
 
 
 def _require_same_blocks(plan: SourcePlan, settings: StreamSettings, record: DataRecord) -> None:

@@ -123,7 +123,6 @@ def grown(file: Path) -> None:
     [
         (changed_content, r"its ends had digest [0-9a-f]{16} and have [0-9a-f]{16}"),
         (grown, r"it had \d+ bytes and has \d+"),
-        (Path.unlink, r"it had \d+ bytes and is gone"),
     ],
 )
 def test_changed_files_are_refused_with_both_values(
@@ -133,6 +132,94 @@ def test_changed_files_are_refused_with_both_values(
     change(data / "part-1.jsonl")
     with pytest.raises(DataIdentityError, match=rf"part-1\.jsonl: {text}[\s\S]*resume\.accept_changed=true"):
         prepare_data(job(tiny_config, data), run)
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_missing_file_is_refused_and_cannot_be_accepted(
+    accepts: bool, data: Path, run: Path, tiny_config: Make
+) -> None:
+    prepare_data(job(tiny_config, data), run)
+    (data / "part-1.jsonl").unlink()
+    grown(data / "part-2.jsonl")
+    with pytest.raises(DataIdentityError, match=r"part-1\.jsonl: it had \d+ bytes and is gone") as caught:
+        prepare_data(accepting(tiny_config, data) if accepts else job(tiny_config, data), run)
+    assert "a file that is gone cannot be accepted" in str(caught.value)
+    assert "accept_changed" not in str(caught.value)
+    assert ("part-2.jsonl" in str(caught.value)) is not accepts
+
+
+def path_refusal(make: Make, path: Path, run: Path) -> str:
+    with pytest.raises(DataIdentityError) as caught:
+        prepare_data(accepting(make, path), run)
+    return str(caught.value)
+
+
+def test_a_narrowed_path_is_refused_with_both_values(data: Path, run: Path, tiny_config: Make) -> None:
+    prepare_data(job(tiny_config, data / "*.jsonl"), run)
+    for narrower, left_out in (
+        ("part-[01].jsonl", "1 of these 3 files, e.g. part-2.jsonl"),
+        ("part-1.jsonl", "2 of these 3 files, e.g. part-0.jsonl"),
+    ):
+        text = path_refusal(tiny_config, data / narrower, run)
+        assert f"3 files of path {data}/*.jsonl, the job asks for {data}/{narrower}, which leaves out" in text
+        assert left_out in text
+
+
+def test_a_widened_path_is_refused_and_one_that_means_the_same_files_is_not(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), run)
+    text = path_refusal(tiny_config, data, run)
+    assert (
+        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 files besides"
+        in text
+    )
+    (data / "part-2.jsonl").unlink()
+    assert prepare_data(job(tiny_config, data), run).plans == spec.plans
+
+
+def test_another_corpus_in_place_of_the_runs_own_is_told_first(
+    data: Path, run: Path, tiny_config: Make, tmp_path: Path
+) -> None:
+    prepare_data(job(tiny_config, data), run)
+    write_corpus(tmp_path / "other", some_texts(31), "jsonl")
+    with pytest.raises(DataIdentityError) as caught:
+        prepare_data(job(tiny_config, tmp_path / "other"), run)
+    assert str(caught.value).startswith(
+        f"data.sources made names another folder: the run was started with {data}, the job asks for "
+        f"{tmp_path / 'other'}, and there files of the data are not those that the run was started with:\n"
+    )
+
+
+def without_recorded_paths(run: Path) -> None:
+    """As an older version wrote it."""
+    record = json.loads((run / "manifest" / "data.json").read_text())
+    del record["paths"]
+    (run / "manifest" / "data.json").write_text(json.dumps(record))
+
+
+def test_a_run_that_recorded_no_path_opens_and_refuses_a_narrower_one(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data), run)
+    without_recorded_paths(run)
+    assert prepare_data(job(tiny_config, data), run) == spec
+    text = path_refusal(tiny_config, data / "part-0.jsonl", run)
+    assert f"3 files of path (not recorded, below {data}), the job asks for {data}/part-0.jsonl" in text
+
+
+def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
+    data: Path, run: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "link.jsonl").symlink_to("part-0.jsonl")
+    with monkeypatch.context() as patch:  # as an older version listed
+        patch.setattr("orchestrator.data.listing._others", lambda base, files: {})
+        old = prepare_data(job(tiny_config, data), run)
+    assert len(old.plans[0].manifest.files) == 4
+    again = prepare_data(job(tiny_config, data), run)
+    assert again.plans == old.plans
+    (note,) = (note for note in again.notes if note.startswith("warning"))
+    assert "1 paths of source made that lead to files which it has under another path, too" in note
 
 
 def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
