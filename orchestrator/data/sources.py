@@ -5,7 +5,6 @@ It knows no tokens. The order in a window is `plan.order`'s; a record keeps its 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,14 +13,13 @@ import numpy as np
 import orjson
 
 from orchestrator.data.fragments import SourcePlan
-from orchestrator.data.readers import READ_BYTES, Part, read_fragment
+from orchestrator.data.line_numbers import line_numbers
+from orchestrator.data.readers import Part, read_fragment
 from orchestrator.data.settings import StreamSettings
 from orchestrator.plan.order import block_at, record_order
 from orchestrator.records import Int64Array
 
 _BOM = b"\xef\xbb\xbf"
-# Under `skip`, lines before a bad record are counted only this far back: the run must not read files twice.
-_COUNTED_BYTES = 64 << 20
 # Of a record's fields so many are named, each so far.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
 
@@ -109,10 +107,12 @@ class OrderedWindow:
         if self._plan.manifest.format == "parquet":
             return f"{path}: row {int(part.places[index])}"
         offset = int(part.places[index])
-        line = None if part.line is None else part.line + index
-        if line is None and (self._settings.on_bad_document == "stop" or offset <= _COUNTED_BYTES):
-            line = 1 + _count_newlines(path, offset)
-        return f"{path}: byte {offset}, line {'not counted' if line is None else line}"
+        first = part.line
+        if first is None:  # its lines follow each other: one place is counted for all of them
+            row = self._plan.manifest.files[part.file]
+            before = line_numbers(path, row.bytes, row.probe).newlines_before(int(part.places[0]))
+            first = None if before is None else before + 1
+        return f"{path}: byte {offset}, line {'not counted' if first is None else first + index}"
 
     def _find(self, position: int) -> tuple[Part, int]:
         number = self._part[position]
@@ -186,14 +186,3 @@ def _names(record: dict[str, object]) -> str:
 def _json_kind(value: object) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return names.get(type(value), "null")
-
-
-def _count_newlines(path: str, stop: int) -> int:
-    found = position = 0
-    with open(path, "rb") as file:
-        while position < stop and (
-            piece := os.pread(file.fileno(), min(READ_BYTES, stop - position), position)
-        ):
-            found += piece.count(b"\n")
-            position += len(piece)
-    return found

@@ -119,7 +119,11 @@ class Packer:
         num_samples = ceil_div(num, step.seq_len)
         stop = self._taken + num
         tokens, starts = self._gather(self._taken, stop + 1) if num else _NOTHING
+        end_of_data = self._finished and num == left
         reasons = self._move_to(stop, tokens[:num])
+        if end_of_data and num:
+            # what follows the last token is passed by no cursor of these data, and told all the same
+            reasons += tuple(reason for segment in self._segments for reason in segment.take_reasons(None))
         drawn = DrawnStep(
             step=StepRange(
                 first_sample=step.first_sample, num_samples=num_samples, num_tokens=num, seq_len=step.seq_len
@@ -129,7 +133,7 @@ class Packer:
             source=self._source,
             before=self._before,
             source_cursor=self._source_cursor,
-            end_of_data=self._finished and num == left,
+            end_of_data=end_of_data,
             bad_reasons=reasons,
         )
         self._before = drawn.cursor
