@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data import spec as spec_module
+from orchestrator.data.encoder import Encoder
 from orchestrator.data.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.spec import prepare_data
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
@@ -279,6 +280,55 @@ def test_a_damaged_or_lost_part_of_the_frozen_data_is_named(
     (run / file).unlink()
     with pytest.raises(DataIdentityError, match="restore"):
         prepare_data(job(tiny_config, data), run)
+
+
+def test_another_whole_part_in_place_of_a_frozen_one_is_refused_with_both_digests(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data), run)
+    listed, tokenizer = (run / name for name in ("manifest/made.parquet", "tokenizer/tokenizer.json"))
+    whole, other = listed.read_bytes(), freeze("made", str(data / "part-[01].jsonl"), "jsonl", "text")
+    listed.write_bytes(to_parquet(other))
+    was, now = spec.plans[0].manifest.digest, other.digest
+    with pytest.raises(DataIdentityError, match=rf"made\.parquet: .* with digest {was} and has {now}"):
+        prepare_data(job(tiny_config, data), run)
+    listed.write_bytes(whole)
+    content = json.loads(tokenizer.read_text())
+    content["model"]["merges"].pop()
+    tokenizer.write_text(json.dumps(content))
+    was = spec.identity().tokenizer_digest
+    with pytest.raises(DataIdentityError, match=rf"with digest {was} and has [0-9a-f]{{64}}; restore"):
+        prepare_data(job(tiny_config, data), run)
+
+
+def test_a_program_that_would_cut_other_blocks_is_refused_with_both_numbers(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data, window_bytes=9000), run)
+    num = spec.plans[0].fragments_per_block
+    assert num > 1
+    record = json.loads((run / "manifest" / "data.json").read_text())
+    record["fragments_per_block"]["made"] = num + 1  # as another program would have frozen it
+    (run / "manifest" / "data.json").write_text(json.dumps(record))
+    with pytest.raises(DataIdentityError, match=f"{num + 1} fragments per block, this program makes {num};"):
+        prepare_data(job(tiny_config, data, window_bytes=9000), run)
+
+
+def test_the_encoders_are_compared_on_the_runs_own_documents(
+    data: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "own.jsonl").write_text('{"text": "a document of this run alone"}\n' * 40)
+    right = Encoder.encode
+
+    def wrong(self: Encoder, texts: list[str]) -> Any:
+        ids, lengths = right(self, texts)
+        return (ids + 1 if any("of this run alone" in text for text in texts) else ids), lengths
+
+    monkeypatch.setattr(Encoder, "encode", wrong)
+    spec = prepare_data(job(tiny_config, data, window_bytes=1 << 20))
+    assert spec.encoders[0].encoder.name == "tokenizers"
+    (note,) = (note for note in spec.notes if note.startswith("encoding with tokenizers"))
+    assert "not with gigatoken" in note
 
 
 def test_the_first_encoder_stays_whatever_is_asked_for(data: Path, run: Path, tiny_config: Make) -> None:
