@@ -105,7 +105,7 @@ class _Walk:
                     f"trained samples have digest {record.digest}, the stream gives {found} (or a file was "
                     "changed in place since, with its size, its time or its ends kept)"
                 )
-            elif journal != drawn.cursor:
+            elif not journal.agrees_with(drawn.cursor):
                 reason = f"the journal's cursor behind it is {journal}, the stream's {drawn.cursor}"
             if reason is not None:
                 yield {"step": step_name(self._records, index), "reason": reason}

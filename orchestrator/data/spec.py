@@ -87,7 +87,8 @@ class DataSpec:
             block=start.block,
             window=start.window,
             record=start.record,
-            piece=start.piece,
+            # the earlier pieces are read once more where the cursor can tell whether they are the same
+            piece=0 if start.earlier_digest else start.piece,
         )
         for epoch in epochs:
             begin = start.block if epoch == start.epoch else 0
