@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.encoder import GIGATOKEN, Encoder, Encoders, difference_text, split_pieces
+from orchestrator.data.encoder import (
+    GIGATOKEN,
+    Encoder,
+    Encoders,
+    UnencodableTextError,
+    difference_text,
+    split_pieces,
+)
 from orchestrator.data.fragments import SourcePlan
+from orchestrator.data.manifest import Manifest
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, WrongFieldError, read_windows
+from orchestrator.data.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
@@ -53,7 +62,7 @@ def tokenize_windows(
         seen = window.number
         ordered = OrderedWindow(window, plan, settings, task.epoch)
         here = (task.record, task.piece) if window.number == task.window else (0, 0)
-        writer = _Writer(task, window.number, window.last, settings)
+        writer = _Writer(task, window.number, window.last, settings, plan.manifest)
         if here[0] and here[0] >= len(ordered):
             raise _absent(task, f"window {window.number} has {len(ordered)} records")
         for position in range(here[0], len(ordered)):
@@ -125,7 +134,11 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> 
     ids.
     """
     encoder = writer.encoder
-    ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
+    try:
+        ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
+    except UnencodableTextError as error:
+        writer.differences.append(f"{window.place(position)}: tokenizers cannot encode {error.reason}")
+        return
     if not np.array_equal(ids, expected):
         writer.differences.append(
             f"{window.place(position)}: {encoder.choice}: {difference_text(text, ids, expected)}"
@@ -135,8 +148,10 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> 
 class _Writer:
     """Gathers the entries of one window, encodes them in batches, and cuts them into chunks."""
 
-    def __init__(self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings) -> None:
-        self.task = task
+    def __init__(
+        self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings, manifest: Manifest
+    ) -> None:
+        self.task, self._manifest = task, manifest
         self.differences: list[str] = []
         self._window, self._last_window, self._settings = window, last_window, settings
         self._encoder: Encoder | None = None
@@ -192,7 +207,15 @@ class _Writer:
         yield self._chunk(ends_window=True)
 
     def _encode(self) -> Iterator[TokenChunk]:
-        encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        try:
+            encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        except UnencodableTextError as error:
+            *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
+            unit = "row" if self._manifest.format == "parquet" else "byte"
+            raise DataError(
+                f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
+                f"{UNKNOWN_TEXT}; another tokenizer needs a new run"
+            ) from error
         batch = _Batch(self._entries, encoded, self._reasons, self._settings)
         if self._encoded and self._num_tokens + len(batch.tokens) > self._settings.chunk_tokens:
             yield self._chunk(ends_window=False)

@@ -131,6 +131,31 @@ def test_a_tokenizer_that_gigatoken_does_not_take_means_tokenizers(tmp_path: Pat
     assert "it does not take this tokenizer" in notes[0]
 
 
+def word_level(folder: Path, *words: str) -> dict[str, bytes]:
+    """A tokenizer that knows these words and has no token for others."""
+    tokenizer = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return saved(folder, tokenizer)
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=t: it cannot encode 'a': .*add an unk_token to"):
+        examine("t", word_level(tmp_path / "t", "b", "c"))
+    found = examine("t", word_level(tmp_path / "u", "a", "b"))
+    with pytest.raises(
+        ConfigError, match=r"it cannot encode '.*add an unk_token to .*data\.encoder=tokenizers"
+    ):
+        choose_encoder(found.model, "auto", "text", ["a b"])
+
+
+def test_a_document_that_the_tokenizer_has_no_ids_for_is_named(tmp_path: Path, tiny_config: Make) -> None:
+    word_level(tmp_path / "t", "a", "b")
+    (tmp_path / "d.jsonl").write_text('{"text": "a b"}\n{"text": "b"}\n{"text": "b c"}\n{"text": "a"}\n')
+    asked = {"tokenizer": str(tmp_path / "t"), "encoder": "tokenizers", "eos": False, "shuffle": "none"}
+    with pytest.raises(DataError, match=r"d\.jsonl: byte 30: the tokenizer cannot encode 'b c': .*unk_token"):
+        samples(spec_of(job(tiny_config, tmp_path / "d.jsonl", **asked)), 2)
+
+
 def test_another_version_of_the_frozen_encoder_is_refused_with_both(facts: TokenizerFacts) -> None:
     with pytest.raises(
         DataIdentityError, match=rf"gigatoken 0\.0\.1, this machine has gigatoken {FAST.version}"
