@@ -15,9 +15,9 @@ from orchestrator.data.encoder import (
     GIGATOKEN,
     Encoder,
     Encoders,
+    Pieces,
     UnencodableTextError,
     difference_text,
-    split_pieces,
 )
 from orchestrator.data.fragments import SourcePlan
 from orchestrator.data.manifest import Manifest
@@ -27,8 +27,9 @@ from orchestrator.data.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
-# Text is encoded in batches of about so many bytes; the fixed cost of a call vanishes in it.
-_BATCH_BYTES = 1 << 20
+# Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
+# in it. A chunk has at most about so many entries: there may be many without any token.
+_BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
@@ -104,28 +105,32 @@ def _add_record(
                 f"{reason}{also}mend the document, or set data.on_bad_document=skip"
             ) from None
         writer.add(position, origin, BAD, reason=reason)
+        yield from writer.full_chunks()
         return
     if text is None:
         return
     if not text:
         writer.add(position, origin, EMPTY)
+        yield from writer.full_chunks()
         return
-    pieces = split_pieces(text, window.size(position), settings.piece_bytes)
+    pieces = Pieces(text, window.size(position), settings.piece_bytes)
+    del text  # a large one is held once, as its pieces
     if first_piece >= len(pieces):
         raise _absent(writer.task, f"that document has {len(pieces)} pieces")
     encoder = writer.encoder
     check = encoder.choice.name == GIGATOKEN and window.is_drawn(position, CHECK_ONE_IN)
     for number in range(first_piece, len(pieces)):
-        special = encoder.count_special(pieces[number])
+        piece = pieces[number]
+        special = encoder.count_special(piece)
         if special and settings.special_tokens_in_text == "stop":
             raise DataError(
                 f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
                 "take them out, or set data.special_tokens_in_text=text"
             )
         if check:
-            _check(writer, window, position, pieces[number])
+            _check(writer, window, position, piece)
         last = number == len(pieces) - 1
-        writer.add(position, origin, PIECE, pieces[number], number, last, special)
+        writer.add(position, origin, PIECE, piece, number, last, special)
         yield from writer.full_chunks()
 
 
@@ -160,7 +165,7 @@ class _Writer:
         self._text_size = 0
         self._reasons: list[str] = []
         self._encoded: list[_Batch] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_entries = 0
 
     def add(
         self,
@@ -197,7 +202,7 @@ class _Writer:
         """The chunks that are full now."""
         if (
             self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens)
-            or len(self._entries) >= _BATCH_BYTES
+            or len(self._entries) >= _BATCH_ENTRIES
         ):
             yield from self._encode()
 
@@ -217,14 +222,16 @@ class _Writer:
                 f"{UNKNOWN_TEXT}; another tokenizer needs a new run"
             ) from error
         batch = _Batch(self._entries, encoded, self._reasons, self._settings)
-        if self._encoded and self._num_tokens + len(batch.tokens) > self._settings.chunk_tokens:
+        tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)
+        if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
         self._num_tokens += len(batch.tokens)
+        self._num_entries += len(self._entries)
         self._entries, self._texts, self._reasons, self._text_size = [], [], [], 0
 
     def _chunk(self, ends_window: bool) -> TokenChunk:
-        batches, self._encoded, self._num_tokens = self._encoded, [], 0
+        batches, self._encoded, self._num_tokens, self._num_entries = self._encoded, [], 0, 0
         columns: dict[str, Any] = {
             name: np.concatenate([b.columns[name] for b in batches]).astype(
                 np.int64 if name == "place" else np.int32

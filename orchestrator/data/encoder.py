@@ -6,7 +6,7 @@ It adds no BOS and no EOS and knows no document: those are the chunks' business.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -256,22 +256,33 @@ def _hostile(model: TokenizerModel) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------- pieces
-def split_pieces(text: str, size: int, piece_bytes: int) -> list[str]:
+class Pieces:
     """The pieces whose tokens are the document's tokens (DATA.md rule 7); `size` bounds its UTF-8 length.
 
     At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
-    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits.
+    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A
+    text of several pieces is held as UTF-8, and a piece of it made when it is asked for.
     """
-    if size <= piece_bytes:
-        return [text]
-    data = text.encode()
-    pieces, start = [], 0
-    while len(data) - start > piece_bytes:
-        cut = _cut(data, start, start + piece_bytes, piece_bytes // CUT_SHARE)
-        pieces.append(data[start:cut].decode())
-        start = cut
-    pieces.append(data[start:].decode())
-    return pieces
+
+    def __init__(self, text: str, size: int, piece_bytes: int) -> None:
+        self._text, self._data, self._cuts = text, b"", [0]
+        if size > piece_bytes:
+            self._text, self._data = "", text.encode()
+            while len(self._data) - self._cuts[-1] > piece_bytes:
+                start = self._cuts[-1]
+                self._cuts.append(_cut(self._data, start, start + piece_bytes, piece_bytes // CUT_SHARE))
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, number: int) -> str:
+        if not self._data:
+            return self._text
+        stop = self._cuts[number + 1] if number + 1 < len(self._cuts) else len(self._data)
+        return self._data[self._cuts[number] : stop].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[number] for number in range(len(self)))
 
 
 def _cut(data: bytes, start: int, stop: int, back: int) -> int:

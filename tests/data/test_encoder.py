@@ -20,11 +20,11 @@ from orchestrator.data.encoder import (
     HOSTILE,
     Encoder,
     EncoderChoice,
+    Pieces,
     SpecialTexts,
     choose_encoder,
     find_difference,
     installed_version,
-    split_pieces,
 )
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
@@ -285,9 +285,13 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: 
 
 
 # ---------------------------------------------------------------------------------------- pieces
+def pieces_of(text: str, size: int, piece_bytes: int) -> list[str]:
+    return list(Pieces(text, size, piece_bytes))
+
+
 @given(text=st.text(st.sampled_from("ab é日🏳️\n "), max_size=400), size=st.integers(16, 80))
 def test_pieces_join_to_the_text_and_none_is_too_long(text: str, size: int) -> None:
-    pieces = split_pieces(text, len(text.encode()), size)
+    pieces = pieces_of(text, len(text.encode()), size)
     assert "".join(pieces) == text
     assert all(0 < len(p.encode()) <= size for p in pieces) or not text
 
@@ -295,10 +299,10 @@ def test_pieces_join_to_the_text_and_none_is_too_long(text: str, size: int) -> N
 def test_pieces_end_behind_a_newline_else_a_space_else_a_character() -> None:
     size = 160
     head = "x" * 152
-    assert split_pieces(head + "a\nb c d" + "y" * 300, 500, size)[0] == head + "a\n"
-    assert split_pieces(head + "a b c d" + "y" * 300, 500, size)[0] == head + "a b c "
-    assert split_pieces("\n" + "é" * 300, 601, size)[0] == "\n" + "é" * 79
-    assert split_pieces("x" * size, size, size) == ["x" * size]
+    assert pieces_of(head + "a\nb c d" + "y" * 300, 500, size)[0] == head + "a\n"
+    assert pieces_of(head + "a b c d" + "y" * 300, 500, size)[0] == head + "a b c "
+    assert pieces_of("\n" + "é" * 300, 601, size)[0] == "\n" + "é" * 79
+    assert pieces_of("x" * size, size, size) == ["x" * size]
 
 
 def test_the_tokens_of_a_piece_do_not_depend_on_the_pieces_before_it(
