@@ -71,28 +71,14 @@ def record_hash(seed: int, source_name: str, epoch: int, fragment: int, number: 
     return _hash(fragment, number, order_key("records", seed, source_name, epoch))
 
 
-def record_order(
-    fragments: npt.ArrayLike, numbers: npt.ArrayLike, seed: int, source_name: str, epoch: int, shuffle: str
-) -> npt.NDArray[np.int64]:
-    """The order of a window's records, given each one's fragment and its number therein, both (num_records,):
-    indices that sort them.
-
-    By `record_hash`, ties by (fragment, number), with `shuffle: none` by (fragment, number) alone.
-    Independent of the order given.
-    """
-    assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
-    fragment, number = np.asarray(fragments, dtype=np.uint64), np.asarray(numbers, dtype=np.uint64)
-    if shuffle == "none":
-        return np.lexsort((number, fragment)).astype(np.int64)
-    hashes = record_hashes(fragment, number, order_key("records", seed, source_name, epoch))
-    return np.lexsort((number, fragment, hashes)).astype(np.int64)
-
-
 def window_order(
     runs: Sequence[tuple[int, int, int]], seed: int, source_name: str, epoch: int, shuffle: str
 ) -> npt.NDArray[np.int32]:
-    """`record_order` of a window of fewer than 2^31 records that are there in (fragment, number) order, each
-    run as (fragment, number of its first record, how many). 4 bytes a record, and 20 more while it sorts.
+    """The order of a window's records: indices that sort them, shape (num_records,), fewer than 2^31.
+
+    They are there in (fragment, number) order, each run as (fragment, number of its first record, how many).
+    Sorted by `record_hash`, ties by (fragment, number), with `shuffle: none` by (fragment, number) alone.
+    Takes 4 bytes a record, and 20 more while it sorts.
     """
     assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
     assert all(a[:2] < b[:2] for a, b in pairwise(runs)), f"runs are not in order: {runs}"

@@ -74,7 +74,10 @@ def numbered(num: int, size: int) -> list[str]:
 
 
 LARGE_GROUPS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "many rows": (numbered(60_000, 1000), {"use_dictionary": False, "data_page_size": 1 << 16}),
+    "many rows": (
+        numbered(60_000, 1000),
+        {"use_dictionary": False, "data_page_size": 1 << 16, "compression": "NONE"},
+    ),
     "large rows": (
         numbered(60, MB),
         {"use_dictionary": False, "data_page_size": 1 << 16, "write_batch_size": 1},
