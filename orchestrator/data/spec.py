@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from orchestrator.data import manifest as manifests
 from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.encoder import GIGATOKEN, TOKENIZERS, Encoders, choose_encoder, installed_version
-from orchestrator.data.fragments import SourcePlan, plan_source
+from orchestrator.data.fragments import DECODED_RATIO, SourcePlan, decoded_bytes, is_plain, plan_source
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
 from orchestrator.data.listing import list_files
 from orchestrator.data.manifest import Manifest
@@ -286,17 +286,23 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (DATA.md rule 8)."""
     files = plan.manifest.files
-    large = sum(
-        max(row.group_bytes, default=0) > settings.window_bytes
-        or (row.path.endswith(manifests.COMPRESSED) and row.bytes > settings.window_bytes // 4)
-        for row in files
-    )
+    if plan.manifest.format != "parquet" and not any(
+        row.path.endswith(manifests.COMPRESSED) for row in files
+    ):
+        return ()
+    large = set[int]()
+    for block in range(plan.num_blocks):
+        parts = [part for fragment in plan.fragments(block) for part in plan.parts(fragment)]
+        if sum(decoded_bytes(plan.manifest, part) for part in parts) > settings.window_bytes:
+            large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
     if not large:
         return ()
     return (
-        f"{large} of {len(files)} files of source {plan.source} are compressed, or have row groups, beyond "
-        f"data.window_bytes={settings.window_bytes}: they are shuffled within windows of that size only, "
-        "and a resume inside one decodes it up to there",
+        f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
+        f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
+        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within windows "
+        "of that size only, of which one is held at a time, and a resume inside such a block decodes it up to "
+        "there",
     )
 
 

@@ -436,3 +436,13 @@ def test_sources_with_large_compressed_files_say_what_that_means(tmp_path: Path,
     assert note.startswith("1 of 1 files of source made are compressed")
     assert "shuffled within windows of that size only" in note
     assert samples(prepare_data(job(tiny_config, tmp_path)), 64, Cursor())
+
+
+def test_compressed_files_that_are_large_together_say_so_too(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path, some_texts(60), "jsonl.gz", 6)
+    largest = max(file.stat().st_size for file in tmp_path.iterdir())
+    together = prepare_data(job(tiny_config, tmp_path, window_bytes=4 * largest + 4))
+    assert together.plans[0].fragments_per_block > 1
+    (note,) = together.notes
+    assert note.startswith("6 of 6 files of source made are compressed, or have row groups, in blocks that")
+    assert prepare_data(job(tiny_config, tmp_path, window_bytes=1 << 30)).notes == ()
