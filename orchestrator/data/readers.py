@@ -12,25 +12,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import Any
 
 import numpy as np
 import zstandard
 
+from orchestrator.data.columns import read_column
 from orchestrator.data.fragments import FilePart, SourcePlan
 from orchestrator.data.manifest import require_unchanged
-from orchestrator.data.records_in_memory import Lines, Records, Whole, column_values, join, split_lines
+from orchestrator.data.records_in_memory import MAX_RECORD_BYTES, Lines, Records, Whole, join, split_lines
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records import Int64Array
 
 # Compressed input and plain look-ahead are read in such pieces.
 READ_BYTES = 1 << 20
-# A longer record is not held in memory: it is there with its size alone, and no document.
-MAX_RECORD_BYTES = 1 << 30
 # So much of a zstd file may decode to 64 MiB, but not to more.
 _ZSTD_READ_BYTES = 1 << 11
-# Rows of a column are decoded by so many, or by fewer that have about so many bytes.
-_PARQUET_ROWS, _PARQUET_BYTES = 64, 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +148,7 @@ def _records(
     text_field, format_ = plan.manifest.text_field, plan.manifest.format
     if where.group is not None:
         first_row = sum(plan.manifest.files[where.file].group_rows[: where.group])
-        yield from _rows(path, where.group, text_field, first_row)
+        yield from read_column(path, where.group, text_field, first_row)
     elif format_ == "text":
         yield 1, _one_record(decoded(file, path)), 0
     elif whole or path.endswith((".gz", ".zst")):
@@ -317,61 +313,3 @@ def _unzstd(file: BufferedReader) -> Iterator[bytes]:
 
 def _cut(data: bytes) -> Iterator[bytes]:
     return (data[start : start + READ_BYTES] for start in range(0, len(data), READ_BYTES))
-
-
-# ---------------------------------------------------------------------------------------- Parquet
-def _rows(path: str, group: int, column: str, first_row: int) -> Iterator[_Batch]:
-    """The column's values of a row group, in batches. Places are rows of the file.
-
-    At any time it holds a page of the column (as large as its writer made it), its dictionary, and values of
-    about `_PARQUET_BYTES` or one value, in a column of very uneven values up to `_PARQUET_ROWS` of them.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        facts = pq.read_metadata(path)
-        chunks = (facts.row_group(group).column(i) for i in range(facts.num_columns))
-        chunk = next(chunk for chunk in chunks if chunk.path_in_schema == column)
-        mean = chunk.total_uncompressed_size // max(1, chunk.num_values)
-        # not read ahead: that would hold the whole group
-        with pq.ParquetFile(path, metadata=facts, pre_buffer=False, buffer_size=READ_BYTES) as file:
-            num = min(max(1, _PARQUET_BYTES // max(1, mean)), _PARQUET_ROWS)
-            done = first_row
-            for batch in file.iter_batches(batch_size=num, row_groups=[group], columns=[column]):
-                for records in _values(batch.column(0)):
-                    yield done + 1, records, done
-                    done += len(records)
-    except pa.ArrowException as error:
-        raise OSError(str(error)) from error
-
-
-def _values(column: Any) -> Iterator[Records]:
-    """The column in stretches of at most about `_PARQUET_BYTES` decoded, or of one value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    sizes = _value_sizes(column)
-    begin = 0
-    while begin < len(column):
-        fits = int(np.searchsorted(np.cumsum(sizes[begin:]), _PARQUET_BYTES, side="right"))
-        end = begin + max(1, fits)
-        if sizes[begin] > MAX_RECORD_BYTES:
-            yield Whole(None, int(sizes[begin]))
-        else:
-            part = column[begin:end]
-            if pa.types.is_dictionary(part.type):
-                part = pc.take(part.dictionary, part.indices)
-            yield column_values(part)
-        begin = end
-
-
-def _value_sizes(column: Any) -> Int64Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if pa.types.is_dictionary(column.type):
-        lengths = pc.take(pc.binary_length(column.dictionary), column.indices)
-    else:
-        lengths = pc.binary_length(column)
-    return np.asarray(pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False), dtype=np.int64)

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from orchestrator.records import Int64Array
 
+# A longer record is not held: it is there with its size alone, and no document.
+MAX_RECORD_BYTES = 1 << 30
 _NEWLINE = 10
 # Newlines are looked for in such stretches: what that takes beside the buffer is bounded.
 _STRETCH_BYTES = 1 << 20
@@ -136,19 +138,6 @@ class Values:
         """Values [start, stop), of the same buffers."""
         valid = None if self.valid is None else self.valid[start:stop]
         return Values(self.data, self.offsets[start : stop + 1], valid)
-
-
-def column_values(array: Any) -> Values:
-    """The values of an Arrow array of strings or bytes, without a copy of them. What is no UTF-8 is there,
-    too: it must show as a bad document, not end the reading.
-    """
-    import pyarrow as pa
-
-    binary = array.cast(pa.large_binary())
-    _, offsets, data = binary.buffers()
-    valid = binary.is_valid().to_numpy(zero_copy_only=False) if binary.null_count else None
-    first, end = binary.offset, binary.offset + len(binary) + 1
-    return Values(memoryview(data or b""), np.frombuffer(offsets, np.int64)[first:end], valid)
 
 
 @dataclass(frozen=True, slots=True)

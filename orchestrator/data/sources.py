@@ -15,7 +15,8 @@ import orjson
 
 from orchestrator.data.fragments import SourcePlan
 from orchestrator.data.line_numbers import line_numbers
-from orchestrator.data.readers import MAX_RECORD_BYTES, Part, read_fragment
+from orchestrator.data.readers import Part, read_fragment
+from orchestrator.data.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.settings import StreamSettings
 from orchestrator.plan.order import block_at, window_order
 

@@ -300,9 +300,9 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
     return (
         f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
         f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
-        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within windows "
-        "of that size only, of which one is held at a time, and a resume inside such a block decodes it up to "
-        "there",
+        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
+        "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "
+        "it up to there",
     )
 
 

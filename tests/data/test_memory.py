@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.data import chunks, readers, sources
+from orchestrator.data import chunks, columns, readers, sources
 from orchestrator.data.fragments import SourcePlan, plan_source
 from orchestrator.data.manifest import freeze
 from orchestrator.data.settings import StreamSettings
@@ -122,8 +122,8 @@ LINES = [b"one", b"x" * 12_000, b"two", b"y" * (LIMIT - 1), b"z" * LIMIT, b"thre
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record may have 5,000 bytes, and a buffer has 1,000."""
     monkeypatch.setattr(readers, "READ_BYTES", 1000)
-    monkeypatch.setattr(readers, "_PARQUET_BYTES", 1000)
-    for module in (readers, sources):
+    monkeypatch.setattr(columns, "BATCH_BYTES", 1000)
+    for module in (readers, columns, sources):
         monkeypatch.setattr(module, "MAX_RECORD_BYTES", LIMIT)
 
 

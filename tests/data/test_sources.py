@@ -162,6 +162,18 @@ def test_a_damaged_parquet_file_stops(tmp_path: Path) -> None:
         freeze("s", str(tmp_path), "parquet", "text")
 
 
+def test_an_accepted_parquet_file_that_lacks_a_row_group_is_named(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "n": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 100, 1000)
+    pq.write_table(table.slice(1), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: row group 1 is asked for, it has 1"):
+        [part for part in read_fragment(plan, 1, accept_changed=True)]
+    pq.write_table(table.drop_columns(["text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: it has no column 'text'"):
+        [part for part in read_fragment(plan, 0, accept_changed=True)]
+
+
 def test_a_file_that_changes_while_the_run_reads_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
     plan = made(tmp_path, {"a.jsonl": LINES})
     (tmp_path / "a.jsonl").write_bytes(LINES + b"more")
