@@ -108,8 +108,7 @@ def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
         with suppress(OSError):
-            status = os.stat(os.path.join(base, name))
-            found[name] = (status.st_dev, status.st_ino)
+            found[name] = real_file(os.path.join(base, name))
     return _others(base, found)
 
 
@@ -184,10 +183,10 @@ def _matches(
     if part == "**":
         yield from _matches(folder, rest or ("*",), unlisted, above)
         if rest[:1] != ("**",):
-            above = above | {_identity(folder)}
+            above = above | {real_file(folder)}
             for name in _names(folder, unlisted):
                 inner = os.path.join(folder, name)
-                if not name.startswith(".") and os.path.isdir(inner) and _identity(inner) not in above:
+                if not name.startswith(".") and os.path.isdir(inner) and real_file(inner) not in above:
                     yield from (os.path.join(name, n) for n in _matches(inner, parts, unlisted, above))
         return
     for name in _names(folder, unlisted) if glob.has_magic(part) else [part]:
@@ -201,8 +200,9 @@ def _matches(
             yield from (os.path.join(name, n) for n in _matches(inner, rest, unlisted, above))
 
 
-def _identity(folder: str) -> tuple[int, int]:
-    status = os.stat(folder)
+def real_file(path: str) -> tuple[int, int]:
+    """What tells the file or folder that a path leads to from all others: (device, number)."""
+    status = os.stat(path)
     return status.st_dev, status.st_ino
 
 

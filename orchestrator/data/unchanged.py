@@ -6,11 +6,11 @@ It compares lists and decides; which files a path means says `listing`, how they
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.data.listing import Listing, list_files, same_files
+from orchestrator.data.listing import Listing, list_files, real_file, same_files
 from orchestrator.data.manifest import Manifest, changed_text, changes_since
 from orchestrator.errors import DataIdentityError
 
@@ -32,7 +32,7 @@ def compare_files(
     manifest = replace(frozen, base=listing.base)
     found = changes_since(manifest)
     here, then = {row.path for row in found.now.files}, {row.path for row in frozen.files}
-    left_out = sorted(here.difference(listing.names, listing.others))
+    left_out = _left_out(here.difference(listing.names, listing.others), listing)
     known = then | {listing.others[name] for name in then if name in listing.others}
     later = sorted(set(listing.names) - known)
     other_pattern = path is not None and os.path.relpath(path, frozen.base) != listing.pattern
@@ -42,6 +42,15 @@ def compare_files(
         text = changed_text(() if accept_changed else found.changed, found.gone)
         raise DataIdentityError(_other_folder(frozen, listing) + text)
     return manifest, found.now, (*listing.notes(source.name), *_notes(listing, frozen, found.changed, later))
+
+
+def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
+    """Those of the names that lead to none of the listed files. Older versions froze a file by paths, too,
+    that are not listed any more, because a link on the way leads back.
+    """
+    names = sorted(names)
+    listed = {real_file(os.path.join(listing.base, name)) for name in listing.names} if names else set()
+    return [name for name in names if real_file(os.path.join(listing.base, name)) not in listed]
 
 
 def _other_path(

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data import spec as spec_module
 from orchestrator.data.encoder import Encoder
+from orchestrator.data.listing import list_files
 from orchestrator.data.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.spec import prepare_data
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
@@ -212,15 +214,18 @@ def test_a_run_that_recorded_no_path_opens_and_refuses_a_narrower_one(
 def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     data: Path, run: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (data / "link.jsonl").symlink_to("part-0.jsonl")
+    (data / "self").symlink_to(".")
+    names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
     with monkeypatch.context() as patch:  # as an older version listed
-        patch.setattr("orchestrator.data.listing._others", lambda base, files: {})
+        every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
+        patch.setattr(spec_module, "list_files", lambda *_: every)
         old = prepare_data(job(tiny_config, data), run)
-    assert len(old.plans[0].manifest.files) == 4
+    assert len(old.plans[0].manifest.files) == 9
     again = prepare_data(job(tiny_config, data), run)
     assert again.plans == old.plans
     (note,) = (note for note in again.notes if note.startswith("warning"))
-    assert "1 paths of source made that lead to files which it has under another path, too" in note
+    assert "6 paths of source made that lead to files which it has under another path, too" in note
+    assert "which leaves out 6 of these 9 files" in path_refusal(tiny_config, data / "part-1.jsonl", run)
 
 
 def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
