@@ -126,7 +126,7 @@ class _Walk:
             target_tokens=self._begin.target_tokens + record.consumed_tokens - self._begin.consumed_tokens,
             sources={self._source: self._packer.cursor()},
         )
-        if known == cursor:
+        if known.agrees_with(cursor):
             return None
         return f"the journal's cursor behind it is {known}, the stream's {cursor}"
 

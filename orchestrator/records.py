@@ -171,7 +171,9 @@ class SourceCursor:
     `block` is the position in the epoch's order, `window` counts within the block, `record` is the position
     in the window's order, `token` counts within the piece. `prefix_digest` is the xxh3_64 (16 hex digits) of
     the piece's earlier `token` tokens as little-endian int32: a resume that does not reproduce them is
-    refused. Counts rise when the cursor passes a record.
+    refused. `earlier_tokens` and `earlier_digest` say the same of the document's earlier pieces (0 and empty
+    in its first piece, and in cursors of versions that did not know them). Counts rise when the cursor passes
+    a record.
     """
 
     epoch: int = 0
@@ -186,6 +188,8 @@ class SourceCursor:
     empty_documents: int = 0
     bad_documents: int = 0
     special_texts: int = 0
+    earlier_tokens: int = 0
+    earlier_digest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +202,17 @@ class Cursor:
     consumed_tokens: int = 0
     target_tokens: int = 0
     sources: dict[str, SourceCursor] = field(default_factory=dict)
+
+    def agrees_with(self, other: Cursor) -> bool:
+        """Whether both are one place with one history, as far as both know: a cursor without the digest of
+        the document's earlier pieces says nothing of them.
+        """
+        mine, others = {**self.sources}, {**other.sources}
+        for name in mine.keys() & others.keys():
+            if not (mine[name].earlier_digest and others[name].earlier_digest):
+                for each in (mine, others):
+                    each[name] = dataclasses.replace(each[name], earlier_tokens=0, earlier_digest="")
+        return dataclasses.replace(self, sources=mine) == dataclasses.replace(other, sources=others)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

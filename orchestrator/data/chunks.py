@@ -11,15 +11,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.data.encoder import GIGATOKEN, Encoder, Encoders, difference_text, split_pieces
+from orchestrator.data.encoder import (
+    GIGATOKEN,
+    Encoder,
+    Encoders,
+    Pieces,
+    UnencodableTextError,
+    difference_text,
+)
 from orchestrator.data.fragments import SourcePlan
+from orchestrator.data.manifest import Manifest
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, read_windows
+from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, WrongFieldError, read_windows
+from orchestrator.data.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
-# Text is encoded in batches of about so many bytes; the fixed cost of a call vanishes in it.
-_BATCH_BYTES = 1 << 20
+# Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
+# in it. A chunk has at most about so many entries: there may be many without any token.
+_BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
@@ -58,13 +68,13 @@ def tokenize_windows(
     seen = None
     for window in windows:
         if window.number < task.window:
-            if not passed(sum(int(part.sizes.sum()) for part in window.parts)):
+            if not passed(sum(int(part.records.sizes.sum()) for part in window.parts)):
                 return
             continue
         seen = window.number
         ordered = OrderedWindow(window, plan, settings, task.epoch)
         here = (task.record, task.piece) if window.number == task.window else (0, 0)
-        writer = _Writer(task, window.number, window.last, settings)
+        writer = _Writer(task, window.number, window.last, settings, plan.manifest)
         if here[0] and here[0] >= len(ordered):
             raise _absent(task, f"window {window.number} has {len(ordered)} records")
         for position in range(here[0], len(ordered)):
@@ -101,30 +111,37 @@ def _add_record(
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
-            raise BadDocumentError(f"{reason}; mend the document, or set data.on_bad_document=skip") from None
+            also = ", " if isinstance(error, WrongFieldError) else "; "
+            raise BadDocumentError(
+                f"{reason}{also}mend the document, or set data.on_bad_document=skip"
+            ) from None
         writer.add(position, origin, BAD, reason=reason)
+        yield from writer.full_chunks()
         return
     if text is None:
         return
     if not text:
         writer.add(position, origin, EMPTY)
+        yield from writer.full_chunks()
         return
-    pieces = split_pieces(text, window.size(position), settings.piece_bytes)
+    pieces = Pieces(text, window.size(position), settings.piece_bytes)
+    del text  # a large one is held once, as its pieces
     if first_piece >= len(pieces):
         raise _absent(writer.task, f"that document has {len(pieces)} pieces")
     encoder = writer.encoder
     check = encoder.choice.name == GIGATOKEN and window.is_drawn(position, CHECK_ONE_IN)
     for number in range(first_piece, len(pieces)):
-        special = encoder.count_special(pieces[number])
+        piece = pieces[number]
+        special = encoder.count_special(piece)
         if special and settings.special_tokens_in_text == "stop":
             raise DataError(
                 f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
                 "take them out, or set data.special_tokens_in_text=text"
             )
         if check:
-            _check(writer, window, position, pieces[number])
+            _check(writer, window, position, piece)
         last = number == len(pieces) - 1
-        writer.add(position, origin, PIECE, pieces[number], number, last, special)
+        writer.add(position, origin, PIECE, piece, number, last, special)
         yield from writer.full_chunks()
 
 
@@ -133,7 +150,11 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> 
     ids.
     """
     encoder = writer.encoder
-    ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
+    try:
+        ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
+    except UnencodableTextError as error:
+        writer.differences.append(f"{window.place(position)}: tokenizers cannot encode {error.reason}")
+        return
     if not np.array_equal(ids, expected):
         writer.differences.append(
             f"{window.place(position)}: {encoder.choice}: {difference_text(text, ids, expected)}"
@@ -143,8 +164,10 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> 
 class _Writer:
     """Gathers the entries of one window, encodes them in batches, and cuts them into chunks."""
 
-    def __init__(self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings) -> None:
-        self.task = task
+    def __init__(
+        self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings, manifest: Manifest
+    ) -> None:
+        self.task, self._manifest = task, manifest
         self.differences: list[str] = []
         self._window, self._last_window, self._settings = window, last_window, settings
         self._encoder: Encoder | None = None
@@ -153,7 +176,7 @@ class _Writer:
         self._text_size = 0
         self._reasons: list[str] = []
         self._encoded: list[_Batch] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_entries = 0
 
     def add(
         self,
@@ -190,7 +213,7 @@ class _Writer:
         """The chunks that are full now."""
         if (
             self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens)
-            or len(self._entries) >= _BATCH_BYTES
+            or len(self._entries) >= _BATCH_ENTRIES
         ):
             yield from self._encode()
 
@@ -200,16 +223,26 @@ class _Writer:
         yield self._chunk(ends_window=True)
 
     def _encode(self) -> Iterator[TokenChunk]:
-        encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        try:
+            encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        except UnencodableTextError as error:
+            *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
+            unit = "row" if self._manifest.format == "parquet" else "byte"
+            raise DataError(
+                f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
+                f"{UNKNOWN_TEXT}; another tokenizer needs a new run"
+            ) from error
         batch = _Batch(self._entries, encoded, self._reasons, self._settings)
-        if self._encoded and self._num_tokens + len(batch.tokens) > self._settings.chunk_tokens:
+        tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)
+        if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
         self._num_tokens += len(batch.tokens)
+        self._num_entries += len(self._entries)
         self._entries, self._texts, self._reasons, self._text_size = [], [], [], 0
 
     def _chunk(self, ends_window: bool) -> TokenChunk:
-        batches, self._encoded, self._num_tokens = self._encoded, [], 0
+        batches, self._encoded, self._num_tokens, self._num_entries = self._encoded, [], 0, 0
         columns: dict[str, Any] = {
             name: np.concatenate([b.columns[name] for b in batches]).astype(
                 np.int64 if name == "place" else np.int32

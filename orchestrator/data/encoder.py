@@ -6,7 +6,7 @@ It adds no BOS and no EOS and knows no document: those are the chunks' business.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from orchestrator.data.settings import CUT_SHARE
-from orchestrator.data.tokenizer_files import TokenizerModel
+from orchestrator.data.tokenizer_files import UNKNOWN_TEXT, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
 from orchestrator.records import Int32Array
@@ -57,6 +57,14 @@ def installed_encoders() -> dict[str, str | None]:
     return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS)}
 
 
+class UnencodableTextError(Exception):
+    """The tokenizer has no ids for a text: `index` among those given, and why, in words."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index, self.reason = index, reason
+
+
 class Encoder:
     """Encodes with one library. Not for several threads; does not pickle: build it where it is used."""
 
@@ -81,22 +89,38 @@ class Encoder:
         self._special = SpecialTexts(model.special_tokens)
 
     def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """(ids of all texts one behind the other, number of ids of each); no special token is added."""
+        """(ids of all texts one behind the other, number of ids of each); no special token is added.
+
+        Raises `UnencodableTextError` for a text that the tokenizer has no ids for.
+        """
         if not texts:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         return self._encode_fast(texts) if self.choice.name == GIGATOKEN else self.encode_reference(texts)
 
     def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """The same by `tokenizers`, whatever the choice is."""
+        """The same by `tokenizers`, whatever the choice is. Raises `UnencodableTextError`."""
         if self._reference is None:
             from tokenizers import Tokenizer
 
             self._reference = Tokenizer.from_str(self._json)
             self._reference.encode_special_tokens = not self._parse
-        ids = [e.ids for e in self._reference.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            encoded = self._reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise self._unencodable(texts, error) from error
+        ids = [e.ids for e in encoded]
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         total = int(lengths.sum(dtype=np.int64))
         return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
+
+    def _unencodable(self, texts: Sequence[str], error: Exception) -> UnencodableTextError:
+        """Which of the texts it is, and why."""
+        for index, text in enumerate(texts):
+            try:
+                self._reference.encode(text, add_special_tokens=False)
+            except Exception as own:  # noqa: BLE001  whatever it is, this is the text
+                return UnencodableTextError(index, f"{_shown(text)}: {own}")
+        return UnencodableTextError(0, f"{len(texts)} texts together: {error}")
 
     def count_special(self, text: str) -> int:
         """How many special tokens stand written out in the text."""
@@ -172,9 +196,15 @@ def choose_encoder(
         choice = reference
     else:
         choice = EncoderChoice(name=GIGATOKEN, version=fast_version)
-        problem = find_difference(
-            Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents]
-        )
+        try:
+            problem = find_difference(
+                Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents]
+            )
+        except UnencodableTextError as error:
+            raise ConfigError(
+                f"data.tokenizer: it cannot encode {error.reason}; {UNKNOWN_TEXT}, or set "
+                "data.encoder=tokenizers if the documents hold no such text"
+            ) from error
     if problem is None:
         return choice, ()
     if wanted == GIGATOKEN:
@@ -210,11 +240,14 @@ def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
     common = min(len(ids), len(expected))
     first = next((i for i in range(common) if ids[i] != expected[i]), common)
     here = slice(max(0, first - 2), first + 6)
-    shown = text if len(text) <= 80 else text[:80] + "…"
     return (
-        f"for {shown!r} ({len(text)} characters) its ids from {here.start} on are {ids[here].tolist()}, "
+        f"for {_shown(text)} ({len(text)} characters) its ids from {here.start} on are {ids[here].tolist()}, "
         f"those of tokenizers {expected[here].tolist()}"
     )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
 def _hostile(model: TokenizerModel) -> list[str]:
@@ -223,22 +256,33 @@ def _hostile(model: TokenizerModel) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------- pieces
-def split_pieces(text: str, size: int, piece_bytes: int) -> list[str]:
+class Pieces:
     """The pieces whose tokens are the document's tokens (DATA.md rule 7); `size` bounds its UTF-8 length.
 
     At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
-    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits.
+    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A
+    text of several pieces is held as UTF-8, and a piece of it made when it is asked for.
     """
-    if size <= piece_bytes:
-        return [text]
-    data = text.encode()
-    pieces, start = [], 0
-    while len(data) - start > piece_bytes:
-        cut = _cut(data, start, start + piece_bytes, piece_bytes // CUT_SHARE)
-        pieces.append(data[start:cut].decode())
-        start = cut
-    pieces.append(data[start:].decode())
-    return pieces
+
+    def __init__(self, text: str, size: int, piece_bytes: int) -> None:
+        self._text, self._data, self._cuts = text, b"", [0]
+        if size > piece_bytes:
+            self._text, self._data = "", text.encode()
+            while len(self._data) - self._cuts[-1] > piece_bytes:
+                start = self._cuts[-1]
+                self._cuts.append(_cut(self._data, start, start + piece_bytes, piece_bytes // CUT_SHARE))
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, number: int) -> str:
+        if not self._data:
+            return self._text
+        stop = self._cuts[number + 1] if number + 1 < len(self._cuts) else len(self._data)
+        return self._data[self._cuts[number] : stop].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[number] for number in range(len(self)))
 
 
 def _cut(data: bytes, start: int, stop: int, back: int) -> int:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from orchestrator.data.manifest import COMPRESSED, FileRow, Manifest
 
+# Compressed text is reckoned at so many times its size.
+DECODED_RATIO = 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePart:
@@ -98,6 +101,21 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
         run_files=tuple(run_files),
         fragments_per_block=max(1, min(per_block, run_fragments[-1])),
     )
+
+
+def is_plain(manifest: Manifest, part: FilePart) -> bool:
+    """Whether the part's bytes can be read from any place on."""
+    return part.group is None and not manifest.files[part.file].path.endswith(COMPRESSED)
+
+
+def decoded_bytes(manifest: Manifest, part: FilePart) -> int:
+    """About how many bytes of records the part holds: what a compressed one really holds shows when it is
+    read.
+    """
+    row = manifest.files[part.file]
+    if part.group is not None:
+        return row.group_bytes[part.group]
+    return (part.stop - part.start) * (1 if is_plain(manifest, part) else DECODED_RATIO)
 
 
 def _num_fragments(format_: str, row: FileRow, fragment_bytes: int) -> int:

@@ -6,7 +6,7 @@ It reads and writes a run's folder and decides nothing: `spec` and `plan.identit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
@@ -27,7 +27,8 @@ VERSION = 1
 class DataRecord:
     """`manifest/data.json`: the choices that were made at the first start. Its being there says all is there.
 
-    `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source.
+    `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
+    absolute; runs that were started before they were recorded have none.
     """
 
     version: int = VERSION
@@ -39,6 +40,7 @@ class DataRecord:
     window_bytes: int
     fragments_per_block: dict[str, int]
     manifests: dict[str, str]
+    paths: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,12 +5,11 @@ It reads names, sizes, a probe of 4 KiB at both ends and Parquet footers, never 
 
 from __future__ import annotations
 
-import glob
 import io
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,18 +17,12 @@ import orjson
 import xxhash
 from blake3 import blake3
 
+from orchestrator.data.listing import Listing, list_files, require_regular
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 
 VERSION = 1
 PROBE_BYTES = 4096
 COMPRESSED = (".gz", ".zst")
-# What a folder's files of a format are called; text and lines take every file that is not hidden.
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "text": ("",),
-    "lines": ("",),
-}
 _THREADS = 8
 # In an error text; the rest is counted.
 _NAMED = 5
@@ -83,55 +76,15 @@ def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
     Raises `ConfigError` if there are none, or a Parquet file lacks the column; `DataError` if one cannot be
     read.
     """
-    base, names = list_files(name, path, format_)
+    return freeze_listed(name, list_files(name, path, format_), format_, text_field)
+
+
+def freeze_listed(name: str, listing: Listing, format_: str, text_field: str) -> Manifest:
+    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
+    require_regular(name, listing)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = tuple(pool.map(partial(_row, base, format_, text_field), names))
-    return Manifest(source=name, base=base, format=format_, text_field=text_field, files=files)
-
-
-def list_files(name: str, path: str, format_: str) -> tuple[str, list[str]]:
-    """(base, relative paths sorted by their bytes). Hidden files are left out. Raises `ConfigError` if
-    none.
-    """
-    full = os.path.abspath(os.path.expanduser(path))
-    if os.path.isfile(full):
-        return os.path.dirname(full), [os.path.basename(full)]
-    if os.path.isdir(full):
-        base, pattern = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
-        found = glob.glob("**/*", root_dir=base, recursive=True)
-        found = [p for p in found if p.endswith(_SUFFIXES[format_])]
-    else:
-        base, pattern = _split_glob(full)
-        found = glob.glob(pattern, root_dir=base, recursive=True) if pattern else []
-    names = sorted((p for p in found if os.path.isfile(os.path.join(base, p))), key=os.fsencode)
-    if not names:
-        raise ConfigError(
-            f"data.sources {name}: no file matches {path!r} (looked for {pattern or 'that file'} in {base}); "
-            "relative paths are relative to the current folder; mend the path, or make the files"
-        )
-    unnamed = [p for p in names if not _is_utf8(p)]
-    if unnamed:
-        raise ConfigError(
-            f"data.sources {name}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
-        )
-    return base, names
-
-
-def _split_glob(full: str) -> tuple[str, str]:
-    """(the folder before the first part with a wildcard, the rest). The rest is empty without a wildcard."""
-    parts = full.split(os.sep)
-    for i, part in enumerate(parts):
-        if glob.has_magic(part):
-            return os.sep.join(parts[:i]) or os.sep, os.sep.join(parts[i:])
-    return os.path.dirname(full), ""
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        files = tuple(pool.map(partial(_row, listing.base, format_, text_field), listing.names))
+    return Manifest(source=name, base=listing.base, format=format_, text_field=text_field, files=files)
 
 
 def _row(base: str, format_: str, text_field: str, path: str) -> FileRow:
@@ -169,7 +122,9 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file: {error}; replace it or leave it out") from error
     if text_field not in schema.names:
-        raise ConfigError(f"{path}: has no column {text_field!r}, only {schema.names}; set text_field")
+        raise ConfigError(
+            f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
+        )
     kind = schema.field(text_field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(plain) for test in _text_types(pa)):
@@ -201,26 +156,43 @@ def require_unchanged(row: FileRow, path: str, handle: int) -> None:
         raise DataIdentityError(changed_text([f"{path}: {found}"]))
 
 
-def changed_text(changes: Sequence[str]) -> str:
-    """The refusal for these changed files."""
-    more = f"\n  and {len(changes) - _NAMED} more" if len(changes) > _NAMED else ""
+def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
+    """The refusal for these changed files, and those that are gone: nothing can stand for them."""
+    texts = [*gone, *changes]
+    more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    advice = (
+        "put them back; a file that is gone cannot be accepted as a changed one can: without it this run "
+        "cannot go on, and a new run (under another run.name) is the only way"
+        if gone
+        else "put them back, start a new run, or go on with them by resume.accept_changed=true"
+    )
     return (
         "files of the data are not those that the run was started with:\n  "
-        + "\n  ".join(changes[:_NAMED])
-        + more
-        + "\nput them back, start a new run, or go on with them by resume.accept_changed=true"
+        + "\n  ".join(texts[:_NAMED])
+        + f"{more}\n{advice}"
     )
 
 
-def changes_since(manifest: Manifest) -> tuple[Manifest, list[str]]:
-    """What lies at the manifest's base now (a file that is gone is left out) and how it differs, in words."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
+    differ, and which are gone, in words.
+    """
+
+    now: Manifest
+    changed: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def changes_since(manifest: Manifest) -> Changes:
+    """How the files at the manifest's base differ from it. Raises `DataError` if one cannot be read."""
 
     def look(row: FileRow) -> tuple[FileRow | None, str | None]:
         path = os.path.join(manifest.base, row.path)
         try:
             with open(path, "rb") as file:
                 found = difference(row, file.fileno())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None, f"{path}: it had {row.bytes} bytes and is gone"
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error}; mend its rights") from error
@@ -230,14 +202,11 @@ def changes_since(manifest: Manifest) -> tuple[Manifest, list[str]]:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         looks = list(pool.map(look, manifest.files))
-    now = Manifest(
-        source=manifest.source,
-        base=manifest.base,
-        format=manifest.format,
-        text_field=manifest.text_field,
-        files=tuple(row for row, _ in looks if row is not None),
+    return Changes(
+        now=replace(manifest, files=tuple(row for row, _ in looks if row is not None)),
+        changed=tuple(text for row, text in looks if row is not None and text is not None),
+        gone=tuple(text for row, text in looks if row is None and text is not None),
     )
-    return now, [text for _, text in looks if text is not None]
 
 
 # ---------------------------------------------------------------------------------------- in storage

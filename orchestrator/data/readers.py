@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -16,15 +16,17 @@ from io import BufferedReader
 import numpy as np
 import zstandard
 
+from orchestrator.data.columns import read_column
 from orchestrator.data.fragments import FilePart, SourcePlan
 from orchestrator.data.manifest import require_unchanged
+from orchestrator.data.records_in_memory import MAX_RECORD_BYTES, Lines, Records, Whole, join, split_lines
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records import Int64Array
 
 # Compressed input and plain look-ahead are read in such pieces.
 READ_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 1 << 16
-_PARQUET_ROWS = 1024
+# So much of a zstd file may decode to 64 MiB, but not to more.
+_ZSTD_READ_BYTES = 1 << 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +34,29 @@ class Part:
     """Consecutive records of one file within one fragment.
 
     `number` is the first record's number within the fragment, `line` the 1-based number of its line (or row)
-    in the file, None where that would have to be counted. `places` are byte offsets, in a Parquet file rows.
+    in the file, None where that would have to be counted. `place` is the first record's byte offset in the
+    file, or its row where the records are `rows`.
     """
 
     fragment: int
     file: int
     number: int
     line: int | None
-    records: Sequence[bytes | None]
-    sizes: Int64Array  # (num_records,) decoded bytes, line ends included
-    places: Int64Array  # (num_records,)
+    records: Records
+    place: int
+    rows: bool
+
+    @property
+    def places(self) -> Int64Array:
+        """(num_records,) the byte offset, or the row, of each."""
+        if self.rows:
+            return np.arange(self.place, self.place + len(self.records), dtype=np.int64)
+        sizes = self.records.sizes
+        return self.place + np.cumsum(sizes) - sizes
+
+    def place_of(self, index: int) -> int:
+        """The byte offset, or the row, of one record."""
+        return self.place + (index if self.rows else self.records.bytes_before(index))
 
     def cut(self, start: int, stop: int) -> Part:
         """Records [start, stop) of it."""
@@ -50,9 +65,9 @@ class Part:
             file=self.file,
             number=self.number + start,
             line=None if self.line is None else self.line + start,
-            records=self.records[start:stop],
-            sizes=self.sizes[start:stop],
-            places=self.places[start:stop],
+            records=self.records.cut(start, stop),
+            place=self.place_of(start) if start < len(self.records) else self.place,
+            rows=self.rows,
         )
 
 
@@ -65,7 +80,7 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
     number = 0
     for where in plan.parts(fragment):
         path, row = plan.manifest.path(where.file), plan.manifest.files[where.file]
-        with _damage(path), open(path, "rb") as file:
+        with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
                 require_unchanged(row, path, file.fileno())
             for part in _parts(file, path, plan, where):
@@ -82,7 +97,7 @@ def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]
     for index, row in enumerate(plan.manifest.files):
         path = plan.manifest.path(index)
         groups = range(len(row.group_rows)) if plan.manifest.format == "parquet" else (None,)
-        with _damage(path), open(path, "rb") as file:
+        with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
                 require_unchanged(row, path, file.fileno())
             for group in groups:
@@ -92,12 +107,8 @@ def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]
                     number += len(part.records)
 
 
-def _count(records: Sequence[object]) -> Int64Array:
-    return np.arange(len(records), dtype=np.int64)
-
-
 @contextmanager
-def _damage(path: str) -> Iterator[None]:
+def naming_damage(path: str) -> Iterator[None]:
     """Whatever a reader raises about the file at `path`, as `DataError` or `DataIdentityError` naming it."""
     try:
         yield
@@ -115,40 +126,89 @@ def _parts(
     file: BufferedReader, path: str, plan: SourcePlan, where: FilePart, whole: bool = False
 ) -> Iterator[Part]:
     """The records there, numbered by nobody yet. `whole`: plain lines are read as a stream, too."""
-    for line, records, sizes, start in _records(file, path, plan, where, whole):
-        places = start + np.cumsum(sizes) - sizes if where.group is None else start + _count(records)
+    for line, records, place in _records(file, path, plan, where, whole):
         yield Part(
-            fragment=0, file=where.file, number=0, line=line, records=records, sizes=sizes, places=places
+            fragment=0,
+            file=where.file,
+            number=0,
+            line=line,
+            records=records,
+            place=place,
+            rows=where.group is not None,
         )
 
 
-_Batch = tuple[int | None, Sequence[bytes | None], Int64Array, int]
+_Batch = tuple[int | None, Records, int]
 
 
 def _records(
     file: BufferedReader, path: str, plan: SourcePlan, where: FilePart, whole: bool
 ) -> Iterator[_Batch]:
-    """(line, records, sizes, place of the first) of the part's records, in one or more batches."""
+    """(line, records, place of the first) of the part's records, in one or more batches."""
     text_field, format_ = plan.manifest.text_field, plan.manifest.format
     if where.group is not None:
-        yield from _rows(
-            path, where.group, text_field, sum(plan.manifest.files[where.file].group_rows[: where.group])
-        )
+        first_row = sum(plan.manifest.files[where.file].group_rows[: where.group])
+        yield from read_column(path, where.group, text_field, first_row)
     elif format_ == "text":
-        content = b"".join(decoded(file, path))
-        yield 1, [content], np.array([len(content)], np.int64), 0
+        yield 1, _one_record(decoded(file, path)), 0
     elif whole or path.endswith((".gz", ".zst")):
         yield from _stream_lines(decoded(file, path))
     else:
-        start, data = read_range(file.fileno(), where.start, where.stop)
-        lines, sizes = split_lines(data)
-        if lines:
-            yield 1 if start == 0 else None, lines, sizes, start
+        yield from _range_lines(file.fileno(), where.start, where.stop)
+
+
+def _one_record(pieces: Iterator[bytes]) -> Whole:
+    held, num_bytes = [], 0
+    for piece in pieces:
+        num_bytes += len(piece)
+        if num_bytes <= MAX_RECORD_BYTES:
+            held.append(piece)
+        else:
+            held.clear()
+    return Whole(b"".join(held) if num_bytes <= MAX_RECORD_BYTES else None, num_bytes)
 
 
 # ---------------------------------------------------------------------------------------- lines
+def _range_lines(handle: int, start: int, stop: int) -> Iterator[_Batch]:
+    begin, data = read_range(handle, start, stop)
+    lines = split_lines(data)
+    first = 1 if begin == 0 else None
+    if len(data) > MAX_RECORD_BYTES:
+        yield from _without_long_ones(lines, first, begin)
+    elif len(lines):
+        yield first, lines, begin
+    behind = begin + len(data)
+    if behind < stop and (size := _line_bytes(handle, behind)):
+        yield None if first is None else first + len(lines), Whole(None, size), behind
+
+
+def _without_long_ones(lines: Lines, first: int | None, place: int) -> Iterator[_Batch]:
+    """The lines, of those that are too long the sizes alone."""
+    sizes, begin = lines.sizes, 0
+    for index in [*np.flatnonzero(sizes > MAX_RECORD_BYTES).tolist(), len(lines)]:
+        if index > begin:
+            line = None if first is None else first + begin
+            yield line, lines.cut(begin, index), place + int(sizes[:begin].sum())
+        if index < len(lines):
+            line = None if first is None else first + index
+            yield line, Whole(None, int(sizes[index])), place + int(sizes[:index].sum())
+        begin = index + 1
+
+
+def _line_bytes(handle: int, start: int) -> int:
+    """Bytes of the line that begins there, its newline included, however long; 0 at the file's end."""
+    size = 0
+    while piece := os.pread(handle, READ_BYTES, start + size):
+        newline = piece.find(b"\n")
+        if newline >= 0:
+            return size + newline + 1
+        size += len(piece)
+    return size
+
+
 def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
-    """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes.
+    """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes;
+    without that one where it is longer than `MAX_RECORD_BYTES`.
 
     Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning at
     `start` itself would lose that line (DATA.md rule 10).
@@ -163,14 +223,16 @@ def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
         begin, data = begin + newline + 1, data[newline + 1 :]
     if not data or data.endswith(b"\n"):
         return begin, data
-    pieces, position = [data], begin + len(data)
-    while piece := os.pread(handle, READ_BYTES, position):
+    last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that goes on behind the range
+    pieces, position, ends = [data], begin + len(data), False
+    while not ends and last <= MAX_RECORD_BYTES and (piece := os.pread(handle, READ_BYTES, position)):
         newline = piece.find(b"\n")
-        if newline >= 0:
-            pieces.append(piece[: newline + 1])
-            break
-        pieces.append(piece)
+        ends = newline >= 0
+        pieces.append(piece[: newline + 1] if ends else piece)
         position += len(piece)
+        last += len(pieces[-1])
+    if last > MAX_RECORD_BYTES:
+        return begin, data[: data.rfind(b"\n") + 1]
     return begin, b"".join(pieces)
 
 
@@ -183,33 +245,30 @@ def _read(handle: int, start: int, stop: int) -> bytes:
     return b"".join(pieces)
 
 
-def split_lines(data: bytes) -> tuple[list[bytes], Int64Array]:
-    """The lines without their newline, and their sizes with it. Nothing else ends a line."""
-    lines = data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    sizes = np.fromiter(map(len, lines), np.int64, len(lines)) + 1
-    if lines and not data.endswith(b"\n"):
-        sizes[-1] -= 1
-    return lines, sizes
-
-
 def _stream_lines(pieces: Iterator[bytes]) -> Iterator[_Batch]:
     """Lines of a stream, in batches of about one piece; a line that spans pieces is joined once."""
-    line, place, held = 1, 0, list[bytes]()
-    for piece in pieces:
+    line, place, held, num_held = 1, 0, list[bytes](), 0
+    for read in pieces:
+        piece, first = read, read.find(b"\n") + 1
+        if first and num_held + first > MAX_RECORD_BYTES:
+            yield line, Whole(None, num_held + first), place
+            line, place = line + 1, place + num_held + first
+            piece, held, num_held = piece[first:], [], 0
         end = piece.rfind(b"\n") + 1
-        if not end:
+        if end:
+            lines = split_lines(join([*held, piece[:end]]))
+            yield line, lines, place
+            line, place = line + len(lines), place + num_held + end
+            piece, held, num_held = piece[end:], [], 0
+        num_held += len(piece)
+        if num_held <= MAX_RECORD_BYTES:
             held.append(piece)
-            continue
-        data = b"".join([*held, piece[:end]])
-        held = [piece[end:]]
-        lines, sizes = split_lines(data)
-        yield line, lines, sizes, place
-        line, place = line + len(lines), place + len(data)
-    lines, sizes = split_lines(b"".join(held))
-    if lines:
-        yield line, lines, sizes, place
+        else:
+            held.clear()
+    if num_held > MAX_RECORD_BYTES:
+        yield line, Whole(None, num_held), place
+    elif num_held:
+        yield line, split_lines(join(held)), place
 
 
 # ---------------------------------------------------------------------------------------- compressed
@@ -236,35 +295,21 @@ def _unzstd(file: BufferedReader) -> Iterator[bytes]:
     """Frame after frame. python-zstandard's own reader ends silently where the file is cut off."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, data = None, b""
+    pieces, num_bytes = list[bytes](), 0
     while data := data or file.read(_ZSTD_READ_BYTES):
         frame = frame or decompressor.decompressobj()
-        piece = frame.decompress(data)
+        pieces.append(frame.decompress(data))
+        num_bytes += len(pieces[-1])
         data = b""
         if frame.eof:
             data, frame = frame.unused_data, None
-        if piece:
-            yield piece
+        if num_bytes >= READ_BYTES:
+            yield from _cut(join(pieces))
+            pieces, num_bytes = [], 0
+    yield from _cut(b"".join(pieces))
     if frame is not None or not file.tell():
         raise EOFError("the compressed stream is cut off: its last frame does not end")
 
 
-# ---------------------------------------------------------------------------------------- Parquet
-def _rows(path: str, group: int, column: str, first_row: int) -> Iterator[_Batch]:
-    """The column's values of a row group as bytes (None: null), in batches. Places are rows of the file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            done = first_row
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=[column]):
-                values = batch.column(0)
-                if pa.types.is_dictionary(values.type):
-                    values = values.dictionary_decode()
-                # as binary: what is no UTF-8 must show as a bad document, not end the reading
-                records = values.cast(pa.large_binary()).to_pylist()
-                sizes = np.fromiter((len(r or b"") for r in records), np.int64, len(records))
-                yield done + 1, records, sizes, done
-                done += len(records)
-    except pa.ArrowException as error:
-        raise OSError(str(error)) from error
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + READ_BYTES] for start in range(0, len(data), READ_BYTES))

@@ -5,7 +5,8 @@ It knows one chunk and what was counted before it; the packer strings segments t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +46,14 @@ class Place:
     epoch_border: bool
     counts: Counts
 
-    def cursor(self, prefix_digest: str) -> SourceCursor:
-        """The cursor, given the digest of the piece's earlier tokens (empty for none)."""
+    def cursor(self, prefix_digest: str, earlier: tuple[int, str]) -> SourceCursor:
+        """The cursor, given the digest of the piece's earlier tokens (empty for none), and the number and the
+        digest of those in the document's earlier pieces.
+        """
         epoch, block, window, record, piece = self.piece_key
         if self.epoch_border:
             block = window = record = piece = 0
+            earlier = (0, "")
         documents, empty, bad, special = self.counts
         return SourceCursor(
             epoch=epoch,
@@ -63,7 +67,16 @@ class Place:
             empty_documents=empty,
             bad_documents=bad,
             special_texts=special,
+            earlier_tokens=earlier[0],
+            earlier_digest=earlier[1],
         )
+
+
+def without_entries(chunk: TokenChunk, num: int) -> TokenChunk:
+    """The chunk without its first `num` entries and their tokens, none of which is a bad document."""
+    columns = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
+    kept: dict[str, Any] = {name: getattr(chunk, name)[num:] for name in columns}
+    return replace(chunk, tokens=chunk.tokens[int(chunk.num_tokens[:num].sum()) :], **kept)
 
 
 class Segment:

@@ -5,7 +5,7 @@ It knows no tokens. The order in a window is `plan.order`'s; a record keeps its 
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,18 +14,23 @@ import numpy as np
 import orjson
 
 from orchestrator.data.fragments import SourcePlan
-from orchestrator.data.readers import READ_BYTES, Part, read_fragment
+from orchestrator.data.line_numbers import line_numbers
+from orchestrator.data.readers import Part, read_fragment
+from orchestrator.data.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.settings import StreamSettings
-from orchestrator.plan.order import block_at, record_order
-from orchestrator.records import Int64Array
+from orchestrator.plan.order import block_at, window_order
 
 _BOM = b"\xef\xbb\xbf"
-# Under `skip`, lines before a bad record are counted only this far back: the run must not read files twice.
-_COUNTED_BYTES = 64 << 20
+# Of a record's fields so many are named, each so far.
+_NUM_NAMES, _NAME_LENGTH = 12, 60
 
 
 class BadRecordError(Exception):
     """A record that is no document; the text is the reason."""
+
+
+class WrongFieldError(BadRecordError):
+    """A JSON object without text where `text_field` looks for it; the text ends with what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +41,6 @@ class Window:
     last: bool
     parts: tuple[Part, ...]
 
-    def fragments(self) -> Int64Array:
-        """(num_records,) the fragment of each record."""
-        return np.repeat([p.fragment for p in self.parts], [len(p.records) for p in self.parts]).astype(
-            np.int64
-        )
-
-    def numbers(self) -> Int64Array:
-        """(num_records,) each record's number in its fragment."""
-        counts = [np.arange(p.number, p.number + len(p.records), dtype=np.int64) for p in self.parts]
-        return np.concatenate(counts) if counts else np.empty(0, np.int64)
-
 
 class OrderedWindow:
     """A window's records in the order in which an epoch takes them; `position` counts in that order."""
@@ -54,29 +48,33 @@ class OrderedWindow:
     def __init__(self, window: Window, plan: SourcePlan, settings: StreamSettings, epoch: int) -> None:
         self._window, self._plan, self._settings = window, plan, settings
         self._ends = list(accumulate(len(part.records) for part in window.parts))
-        order = record_order(
-            window.fragments(), window.numbers(), settings.seed, plan.source, epoch, settings.shuffle
-        )
-        self._part = np.searchsorted(self._ends, order, side="right").tolist()
-        self._record = order.tolist()
+        runs = [(part.fragment, part.number, len(part.records)) for part in window.parts]
+        self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
+        # what was found last: each position is asked several things
+        self._found_at = -1
+        self._found: tuple[Part, int] | None = None
 
     def __len__(self) -> int:
-        return len(self._record)
+        return len(self._order)
 
     def size(self, position: int) -> int:
         """Decoded bytes of the record, line end included; a document's text has at most so many in UTF-8."""
         part, index = self._find(position)
-        return int(part.sizes[index])
+        return part.records.size(index)
 
     def text(self, position: int) -> str | None:
         """The document's text; None for a blank line, which is no document. Raises `BadRecordError`."""
         part, index = self._find(position)
         record, manifest = part.records[index], self._plan.manifest
+        if record is None and (size := part.records.size(index)):
+            raise BadRecordError(
+                f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several"
+            )
         if record is None:
             raise BadRecordError(f"{manifest.text_field!r} is null")
         if manifest.format == "parquet":
             return _utf8(record)
-        if part.places[index] == 0:
+        if index == part.place == 0:
             record = record.removeprefix(_BOM)
         if manifest.format == "text":
             return _utf8(record)
@@ -84,7 +82,7 @@ class OrderedWindow:
             return None
         if manifest.format == "lines":
             return _utf8(record.removesuffix(b"\r"))
-        return _json_text(record, manifest.text_field)
+        return json_text(record, manifest.text_field)
 
     def is_drawn(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
@@ -94,24 +92,30 @@ class OrderedWindow:
     def origin(self, position: int) -> tuple[int, int]:
         """Where the record lies: (number of the file in the manifest, byte offset or row in it)."""
         part, index = self._find(position)
-        return part.file, int(part.places[index])
+        return part.file, part.place_of(index)
 
     def place(self, position: int) -> str:
         """Where the record lies, for people: file, byte offset and line, or file and row."""
         part, index = self._find(position)
         path = self._plan.manifest.path(part.file)
         if self._plan.manifest.format == "parquet":
-            return f"{path}: row {int(part.places[index])}"
-        offset = int(part.places[index])
-        line = None if part.line is None else part.line + index
-        if line is None and (self._settings.on_bad_document == "stop" or offset <= _COUNTED_BYTES):
-            line = 1 + _count_newlines(path, offset)
-        return f"{path}: byte {offset}, line {'not counted' if line is None else line}"
+            return f"{path}: row {part.place_of(index)}"
+        first = part.line
+        if first is None:  # its lines follow each other: one place is counted for all of them
+            row = self._plan.manifest.files[part.file]
+            before = line_numbers(path, row.bytes, row.probe).newlines_before(part.place)
+            first = None if before is None else before + 1
+        return (
+            f"{path}: byte {part.place_of(index)}, line {'not counted' if first is None else first + index}"
+        )
 
     def _find(self, position: int) -> tuple[Part, int]:
-        number = self._part[position]
-        before = self._ends[number - 1] if number else 0
-        return self._window.parts[number], self._record[position] - before
+        if self._found is None or position != self._found_at:
+            record = self._order.item(position)
+            number = bisect_right(self._ends, record)
+            before = self._ends[number - 1] if number else 0
+            self._found_at, self._found = position, (self._window.parts[number], record - before)
+        return self._found
 
 
 def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> Iterator[Window]:
@@ -127,14 +131,13 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
         for whole in read_fragment(plan, fragment, settings.accept_changed):
             part = whole
             while len(part.records):
-                fits = int(
-                    np.searchsorted(total + np.cumsum(part.sizes), settings.window_bytes, side="right")
-                )
+                ends = total + np.cumsum(part.records.sizes)
+                fits = int(np.searchsorted(ends, settings.window_bytes, side="right"))
                 if not held:
                     fits = max(fits, 1)
                 if fits:
                     held.append(part.cut(0, fits))
-                    total += int(part.sizes[:fits].sum())
+                    total = int(ends[fits - 1])
                     part = part.cut(fits, len(part.records))
                 if len(part.records):  # the next record does not fit
                     yield Window(number=number, last=False, parts=tuple(held))
@@ -149,7 +152,8 @@ def _utf8(record: bytes) -> str:
         raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
 
 
-def _json_text(line: bytes, field: str) -> str:
+def json_text(line: bytes, field: str) -> str:
+    """The text of a line of JSON. Raises `BadRecordError`: `WrongFieldError` if `field` holds no text."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -157,26 +161,25 @@ def _json_text(line: bytes, field: str) -> str:
     if not isinstance(value, dict):
         raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
     if field not in value:
-        raise BadRecordError(f"no field {field!r}")
+        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}. Set text_field")
     text = value[field]
     if text is None:
         raise BadRecordError(f"{field!r} is null")
     if not isinstance(text, str):
-        raise BadRecordError(f"{field!r} is a JSON {_json_kind(text)}, a string is expected")
+        raise WrongFieldError(
+            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}. "
+            "Set text_field"
+        )
     return text
+
+
+def _names(record: dict[str, object]) -> str:
+    """The record's fields, for people; of many the first."""
+    names = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in record]
+    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+    return (", ".join(names[:_NUM_NAMES]) or "none") + more
 
 
 def _json_kind(value: object) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return names.get(type(value), "null")
-
-
-def _count_newlines(path: str, stop: int) -> int:
-    found = position = 0
-    with open(path, "rb") as file:
-        while position < stop and (
-            piece := os.pread(file.fileno(), min(READ_BYTES, stop - position), position)
-        ):
-            found += piece.count(b"\n")
-            position += len(piece)
-    return found

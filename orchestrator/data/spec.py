@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from orchestrator.data import manifest as manifests
 from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.encoder import GIGATOKEN, TOKENIZERS, Encoders, choose_encoder, installed_version
-from orchestrator.data.fragments import SourcePlan, plan_source
+from orchestrator.data.fragments import DECODED_RATIO, SourcePlan, decoded_bytes, is_plain, plan_source
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
+from orchestrator.data.listing import list_files
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.stream import Packer, Sample, open_samples
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
+from orchestrator.data.unchanged import compare_files
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place
 from orchestrator.plan.identity import FORMAT_VERSION, RunIdentity, stream_settings
@@ -85,7 +87,8 @@ class DataSpec:
             block=start.block,
             window=start.window,
             record=start.record,
-            piece=start.piece,
+            # the earlier pieces are read once more where the cursor can tell whether they are the same
+            piece=0 if start.earlier_digest else start.piece,
         )
         for epoch in epochs:
             begin = start.block if epoch == start.epoch else 0
@@ -162,7 +165,8 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files)
     settings = _with_ids(config, settings, facts)
-    manifest = manifests.freeze(source.name, source.path, source.format, source.text_field)
+    listing = list_files(source.name, source.path, source.format)
+    manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     if not plan.num_blocks:
         raise ConfigError(
@@ -179,6 +183,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         window_bytes=settings.window_bytes,
         fragments_per_block={source.name: plan.fragments_per_block},
         manifests={source.name: manifest.digest},
+        paths={source.name: listing.path},
     )
     if folder is not None and not write_frozen(folder, record, [manifest], files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
@@ -190,7 +195,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
         run_identity=_identity(config, facts.digest, encoder, manifest, plan),
-        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+        notes=(*facts.notes, *listing.notes(source.name), *notes, *_window_notes(plan, settings)),
     )
 
 
@@ -208,7 +213,9 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
             f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
         )
     settings = _with_ids(config, settings, facts)
-    manifest, now, notes = _compare_files(config, frozen.manifests[source.name])
+    manifest, now, notes = compare_files(
+        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
+    )
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
@@ -225,24 +232,6 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         run_identity=_identity(config, asked, encoder, now, plan),
         notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
     )
-
-
-def _compare_files(config: JobConfig, frozen: Manifest) -> tuple[Manifest, Manifest, tuple[str, ...]]:
-    """(the frozen list at the path that the job names, what lies there now, notes). Refuses changed files."""
-    source = config.data.sources[0]
-    base, names = manifests.list_files(source.name, source.path, frozen.format)
-    manifest = replace(frozen, base=base)
-    now, changes = manifests.changes_since(manifest)
-    if changes and not config.resume.accept_changed:
-        raise DataIdentityError(manifests.changed_text(changes))
-    notes = [f"going on with a changed file (resume.accept_changed): {text}" for text in changes]
-    later = sorted(set(names) - {row.path for row in manifest.files})
-    if later:
-        notes.append(
-            f"{len(later)} files of source {source.name} came after the run's start and are not read, e.g. "
-            f"{later[0]}"
-        )
-    return manifest, now, tuple(notes)
 
 
 def _require_same_blocks(plan: SourcePlan, settings: StreamSettings, record: DataRecord) -> None:
@@ -297,17 +286,23 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (DATA.md rule 8)."""
     files = plan.manifest.files
-    large = sum(
-        max(row.group_bytes, default=0) > settings.window_bytes
-        or (row.path.endswith(manifests.COMPRESSED) and row.bytes > settings.window_bytes // 4)
-        for row in files
-    )
+    if plan.manifest.format != "parquet" and not any(
+        row.path.endswith(manifests.COMPRESSED) for row in files
+    ):
+        return ()
+    large = set[int]()
+    for block in range(plan.num_blocks):
+        parts = [part for fragment in plan.fragments(block) for part in plan.parts(fragment)]
+        if sum(decoded_bytes(plan.manifest, part) for part in parts) > settings.window_bytes:
+            large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
     if not large:
         return ()
     return (
-        f"{large} of {len(files)} files of source {plan.source} are compressed, or have row groups, beyond "
-        f"data.window_bytes={settings.window_bytes}: they are shuffled within windows of that size only, "
-        "and a resume inside one decodes it up to there",
+        f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
+        f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
+        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
+        "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "
+        "it up to there",
     )
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orchestrator.data.drawn import SOURCE_NUMBER, DrawnStep
-from orchestrator.data.segments import Before, Counts, Segment
+from orchestrator.data.segments import Before, Counts, Segment, without_entries
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.data.unfinished import UnfinishedDocument
 from orchestrator.errors import DataError, DataIdentityError, FeedError
 from orchestrator.plan.batches import ceil_div
 from orchestrator.plan.digest import add_tokens, token_hasher
@@ -53,6 +54,8 @@ class Packer:
         self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
         self._hasher = token_hasher()
         self._hashed_piece: tuple[int, ...] | None = None
+        self._unfinished = UnfinishedDocument(start)
+        self._opened_inside = start.piece > 0  # what comes first begins no document
         self._finished = False
 
     @property
@@ -70,7 +73,11 @@ class Packer:
         cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
         """
         self._require_next(chunk)
-        skip = self._verify_start(chunk)
+        left = self._behind_earlier_pieces(chunk)
+        if left is None:
+            self._go_on(chunk)
+            return
+        chunk, skip = left, self._verify_start(left)
         before = Before(
             position=self._fed,
             counts=self._counts,
@@ -119,7 +126,11 @@ class Packer:
         num_samples = ceil_div(num, step.seq_len)
         stop = self._taken + num
         tokens, starts = self._gather(self._taken, stop + 1) if num else _NOTHING
-        reasons = self._move_to(stop, tokens[:num])
+        end_of_data = self._finished and num == left
+        reasons = self._move_to(stop, tokens[:num], starts)
+        if end_of_data and num:
+            # what follows the last token is passed by no cursor of these data, and told all the same
+            reasons += tuple(reason for segment in self._segments for reason in segment.take_reasons(None))
         drawn = DrawnStep(
             step=StepRange(
                 first_sample=step.first_sample, num_samples=num_samples, num_tokens=num, seq_len=step.seq_len
@@ -129,7 +140,7 @@ class Packer:
             source=self._source,
             before=self._before,
             source_cursor=self._source_cursor,
-            end_of_data=self._finished and num == left,
+            end_of_data=end_of_data,
             bad_reasons=reasons,
         )
         self._before = drawn.cursor
@@ -176,6 +187,28 @@ class Packer:
                 f"data.max_bad_share={self._settings.max_bad_share}; mend them, or allow a larger share"
             )
 
+    def _behind_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
+        """The chunk without the pieces that lie before the cursor's in its document; None: it has no others.
+
+        They come where the cursor has their digest, and must be those that were trained.
+        """
+        start = self._start
+        if start is None or not start.earlier_digest:
+            return chunk
+        earlier = (chunk.record == start.record) & (chunk.piece < start.piece)
+        num = len(earlier) if earlier.all() else int(earlier.argmin())
+        self._unfinished.add(chunk.tokens[: int(chunk.num_tokens[:num].sum())])
+        if num and num == len(earlier) and not chunk.ends_window:
+            return None
+        if self._unfinished.passed != (start.earlier_tokens, start.earlier_digest):
+            found, digest = self._unfinished.passed
+            raise self._not_reproduced(
+                start,
+                f"the {start.earlier_tokens} tokens of the document's earlier pieces had digest "
+                f"{start.earlier_digest}, and now there are {found} with digest {digest}",
+            )
+        return without_entries(chunk, num)
+
     def _verify_start(self, chunk: TokenChunk) -> int:
         """How many tokens of the chunk lie before the cursor. Those of the unfinished piece must be the ones
         that were trained.
@@ -196,6 +229,7 @@ class Packer:
                 start,
                 f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}",
             )
+        self._unfinished.add(chunk.tokens[: start.token])
         return start.token
 
     def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
@@ -216,12 +250,15 @@ class Packer:
             starts.append(segment.document_starts_between(start, stop))
         return np.concatenate(tokens), np.concatenate(starts) - start
 
-    def _move_to(self, stop: int, passed: Int32Array) -> tuple[str, ...]:
-        """Puts the next input token at `stop`; the reasons of the bad documents on the way.
+    def _move_to(self, stop: int, passed: Int32Array, starts: Int64Array) -> tuple[str, ...]:
+        """Puts the next input token at `stop`; the reasons of the bad documents on the way. `starts`: where
+        documents begin in `passed` and right behind it.
 
         Drops what lies wholly before it. The digest of the unfinished piece's tokens grows with the tokens
         that are `passed`, so a long piece is not hashed again and again.
         """
+        if self._opened_inside and not self._taken:
+            starts = starts[starts > 0]
         self._taken = stop
         if stop >= self._fed:  # opened where nothing is left to read
             return ()
@@ -239,7 +276,9 @@ class Packer:
         else:
             self._hasher = token_hasher(self._segments[here].piece_tokens(place))
             self._hashed_piece = place.piece_key
-        self._source_cursor = place.cursor(self._hasher.hexdigest() if place.token else "")
+        begin = int(starts[-1]) if len(starts) else None
+        earlier = self._unfinished.move(passed, begin, place.piece_key[-1], place.token)
+        self._source_cursor = place.cursor(self._hasher.hexdigest() if place.token else "", earlier)
         return tuple(reasons)
 
 

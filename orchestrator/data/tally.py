@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64
 
-from orchestrator.data.encoder import Encoder, split_pieces
+from orchestrator.data.encoder import Encoder, Pieces
 from orchestrator.data.readers import read_files
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import BadRecordError, OrderedWindow, Window
@@ -178,7 +178,7 @@ class _FileSums:
 
     def add(self, origin: tuple[int, int], text: str, size: int) -> None:
         """A document from (file, place), of at most `size` bytes."""
-        pieces = split_pieces(text, size, self._piece_bytes)
+        pieces = Pieces(text, size, self._piece_bytes)
         for number, piece in enumerate(pieces):
             self._texts.append(piece)
             self._ends.append((None if number else origin, number == len(pieces) - 1))

@@ -31,6 +31,10 @@ FILES = (
     "sentencepiece.bpe.model",
 )
 _HUB_TIMEOUT_S = 10.0
+UNKNOWN_TEXT = (
+    "it has no token for unknown text: add an unk_token to the model in its tokenizer.json, or take a "
+    "tokenizer that encodes any text"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +136,10 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
     eos, bos = declared.get("eos_token"), declared.get("bos_token")
     eos_id = None if eos is None else plain.token_to_id(eos)
     bos_id = None if bos is None else plain.token_to_id(bos)
-    ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    try:
+        ids, bare = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"data.tokenizer={name}: it cannot encode 'a': {error}; {UNKNOWN_TEXT}") from error
     adds_bos = bos_id is not None and ids[:1] == [bos_id] and bare[:1] != [bos_id]
     if ids not in (bare, [bos_id, *bare]):
         notes = (

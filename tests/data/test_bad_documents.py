@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from orchestrator.data import line_numbers
 from orchestrator.data.stream import open_samples
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records import Cursor
@@ -29,9 +32,9 @@ BAD_LINES = {
     "array": (b'["text"]', "a JSON array, an object is expected"),
     "string": (b'"text"', "a JSON string, an object is expected"),
     "null itself": (b"null", "a JSON null, an object is expected"),
-    "no field": (b'{"txt": "a"}', "no field 'text'"),
+    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n. Set text_field, mend"),
     "null": (b'{"text": null}', "'text' is null"),
-    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected"),
+    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected; the record has: text. Set"),
     "boolean": (b'{"text": true}', "'text' is a JSON boolean, a string is expected"),
     "object": (b'{"text": {"text": "a"}}', "'text' is a JSON object, a string is expected"),
     "second of two": (b'{"text": "a", "text": null}', "'text' is null"),
@@ -84,6 +87,38 @@ def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(
     pq.write_table(pa.table({"text": strings}), tmp_path / "a.parquet")
     with pytest.raises(BadDocumentError, match="row 1: not UTF-8: invalid start byte"):
         samples(spec_of(job(tiny_config, tmp_path, "parquet", encoder="tokenizers")), 64)
+
+
+def test_lines_are_counted_once_however_many_documents_are_bad(
+    tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 80_000
+    lines = [GOOD if i % 2 else b"bad %d\n" % i for i in range(size // len(GOOD))]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    config = job(tiny_config, tmp_path, on_bad_document="skip", max_bad_share=1.0, encoder="tokenizers")
+    spec = spec_of(config)
+    counted = []
+
+    def pread(handle: int, num: int, offset: int) -> bytes:
+        counted.append(num)
+        return os.pread(handle, num, offset)
+
+    monkeypatch.setattr(line_numbers, "os", SimpleNamespace(pread=pread))
+    reasons = [r for chunk in spec.chunks(Cursor()) for r in chunk.bad_reasons]
+    found = {int(r.partition("line ")[2].partition(":")[0]) for r in reasons}
+    assert found == set(range(1, len(lines) + 1, 2)), "every line is named by its number"
+    assert spec.plans[0].num_fragments > 50
+    assert sum(counted) < 3 * size, "newlines were counted from the file's begin for every bad document"
+
+
+def test_a_line_far_behind_in_a_file_is_counted_in_stretches(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a line\n" * 1000)
+    numbers = line_numbers.LineNumbers(str(tmp_path / "a"))
+    assert numbers.newlines_before(6999, limit_bytes=4000) is None
+    assert numbers.newlines_before(6999, limit_bytes=4000) == 999
+    assert numbers.newlines_before(6999, limit_bytes=0) == 999
+    assert numbers.newlines_before(3500, limit_bytes=4000) == 500
+    assert numbers.newlines_before(0) == 0
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -20,11 +20,11 @@ from orchestrator.data.encoder import (
     HOSTILE,
     Encoder,
     EncoderChoice,
+    Pieces,
     SpecialTexts,
     choose_encoder,
     find_difference,
     installed_version,
-    split_pieces,
 )
 from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
@@ -47,6 +47,7 @@ def test_both_encoders_agree_on_hostile_texts(facts: TokenizerFacts, mode: str) 
     assert find_difference(Encoder(facts.model, FAST, mode), texts) is None
 
 
+@settings(deadline=None)  # a loaded machine is no difference of encoders
 @given(text=st.text(max_size=60))
 def test_both_encoders_agree_on_any_text(facts: TokenizerFacts, text: str) -> None:
     encoder = _fast(facts.model)
@@ -128,6 +129,31 @@ def test_a_tokenizer_that_gigatoken_does_not_take_means_tokenizers(tmp_path: Pat
     choice, notes = choose_encoder(found.model, "auto", "text", ["hello world"])
     assert choice == SLOW
     assert "it does not take this tokenizer" in notes[0]
+
+
+def word_level(folder: Path, *words: str) -> dict[str, bytes]:
+    """A tokenizer that knows these words and has no token for others."""
+    tokenizer = Tokenizer(models.WordLevel(vocab={word: i for i, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return saved(folder, tokenizer)
+
+
+def test_a_tokenizer_without_a_token_for_unknown_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=t: it cannot encode 'a': .*add an unk_token to"):
+        examine("t", word_level(tmp_path / "t", "b", "c"))
+    found = examine("t", word_level(tmp_path / "u", "a", "b"))
+    with pytest.raises(
+        ConfigError, match=r"it cannot encode '.*add an unk_token to .*data\.encoder=tokenizers"
+    ):
+        choose_encoder(found.model, "auto", "text", ["a b"])
+
+
+def test_a_document_that_the_tokenizer_has_no_ids_for_is_named(tmp_path: Path, tiny_config: Make) -> None:
+    word_level(tmp_path / "t", "a", "b")
+    (tmp_path / "d.jsonl").write_text('{"text": "a b"}\n{"text": "b"}\n{"text": "b c"}\n{"text": "a"}\n')
+    asked = {"tokenizer": str(tmp_path / "t"), "encoder": "tokenizers", "eos": False, "shuffle": "none"}
+    with pytest.raises(DataError, match=r"d\.jsonl: byte 30: the tokenizer cannot encode 'b c': .*unk_token"):
+        samples(spec_of(job(tiny_config, tmp_path / "d.jsonl", **asked)), 2)
 
 
 def test_another_version_of_the_frozen_encoder_is_refused_with_both(facts: TokenizerFacts) -> None:
@@ -259,9 +285,13 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_refused(tmp_path: 
 
 
 # ---------------------------------------------------------------------------------------- pieces
+def pieces_of(text: str, size: int, piece_bytes: int) -> list[str]:
+    return list(Pieces(text, size, piece_bytes))
+
+
 @given(text=st.text(st.sampled_from("ab é日🏳️\n "), max_size=400), size=st.integers(16, 80))
 def test_pieces_join_to_the_text_and_none_is_too_long(text: str, size: int) -> None:
-    pieces = split_pieces(text, len(text.encode()), size)
+    pieces = pieces_of(text, len(text.encode()), size)
     assert "".join(pieces) == text
     assert all(0 < len(p.encode()) <= size for p in pieces) or not text
 
@@ -269,10 +299,10 @@ def test_pieces_join_to_the_text_and_none_is_too_long(text: str, size: int) -> N
 def test_pieces_end_behind_a_newline_else_a_space_else_a_character() -> None:
     size = 160
     head = "x" * 152
-    assert split_pieces(head + "a\nb c d" + "y" * 300, 500, size)[0] == head + "a\n"
-    assert split_pieces(head + "a b c d" + "y" * 300, 500, size)[0] == head + "a b c "
-    assert split_pieces("\n" + "é" * 300, 601, size)[0] == "\n" + "é" * 79
-    assert split_pieces("x" * size, size, size) == ["x" * size]
+    assert pieces_of(head + "a\nb c d" + "y" * 300, 500, size)[0] == head + "a\n"
+    assert pieces_of(head + "a b c d" + "y" * 300, 500, size)[0] == head + "a b c "
+    assert pieces_of("\n" + "é" * 300, 601, size)[0] == "\n" + "é" * 79
+    assert pieces_of("x" * size, size, size) == ["x" * size]
 
 
 def test_the_tokens_of_a_piece_do_not_depend_on_the_pieces_before_it(

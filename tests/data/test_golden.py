@@ -20,7 +20,7 @@ from orchestrator.data.drawn import DrawnStep
 from orchestrator.data.manifest import freeze
 from orchestrator.data.spec import DataSpec
 from orchestrator.plan.digest import batch_digest, sample_digest, token_hasher
-from orchestrator.plan.order import ORDER_VERSION, block_at, record_order
+from orchestrator.plan.order import ORDER_VERSION, block_at, window_order
 from orchestrator.records import Cursor, SourceCursor, StepRange
 from tests.data.making import job, samples, spec_of
 
@@ -49,7 +49,7 @@ CURSOR = Cursor(  # behind sample 17
 def test_the_order_of_blocks_and_records() -> None:
     assert ORDER_VERSION == 1
     assert [block_at(7, "web", 0, p, 10, "block") for p in range(10)] == BLOCKS
-    assert record_order([0] * 4 + [1] * 4, [0, 1, 2, 3] * 2, 7, "web", 2, "block").tolist() == RECORDS
+    assert window_order([(0, 0, 4), (1, 0, 4)], 7, "web", 2, "block").tolist() == RECORDS
 
 
 def test_the_digest_of_a_sample() -> None:

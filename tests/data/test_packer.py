@@ -236,6 +236,24 @@ def test_bad_documents_are_named_once_by_the_step_that_passes_them() -> None:
     assert named == [(("bad 0",), 1), (("bad 2",), 2), (("bad 4", "bad 0"), 4), ((), 4), ((), 4)]
 
 
+def test_bad_documents_behind_the_last_token_are_named_by_the_last_step() -> None:
+    def chunks() -> list[TokenChunk]:
+        first = chunk([[1, 2, 3], [-1], [4, 5], [-1]], ends=False)
+        return [first, chunk([[-1], []], first=4, ends=False), chunk([[-1]], first=6)]
+
+    lax = StreamSettings(num_epochs=1, max_bad_share=1.0)
+    packer = packer_of(*chunks(), settings=lax)
+    first, last, nothing = (draw(packer, step(at, 2, 2)) for at in range(3))
+    assert (first.bad_reasons, first.end_of_data) == ((), False)
+    assert last.bad_reasons == ("bad 1", "bad 3", "bad 4", "bad 6")
+    assert last.end_of_data
+    assert nothing.bad_reasons == ()
+    # a longer run goes on at the last token, passes them then, and counts each once
+    assert last.cursor.sources["s"].bad_documents == 1
+    more = packer_of(*chunks(), chunk([[7, 8]], epoch=1), settings=replace(lax, num_epochs=2))
+    assert draw(more, step(0, 5, 5)).cursor.sources["s"].bad_documents == 4
+
+
 def test_a_border_of_epochs_leaves_the_next_epochs_first_documents_uncounted() -> None:
     packer = packer_of(
         chunk([[1, 2], [-1]]),

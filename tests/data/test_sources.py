@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from orchestrator.data.chunks import tokenize_block
 from orchestrator.data.fragments import SourcePlan, plan_source
 from orchestrator.data.manifest import freeze
-from orchestrator.data.readers import read_fragment, read_range, split_lines
+from orchestrator.data.readers import read_fragment, read_range
+from orchestrator.data.records_in_memory import split_lines
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import OrderedWindow, read_windows
 from orchestrator.errors import DataError, DataIdentityError
@@ -41,8 +42,8 @@ def lines_of(data: bytes, cuts: list[int], read: Range) -> list[tuple[int, bytes
         found = []
         for low, high in zip(borders, borders[1:], strict=False):
             start, content = read(handle, low, high)
-            lines, sizes = split_lines(content)
-            for line, size in zip(lines, sizes.tolist(), strict=True):
+            lines = split_lines(content)
+            for line, size in zip(lines, lines.sizes.tolist(), strict=True):
                 found.append((start, line))
                 start += size
         return found
@@ -161,6 +162,18 @@ def test_a_damaged_parquet_file_stops(tmp_path: Path) -> None:
         freeze("s", str(tmp_path), "parquet", "text")
 
 
+def test_an_accepted_parquet_file_that_lacks_a_row_group_is_named(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "n": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 100, 1000)
+    pq.write_table(table.slice(1), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: row group 1 is asked for, it has 1"):
+        [part for part in read_fragment(plan, 1, accept_changed=True)]
+    pq.write_table(table.drop_columns(["text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: it has no column 'text'"):
+        [part for part in read_fragment(plan, 0, accept_changed=True)]
+
+
 def test_a_file_that_changes_while_the_run_reads_is_noticed_when_it_is_opened(tmp_path: Path) -> None:
     plan = made(tmp_path, {"a.jsonl": LINES})
     (tmp_path / "a.jsonl").write_bytes(LINES + b"more")
@@ -202,11 +215,11 @@ def test_windows_take_what_fits_and_a_longer_record_is_one_alone(tmp_path: Path)
     plan = plan_source(freeze("s", str(tmp_path / "a"), "lines", "text"), 1 << 20, 100)
     settings = StreamSettings(window_bytes=100, shuffle="none")
     windows = list(read_windows(plan, settings, 0, 0))
-    found = [[int(n) for p in w.parts for n in p.sizes] for w in windows]
+    found = [[int(n) for p in w.parts for n in p.records.sizes] for w in windows]
     assert found == [[40, 50, 10], [1], [300], [5, 95], [100], [101], [99]]
     assert [w.last for w in windows] == [False] * 6 + [True]
     assert [w.number for w in windows] == list(range(7))
-    numbers = [int(n) for w in windows for n in w.numbers()]
+    numbers = [p.number + i for w in windows for p in w.parts for i in range(len(p.records))]
     assert numbers == list(range(10))
 
 

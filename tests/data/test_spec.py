@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 from orchestrator.config import JobConfig, parse_config
 from orchestrator.data import spec as spec_module
+from orchestrator.data.encoder import Encoder
+from orchestrator.data.listing import list_files
 from orchestrator.data.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.spec import prepare_data
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
@@ -123,7 +126,6 @@ def grown(file: Path) -> None:
     [
         (changed_content, r"its ends had digest [0-9a-f]{16} and have [0-9a-f]{16}"),
         (grown, r"it had \d+ bytes and has \d+"),
-        (Path.unlink, r"it had \d+ bytes and is gone"),
     ],
 )
 def test_changed_files_are_refused_with_both_values(
@@ -133,6 +135,97 @@ def test_changed_files_are_refused_with_both_values(
     change(data / "part-1.jsonl")
     with pytest.raises(DataIdentityError, match=rf"part-1\.jsonl: {text}[\s\S]*resume\.accept_changed=true"):
         prepare_data(job(tiny_config, data), run)
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_missing_file_is_refused_and_cannot_be_accepted(
+    accepts: bool, data: Path, run: Path, tiny_config: Make
+) -> None:
+    prepare_data(job(tiny_config, data), run)
+    (data / "part-1.jsonl").unlink()
+    grown(data / "part-2.jsonl")
+    with pytest.raises(DataIdentityError, match=r"part-1\.jsonl: it had \d+ bytes and is gone") as caught:
+        prepare_data(accepting(tiny_config, data) if accepts else job(tiny_config, data), run)
+    assert "a file that is gone cannot be accepted" in str(caught.value)
+    assert "accept_changed" not in str(caught.value)
+    assert ("part-2.jsonl" in str(caught.value)) is not accepts
+
+
+def path_refusal(make: Make, path: Path, run: Path) -> str:
+    with pytest.raises(DataIdentityError) as caught:
+        prepare_data(accepting(make, path), run)
+    return str(caught.value)
+
+
+def test_a_narrowed_path_is_refused_with_both_values(data: Path, run: Path, tiny_config: Make) -> None:
+    prepare_data(job(tiny_config, data / "*.jsonl"), run)
+    for narrower, left_out in (
+        ("part-[01].jsonl", "1 of these 3 files, e.g. part-2.jsonl"),
+        ("part-1.jsonl", "2 of these 3 files, e.g. part-0.jsonl"),
+    ):
+        text = path_refusal(tiny_config, data / narrower, run)
+        assert f"3 files of path {data}/*.jsonl, the job asks for {data}/{narrower}, which leaves out" in text
+        assert left_out in text
+
+
+def test_a_widened_path_is_refused_and_one_that_means_the_same_files_is_not(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), run)
+    text = path_refusal(tiny_config, data, run)
+    assert (
+        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 files besides"
+        in text
+    )
+    (data / "part-2.jsonl").unlink()
+    assert prepare_data(job(tiny_config, data), run).plans == spec.plans
+
+
+def test_another_corpus_in_place_of_the_runs_own_is_told_first(
+    data: Path, run: Path, tiny_config: Make, tmp_path: Path
+) -> None:
+    prepare_data(job(tiny_config, data), run)
+    write_corpus(tmp_path / "other", some_texts(31), "jsonl")
+    with pytest.raises(DataIdentityError) as caught:
+        prepare_data(job(tiny_config, tmp_path / "other"), run)
+    assert str(caught.value).startswith(
+        f"data.sources made names another folder: the run was started with {data}, the job asks for "
+        f"{tmp_path / 'other'}, and there files of the data are not those that the run was started with:\n"
+    )
+
+
+def without_recorded_paths(run: Path) -> None:
+    """As an older version wrote it."""
+    record = json.loads((run / "manifest" / "data.json").read_text())
+    del record["paths"]
+    (run / "manifest" / "data.json").write_text(json.dumps(record))
+
+
+def test_a_run_that_recorded_no_path_opens_and_refuses_a_narrower_one(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data), run)
+    without_recorded_paths(run)
+    assert prepare_data(job(tiny_config, data), run) == spec
+    text = path_refusal(tiny_config, data / "part-0.jsonl", run)
+    assert f"3 files of path (not recorded, below {data}), the job asks for {data}/part-0.jsonl" in text
+
+
+def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
+    data: Path, run: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "self").symlink_to(".")
+    names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
+    with monkeypatch.context() as patch:  # as an older version listed
+        every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
+        patch.setattr(spec_module, "list_files", lambda *_: every)
+        old = prepare_data(job(tiny_config, data), run)
+    assert len(old.plans[0].manifest.files) == 9
+    again = prepare_data(job(tiny_config, data), run)
+    assert again.plans == old.plans
+    (note,) = (note for note in again.notes if note.startswith("warning"))
+    assert "6 paths of source made that lead to files which it has under another path, too" in note
+    assert "which leaves out 6 of these 9 files" in path_refusal(tiny_config, data / "part-1.jsonl", run)
 
 
 def test_changed_files_can_be_accepted_and_keep_their_frozen_places(
@@ -194,6 +287,55 @@ def test_a_damaged_or_lost_part_of_the_frozen_data_is_named(
         prepare_data(job(tiny_config, data), run)
 
 
+def test_another_whole_part_in_place_of_a_frozen_one_is_refused_with_both_digests(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data), run)
+    listed, tokenizer = (run / name for name in ("manifest/made.parquet", "tokenizer/tokenizer.json"))
+    whole, other = listed.read_bytes(), freeze("made", str(data / "part-[01].jsonl"), "jsonl", "text")
+    listed.write_bytes(to_parquet(other))
+    was, now = spec.plans[0].manifest.digest, other.digest
+    with pytest.raises(DataIdentityError, match=rf"made\.parquet: .* with digest {was} and has {now}"):
+        prepare_data(job(tiny_config, data), run)
+    listed.write_bytes(whole)
+    content = json.loads(tokenizer.read_text())
+    content["model"]["merges"].pop()
+    tokenizer.write_text(json.dumps(content))
+    was = spec.identity().tokenizer_digest
+    with pytest.raises(DataIdentityError, match=rf"with digest {was} and has [0-9a-f]{{64}}; restore"):
+        prepare_data(job(tiny_config, data), run)
+
+
+def test_a_program_that_would_cut_other_blocks_is_refused_with_both_numbers(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    spec = prepare_data(job(tiny_config, data, window_bytes=9000), run)
+    num = spec.plans[0].fragments_per_block
+    assert num > 1
+    record = json.loads((run / "manifest" / "data.json").read_text())
+    record["fragments_per_block"]["made"] = num + 1  # as another program would have frozen it
+    (run / "manifest" / "data.json").write_text(json.dumps(record))
+    with pytest.raises(DataIdentityError, match=f"{num + 1} fragments per block, this program makes {num};"):
+        prepare_data(job(tiny_config, data, window_bytes=9000), run)
+
+
+def test_the_encoders_are_compared_on_the_runs_own_documents(
+    data: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data / "own.jsonl").write_text('{"text": "a document of this run alone"}\n' * 40)
+    right = Encoder.encode
+
+    def wrong(self: Encoder, texts: list[str]) -> Any:
+        ids, lengths = right(self, texts)
+        return (ids + 1 if any("of this run alone" in text for text in texts) else ids), lengths
+
+    monkeypatch.setattr(Encoder, "encode", wrong)
+    spec = prepare_data(job(tiny_config, data, window_bytes=1 << 20))
+    assert spec.encoders[0].encoder.name == "tokenizers"
+    (note,) = (note for note in spec.notes if note.startswith("encoding with tokenizers"))
+    assert "not with gigatoken" in note
+
+
 def test_the_first_encoder_stays_whatever_is_asked_for(data: Path, run: Path, tiny_config: Make) -> None:
     first = prepare_data(job(tiny_config, data, encoder="tokenizers"), run)
     assert first.encoders[0].encoder.name == "tokenizers"
@@ -248,7 +390,7 @@ def test_a_parquet_column_that_is_missing_or_no_text_is_a_config_error(
     with pytest.raises(ConfigError, match="column 'text' is int64, text is expected"):
         prepare_data(job(tiny_config, tmp_path, "parquet"))
     pq.write_table(pa.table({"n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"has no column 'text', only \['n'\]"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: no field `text`; it has: n\. Set text_field"):
         prepare_data(job(tiny_config, tmp_path, "parquet"))
 
 
@@ -299,3 +441,13 @@ def test_sources_with_large_compressed_files_say_what_that_means(tmp_path: Path,
     assert note.startswith("1 of 1 files of source made are compressed")
     assert "shuffled within windows of that size only" in note
     assert samples(prepare_data(job(tiny_config, tmp_path)), 64, Cursor())
+
+
+def test_compressed_files_that_are_large_together_say_so_too(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path, some_texts(60), "jsonl.gz", 6)
+    largest = max(file.stat().st_size for file in tmp_path.iterdir())
+    together = prepare_data(job(tiny_config, tmp_path, window_bytes=4 * largest + 4))
+    assert together.plans[0].fragments_per_block > 1
+    (note,) = together.notes
+    assert note.startswith("6 of 6 files of source made are compressed, or have row groups, in blocks that")
+    assert prepare_data(job(tiny_config, tmp_path, window_bytes=1 << 30)).notes == ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from orchestrator.config import parse_config
 from orchestrator.data.spec import DataSpec, prepare_data, public_stream
@@ -186,6 +187,76 @@ def test_a_document_changed_before_the_cursor_is_refused_with_both_digests(
     )  # every document begins with another token
     with pytest.raises(DataIdentityError, match="had digest [0-9a-f]{16} and now have [0-9a-f]{16}"):
         samples(other, 50, found.cursor)
+
+
+def inside_later_pieces(spec: DataSpec, least: int = 1) -> list[Cursor]:
+    """Cursors in the second piece of a document or behind it, from samples of 50 tokens."""
+    found = [s.cursor for s in samples(spec, 50) if s.cursor.sources["made"].piece >= least]
+    assert len(found) > 3
+    return found
+
+
+def without_earlier(cursor: Cursor) -> Cursor:
+    """As an older version wrote it."""
+    document = encode(cursor)
+    for source in document["sources"].values():
+        del source["earlier_tokens"], source["earlier_digest"]
+    return decode(Cursor, document)
+
+
+def test_a_cursor_has_number_and_digest_of_the_documents_earlier_tokens(
+    made: Path, tiny_config: Make
+) -> None:
+    spec = spec_of(job(tiny_config, made))
+    pieces: dict[tuple[int, int, int], list[list[int]]] = {}
+    for chunk in spec.chunks(Cursor()):
+        ends = np.cumsum(chunk.num_tokens).tolist()
+        for i, record in enumerate(chunk.record.tolist()):
+            piece = chunk.tokens[ends[i] - int(chunk.num_tokens[i]) : ends[i]].tolist()
+            pieces.setdefault((chunk.block, chunk.window, record), []).append(piece)
+    for cursor in inside_later_pieces(spec):
+        at = cursor.sources["made"]
+        before = [t for piece in pieces[at.block, at.window, at.record][: at.piece] for t in piece]
+        digest = xxhash.xxh3_64_hexdigest(np.array(before, "<i4").tobytes())
+        assert (at.earlier_tokens, at.earlier_digest) == (len(before), digest)
+    first = next(s.cursor.sources["made"] for s in samples(spec, 50) if s.cursor.sources["made"].piece == 0)
+    assert (first.earlier_tokens, first.earlier_digest) == (0, "")
+
+
+def test_a_document_changed_in_an_earlier_piece_is_refused_with_both_digests(
+    made: Path, tiny_config: Make
+) -> None:
+    spec = spec_of(job(tiny_config, made, shuffle="none"))
+    cursor = inside_later_pieces(spec, least=5)[0]
+    for file in made.iterdir():
+        file.write_bytes(file.read_bytes().replace(b"line 1 of a", b"line 7 of a"))
+    changed = replace(spec, settings=replace(spec.settings, accept_changed=True))
+    at = cursor.sources["made"]
+    text = rf"the {at.earlier_tokens} tokens of the document's earlier pieces had digest {at.earlier_digest}"
+    with pytest.raises(DataIdentityError, match=rf"{text}, and now there are \d+ with digest [0-9a-f]{{16}}"):
+        samples(changed, 50, cursor)
+    assert samples(changed, 50, without_earlier(cursor)), "the piece at hand alone has not changed"
+
+
+@pytest.mark.parametrize("chunk_tokens", [10, 1 << 20])
+def test_cursors_without_that_digest_are_read_and_agree_with_those_that_have_it(
+    chunk_tokens: int, made: Path, tiny_config: Make
+) -> None:
+    spec = spec_of(job(tiny_config, made), chunk_tokens=chunk_tokens)
+    whole = samples(spec, 50)
+    for cursor in inside_later_pieces(spec)[::3]:
+        old, rest = without_earlier(cursor), whole[cursor.consumed_samples :]
+        assert old != cursor
+        assert old.agrees_with(cursor)
+        assert cursor.agrees_with(old)
+        for opened in (cursor, old):
+            found = samples(spec, 50, opened)
+            assert plain(found) == plain(rest)
+            assert all(a.cursor.agrees_with(b.cursor) for a, b in zip(found, rest, strict=True))
+        assert [s.cursor for s in samples(spec, 50, cursor)] == [s.cursor for s in rest]
+        at = cursor.sources["made"]
+        for wrong in (replace(at, token=at.token + 1), replace(at, earlier_digest="0" * 16)):
+            assert not cursor.agrees_with(replace(cursor, sources={"made": wrong}))
 
 
 def test_bos_and_eos_stand_around_every_document_once(made: Path, tiny_config: Make) -> None:

@@ -11,7 +11,7 @@ from orchestrator.config import parse_config
 from orchestrator.data import sources
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.data.tally import Tallies, tally_files
-from orchestrator.plan.order import block_at, record_order
+from orchestrator.plan.order import block_at, window_order
 from orchestrator.records import Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
@@ -45,12 +45,12 @@ def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks:
 
 def a_record_twice(*arguments):
     """Within a window the second record is the first one again."""
-    order = record_order(*arguments).copy()
+    order = window_order(*arguments).copy()
     order[1:2] = order[:1]
     return order
 
 
-WRONG = [("block_at", a_block_twice), ("record_order", a_record_twice)]
+WRONG = [("block_at", a_block_twice), ("window_order", a_record_twice)]
 
 
 @pytest.mark.parametrize(("name", "wrong"), WRONG)

@@ -67,7 +67,7 @@ def test_every_window_before_the_cursors_is_told_with_its_decoded_bytes(
     spec = spec_of(job(tiny_config, tmp_path, kind))
     plan, encoders = spec.plans[0], spec.build_encoders()
     windows = list(read_windows(plan, spec.settings, 0, 0))
-    sizes = [sum(int(part.sizes.sum()) for part in window.parts) for window in windows]
+    sizes = [sum(int(part.records.sizes.sum()) for part in window.parts) for window in windows]
     assert len(sizes) > 8
     first = next(iter(spec.tasks_from(Cursor())))
     task = replace(first, window=6)

@@ -63,18 +63,31 @@ def test_blocks_depend_on_seed_source_and_epoch_and_not_on_their_sum():
 
 def test_without_shuffle_blocks_and_records_stay_in_file_order():
     assert [order.block_at(1, "a", 3, i, 5, "none") for i in range(5)] == [0, 1, 2, 3, 4]
-    fragments, numbers = [7, 6, 6, 7], [0, 1, 0, 5]
-    assert order.record_order(fragments, numbers, 1, "a", 0, "none").tolist() == [2, 1, 0, 3]
+    assert order.window_order([(6, 1, 2), (7, 0, 1), (7, 5, 1)], 1, "a", 0, "none").tolist() == [0, 1, 2, 3]
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), max_size=30), st.integers(0, 2**62))
-def test_the_vectorised_order_is_that_of_the_scalar_hash(records, seed):
-    fragments, numbers = [f for f, _ in records], [n for _, n in records]
+RUNS = st.lists(
+    st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(1, 9)),
+    max_size=9,
+    unique_by=lambda r: r[0],
+).map(sorted)
+
+
+@given(RUNS, st.integers(0, 2**62), st.integers(1, 5))
+def test_the_vectorised_order_is_that_of_the_scalar_hash(runs, seed, stretch):
+    records = [(fragment, first + i) for fragment, first, num in runs for i in range(num)]
     expected = sorted(
         range(len(records)),
-        key=lambda i: (order.record_hash(seed, "s", 2, *records[i]), *records[i], i),
+        key=lambda i: (order.record_hash(seed, "s", 2, *records[i]), *records[i]),
     )
-    assert order.record_order(fragments, numbers, seed, "s", 2, "block").tolist() == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "_STRETCH", stretch)
+        assert order.window_order(runs, seed, "s", 2, "block").tolist() == expected
+
+
+def test_equal_hashes_stay_in_file_order(monkeypatch):
+    monkeypatch.setattr(order, "record_hashes", lambda fragment, number, key: number % np.uint64(2))
+    assert order.window_order([(3, 1, 4), (5, 0, 3)], 0, "s", 0, "block").tolist() == [1, 3, 4, 6, 0, 2, 5]
 
 
 @given(st.lists(st.tuples(KEYS, KEYS), min_size=1, max_size=20), KEYS)
@@ -85,25 +98,17 @@ def test_the_vectorised_hash_is_the_librarys_xxh3(pairs, key):
     assert order.record_hashes(fragments, numbers, key).tolist() == expected
 
 
-def test_the_order_of_records_does_not_depend_on_how_they_were_listed():
-    records = [(f, n) for f in range(3) for n in range(20)]
-    shuffled = records[::-1]
-
-    def ordered(listed):
-        places = order.record_order([f for f, _ in listed], [n for _, n in listed], 5, "s", 1, "block")
-        return [listed[i] for i in places]
-
-    assert ordered(records) == ordered(shuffled)
-    assert ordered(records) != records
+def test_the_order_of_records_does_not_depend_on_how_they_were_cut():
+    whole = order.window_order([(f, 0, 20) for f in range(3)], 5, "s", 1, "block").tolist()
+    cut = order.window_order([(f, n, 5) for f in range(3) for n in range(0, 20, 5)], 5, "s", 1, "block")
+    assert cut.tolist() == whole
+    assert sorted(whole) == list(range(60)) != whole
 
 
 def test_golden_order_of_version_1():
     assert order.ORDER_VERSION == 1
     assert [order.block_at(0, "stdlib", 0, i, 10, "block") for i in range(10)] == GOLDEN_BLOCKS
-    assert (
-        order.record_order([0] * 6 + [1] * 6, [*range(6)] * 2, 0, "stdlib", 0, "block").tolist()
-        == GOLDEN_RECORDS
-    )
+    assert order.window_order([(0, 0, 6), (1, 0, 6)], 0, "stdlib", 0, "block").tolist() == GOLDEN_RECORDS
     assert order.record_hash(0, "stdlib", 0, 1, 2) == GOLDEN_HASH
 
 

@@ -1,0 +1,183 @@
+"""Physical records as they are held in memory: one buffer and where each record ends in it, no object each.
+
+It knows no file and no order. A record that is too long to be held is there with its size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.records import Int64Array
+
+# A longer record is not held: it is there with its size alone, and no document.
+MAX_RECORD_BYTES = 1 << 30
+_NEWLINE = 10
+# Newlines are looked for in such stretches: what that takes beside the buffer is bounded.
+_STRETCH_BYTES = 1 << 20
+
+
+class Records(Protocol):
+    """Some records in file order. `records[i]` is None for a null, and for what is too long to be held."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> bytes | None: ...
+
+    def __iter__(self) -> Iterator[bytes | None]: ...
+
+    @property
+    def sizes(self) -> Int64Array:
+        """(num_records,) decoded bytes of each, line ends included; 0 for a null."""
+        ...
+
+    def size(self, index: int) -> int:
+        """Decoded bytes of one, line end included."""
+        ...
+
+    def bytes_before(self, index: int) -> int:
+        """The sizes of those before it together."""
+        ...
+
+    def cut(self, start: int, stop: int) -> Records:
+        """Records [start, stop)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of a buffer, without their newline. `ends[i]` is where line i ends in it, behind its newline, and
+    `begin` where the first one begins: 4 bytes a line, in a buffer of 2 GiB and more 8.
+    """
+
+    data: bytes
+    ends: npt.NDArray[Any]
+    begin: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> bytes:
+        begin, end = self._begin(index), self.ends.item(index)
+        return self.data[begin : end - (self.data[end - 1] == _NEWLINE)]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Newlines included."""
+        return np.diff(self.ends, prepend=np.asarray(self.begin, self.ends.dtype)).astype(np.int64)
+
+    def size(self, index: int) -> int:
+        """Newline included."""
+        return int(self.ends.item(index) - self._begin(index))
+
+    def bytes_before(self, index: int) -> int:
+        """Newlines included."""
+        return self._begin(index) - self.begin
+
+    def cut(self, start: int, stop: int) -> Lines:
+        """Lines [start, stop), of the same buffer."""
+        begin = self._begin(start) if start < len(self) else self.begin
+        return Lines(self.data, self.ends[start:stop], begin)
+
+    def _begin(self, index: int) -> int:
+        return int(self.ends.item(index - 1)) if index else self.begin
+
+
+def split_lines(data: bytes) -> Lines:
+    """The lines of a buffer; nothing but a newline ends one, and the last may lack it."""
+    view, found = np.frombuffer(data, np.uint8), []
+    kind = np.int32 if len(data) < 1 << 31 else np.int64
+    for start in range(0, len(data), _STRETCH_BYTES):
+        here = np.flatnonzero(view[start : start + _STRETCH_BYTES] == _NEWLINE)
+        found.append((here + (start + 1)).astype(kind))
+    if data and data[-1] != _NEWLINE:
+        found.append(np.array([len(data)], kind))
+    return Lines(data, np.concatenate(found) if found else np.empty(0, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of a column: value i is `data[offsets[i] : offsets[i + 1]]`, a null if `valid[i]` is false."""
+
+    data: memoryview
+    offsets: Int64Array
+    valid: npt.NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> bytes | None:
+        if self.valid is not None and not self.valid.item(index):
+            return None
+        return self.data[self.offsets.item(index) : self.offsets.item(index + 1)].tobytes()
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def sizes(self) -> Int64Array:
+        """0 for a null, of which Arrow's readers keep no bytes."""
+        return np.diff(self.offsets)
+
+    def size(self, index: int) -> int:
+        """0 for a null."""
+        return int(self.offsets.item(index + 1) - self.offsets.item(index))
+
+    def bytes_before(self, index: int) -> int:
+        """Of the values alone."""
+        return int(self.offsets.item(index) - self.offsets.item(0))
+
+    def cut(self, start: int, stop: int) -> Values:
+        """Values [start, stop), of the same buffers."""
+        valid = None if self.valid is None else self.valid[start:stop]
+        return Values(self.data, self.offsets[start : stop + 1], valid)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One record: a file, or what was too long to be held (None), with its size."""
+
+    content: bytes | None
+    num_bytes: int
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bytes | None:
+        if index != 0:
+            raise IndexError(index)
+        return self.content
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        return iter((self.content,))
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Of the one record."""
+        return np.array([self.num_bytes], np.int64)
+
+    def size(self, index: int) -> int:
+        """Of the one record."""
+        assert index == 0, f"record {index} of one"
+        return self.num_bytes
+
+    def bytes_before(self, index: int) -> int:
+        """None."""
+        assert index == 0, f"record {index} of one"
+        return 0
+
+    def cut(self, start: int, stop: int) -> Records:
+        """Itself, or no record."""
+        return self if (start, stop) == (0, 1) else Lines(b"", np.empty(0, np.int32))
+
+
+def join(pieces: Sequence[bytes]) -> bytes:
+    """All pieces one behind the other; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

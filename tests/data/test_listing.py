@@ -1,0 +1,131 @@
+"""Which files a path means: each real file once, links followed but not for ever, what is no file refused."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.data.listing import list_files
+from orchestrator.data.manifest import freeze
+from orchestrator.data.spec import prepare_data
+from orchestrator.errors import ConfigError
+from tests.data.making import job, some_texts, write_corpus
+
+Make = Callable[..., dict[str, Any]]
+TREE = [
+    "a.jsonl",
+    "b.txt",
+    "x/a.jsonl",
+    "x/y/a.jsonl",
+    "x/y/z/b.jsonl",
+    "x/.h/a.jsonl",
+    ".g.jsonl",
+    "[1].jsonl",
+]
+PATTERNS = ["*", "*.jsonl", "**/*.jsonl", "**/**/*.jsonl", "x/**/*.jsonl", "**", "x/**", "*/*.jsonl", "*/y/*"]
+PATTERNS += ["**/y/**/*.jsonl", "[ab].*", "**/.h/*.jsonl", ".*", "*/y/z/b.jsonl", "?.jsonl", "**l"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in TREE:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(f'{{"text": "{name}"}}\n')
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_finds_what_the_standard_library_finds(pattern: str, tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside" / "y").mkdir(parents=True)
+    (tmp_path / "outside" / "y" / "o.jsonl").write_text("{}")
+    (tree / "linked").symlink_to("../outside")
+    found = set(glob.glob(str(tree / pattern), recursive=True))
+    listing = list_files("s", str(tree / pattern), "jsonl")
+    assert {os.path.join(listing.base, n) for n in listing.names} == {n for n in found if os.path.isfile(n)}
+    assert not listing.others
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl", "**/**/*.jsonl"])
+def test_a_file_that_is_reached_by_many_paths_is_one_file(pattern: str, tree: Path) -> None:
+    alone = list_files("s", str(tree / pattern), "jsonl")
+    (tree / "self").symlink_to(".")
+    (tree / "again").symlink_to(".")  # two of them have 2 ** 40 paths
+    (tree / "x" / "up").symlink_to("../..")
+    (tree / "0.jsonl").symlink_to("a.jsonl")
+    (tree / "x" / "hard.jsonl").hardlink_to(tree / "x" / "a.jsonl")
+    (tree / "0").symlink_to("x")
+    listing = list_files("s", str(tree / pattern), "jsonl")
+    assert listing.names == alone.names, "and by the same paths as without the links"
+    assert listing.others["0.jsonl"] == "a.jsonl"
+    assert listing.others["x/hard.jsonl"] == "x/a.jsonl"
+    assert listing.others["0/y/a.jsonl"] == "x/y/a.jsonl"
+
+
+def test_a_file_that_only_links_lead_to_keeps_its_first_path(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "far.jsonl").write_text("{}")
+    for name in ("l2.jsonl", "l1.jsonl"):
+        (tree / name).symlink_to(tmp_path / "far.jsonl")
+    listing = list_files("s", str(tree), "jsonl")
+    assert {n for n in listing.names if n.startswith("l")} == {"l1.jsonl"}
+    assert listing.others == {"l2.jsonl": "l1.jsonl"}
+    (tmp_path / "other name").symlink_to(tree)
+    assert list_files("s", str(tmp_path / "other name"), "jsonl").names == listing.names
+
+
+def test_a_file_taken_once_of_several_paths_is_told(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "d", some_texts(9), "jsonl")
+    (tmp_path / "d" / "self").symlink_to(".")
+    (tmp_path / "d" / "link.jsonl").symlink_to("part-0.jsonl")
+    for folder in (None, tmp_path / "run", tmp_path / "run"):
+        spec = prepare_data(job(tiny_config, tmp_path / "d", encoder="tokenizers"), folder)
+        assert [row.path for row in spec.plans[0].manifest.files] == [f"part-{i}.jsonl" for i in range(3)]
+        assert spec.notes == (
+            "source made: 1 of 4 paths lead to files that other paths lead to, e.g. link.jsonl to "
+            "part-0.jsonl; each file is read once",
+        )
+
+
+def test_broken_links_and_what_is_no_regular_file_are_refused_by_name(tree: Path) -> None:
+    (tree / "gone.jsonl").symlink_to("nowhere")
+    (tree / "ring.jsonl").symlink_to("ring.jsonl")
+    os.mkfifo(tree / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as end:
+        here = os.getcwd()
+        os.chdir(tree)  # a socket's path is short
+        try:
+            end.bind("s.jsonl")
+        finally:
+            os.chdir(here)
+        with pytest.raises(ConfigError) as caught:
+            freeze("s", str(tree / "*.jsonl"), "jsonl", "text")
+    for text in (
+        "data.sources s: of what the path means, 4 are no regular files:",
+        f"{tree}/gone.jsonl is a link to 'nowhere', which is not there",
+        f"{tree}/pipe.jsonl is a pipe",
+        f"{tree}/ring.jsonl is a link to 'ring.jsonl', which is not there",
+        f"{tree}/s.jsonl is a socket",
+        "remove them, or give a path that leaves them out",
+    ):
+        assert text in str(caught.value)
+    with pytest.raises(ConfigError, match=r"gone\.jsonl is a link to 'nowhere'"):
+        freeze("s", str(tree / "gone.jsonl"), "jsonl", "text")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+        if folder == str(tree / "x" / "y"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", listdir)  # root, as whom tests may run, may list every folder
+    listing = list_files("s", str(tree), "jsonl")
+    assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl")
+    (note,) = listing.notes("s")
+    assert note == f"source s: folder {tree}/x/y cannot be listed (Permission denied); nothing in it is read"

@@ -1,0 +1,207 @@
+"""What reading holds in memory is bounded by windows, pieces and pages, not by files, groups or lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from orchestrator.data import chunks, columns, readers, sources
+from orchestrator.data.fragments import SourcePlan, plan_source
+from orchestrator.data.manifest import freeze
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources import OrderedWindow, read_windows
+from orchestrator.errors import BadDocumentError
+from orchestrator.records import EMPTY, Cursor
+from tests.data.making import job, plain, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
+MB = 1_000_000
+
+
+def plan_of(path: Path, form: str = "lines", fragment_bytes: int = 2 << 20) -> SourcePlan:
+    return plan_source(freeze("s", str(path), form, "text"), fragment_bytes, 16 << 20)
+
+
+def read_all(plan: SourcePlan, settings: StreamSettings) -> int:
+    """Decoded bytes of all records, each looked at once."""
+    found = 0
+    for block in range(plan.num_blocks):
+        for window in read_windows(plan, settings, 0, block):
+            ordered = OrderedWindow(window, plan, settings, 0)
+            for position in range(len(ordered)):
+                assert ordered.text(position) is None or ordered.size(position)
+                found += ordered.size(position)
+    return found
+
+
+@pytest.mark.parametrize("line", [b"abc\n", b"\n"])
+def test_a_window_of_very_short_lines_takes_few_bytes_a_line(line: bytes, tmp_path: Path) -> None:
+    num = 300_000
+    (tmp_path / "a").write_bytes(line * num)
+    plan, settings = plan_of(tmp_path), StreamSettings()
+    tracemalloc.start()
+    try:
+        windows = [OrderedWindow(w, plan, settings, 0) for w in read_windows(plan, settings, 0, 0)]
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(map(len, windows)) == num
+    assert held < 16 * num, "4 bytes for where it ends, 4 for its place in the order, and its own"
+    assert peak < 64 * num
+
+
+@pytest.fixture
+def pool() -> Iterator[pa.MemoryPool]:
+    """What Arrow allocates, with a peak of its own."""
+    before = pa.default_memory_pool()
+    proxy = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(proxy)
+    yield proxy
+    pa.set_memory_pool(before)
+
+
+def numbered(num: int, size: int) -> list[str]:
+    return [(f"{i} " * (size // 2))[:size] for i in range(num)]
+
+
+LARGE_GROUPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "many rows": (
+        numbered(60_000, 1000),
+        {"use_dictionary": False, "data_page_size": 1 << 16, "compression": "NONE"},
+    ),
+    "large rows": (
+        numbered(60, MB),
+        {"use_dictionary": False, "data_page_size": 1 << 16, "write_batch_size": 1},
+    ),
+    "equal rows": ([t for t in numbered(4, MB // 8) for _ in range(500)], {}),
+    "a dictionary": (pa.array([t for t in numbered(4, MB // 2) for _ in range(30)]).dictionary_encode(), {}),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_GROUPS)
+def test_a_row_group_is_never_held_whole(kind: str, tmp_path: Path, pool: pa.MemoryPool) -> None:
+    column, options = LARGE_GROUPS[kind]
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=1 << 30, **options)
+    plan, settings = plan_of(tmp_path, "parquet"), StreamSettings(window_bytes=4 * MB)
+    assert plan.num_fragments == 1
+    reading = pa.proxy_memory_pool(pool)  # a peak without that of writing
+    pa.set_memory_pool(reading)
+    assert read_all(plan, settings) == sum(len(str(text)) for text in column) >= 60 * MB
+    assert reading.max_memory() < 30 * MB
+
+
+def test_a_zstd_file_of_almost_nothing_is_decoded_piece_by_piece(tmp_path: Path) -> None:
+    (tmp_path / "a.zst").write_bytes(zstandard.ZstdCompressor().compress(bytes(400 * MB)))
+    assert (tmp_path / "a.zst").stat().st_size < 64 << 10
+    with (tmp_path / "a.zst").open("rb") as file:
+        sizes = [len(piece) for piece in readers.decoded(file, "a.zst")]
+    assert sum(sizes) == 400 * MB
+    assert max(sizes) <= readers.READ_BYTES
+
+
+# ---------------------------------------------------------------------------------------- long records
+LIMIT = 5000
+PRESS: dict[str, Callable[[bytes], bytes]] = {
+    "a": lambda data: data,
+    "a.gz": gzip.compress,
+    "a.zst": zstandard.ZstdCompressor().compress,
+}
+LINES = [b"one", b"x" * 12_000, b"two", b"y" * (LIMIT - 1), b"z" * LIMIT, b"three", b"v" * 7000, b"u" * 8000]
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record may have 5,000 bytes, and a buffer has 1,000."""
+    monkeypatch.setattr(readers, "READ_BYTES", 1000)
+    monkeypatch.setattr(columns, "BATCH_BYTES", 1000)
+    for module in (readers, columns, sources):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", LIMIT)
+
+
+@pytest.mark.parametrize("fragment_bytes", [700, 6000, 1 << 20])
+@pytest.mark.parametrize("name", PRESS)
+@pytest.mark.usefixtures("limited")
+def test_of_a_record_that_is_too_long_only_size_and_place_are_held(
+    name: str, fragment_bytes: int, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(PRESS[name](b"\n".join(LINES)))
+    plan = plan_of(tmp_path / name, fragment_bytes=fragment_bytes)
+    expected, place = [], 0
+    for number, line in enumerate(LINES, start=1):
+        size = len(line) + (number < len(LINES))
+        expected.append((number, place, size, None if size > LIMIT else line))
+        place += size
+    parts = [part for f in range(plan.num_fragments) for part in readers.read_fragment(plan, f)]
+    for found in (parts, list(readers.read_files(plan))):
+        listed = [
+            (None if part.line is None else part.line + i, part.place_of(i), part.records.size(i), record)
+            for part in found
+            for i, record in enumerate(part.records)
+        ]
+        assert [entry[1:] for entry in listed] == [entry[1:] for entry in expected]
+        assert all(line in (None, number) for (line, *_), (number, *_) in zip(listed, expected, strict=True))
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_record_that_is_too_long_is_a_bad_document_with_its_place(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    (tmp_path / "a").write_bytes(b"\n".join(LINES))
+    stop = spec_of(job(tiny_config, tmp_path, "lines", encoder="tokenizers", shuffle="none"))
+    with pytest.raises(BadDocumentError) as caught:
+        samples(stop, 64)
+    assert f"{tmp_path / 'a'}: byte 4, line 2: it has 12,001 bytes, and a record may have 5,000;" in str(
+        caught.value
+    )
+    lax = {"on_bad_document": "skip", "max_bad_share": 1.0, "encoder": "tokenizers", "shuffle": "none"}
+    skipping = spec_of(job(tiny_config, tmp_path, "lines", **lax))
+    reasons = [r for chunk in skipping.chunks(Cursor()) for r in chunk.bad_reasons]
+    assert [r.partition("line ")[2].partition(" bytes")[0] for r in reasons] == [
+        "2: it has 12,001",
+        "5: it has 5,001",
+        "7: it has 7,001",
+        "8: it has 8,000",
+    ]
+    short = tmp_path / "short"
+    short.mkdir()
+    (short / "a").write_bytes(b"\n".join(line for line in LINES if len(line) < LIMIT))
+    assert plain(samples(skipping, 64)) == plain(
+        samples(spec_of(job(tiny_config, short, "lines", **lax)), 64)
+    )
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_file_or_a_value_that_is_too_long_is_named(tmp_path: Path, tiny_config: Make) -> None:
+    for name, press in PRESS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(press(b"x" * 6000))
+        with pytest.raises(BadDocumentError, match=rf"{name}: byte 0, line 1: it has 6,000 bytes"):
+            samples(spec_of(job(tiny_config, tmp_path / name, "text", encoder="tokenizers")), 64)
+    pq.write_table(pa.table({"text": ["a", "x" * 6000, "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(BadDocumentError, match=r"a\.parquet: row 1: it has 6,000 bytes"):
+        samples(spec_of(job(tiny_config, tmp_path / "a.parquet", "parquet", encoder="tokenizers")), 64)
+
+
+# ---------------------------------------------------------------------------------------- chunks
+def test_documents_without_tokens_do_not_gather_in_a_chunk(
+    tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["" if i % 50 else f"text {i}" for i in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec = spec_of(job(tiny_config, tmp_path, window_bytes=1 << 20, fragment_bytes=1 << 20))
+    before = plain(samples(spec, 16))
+    monkeypatch.setattr(chunks, "_BATCH_ENTRIES", 20)
+    monkeypatch.setattr(chunks, "_CHUNK_ENTRIES", 100)
+    found = list(spec.chunks(Cursor()))
+    assert sum(int((chunk.kind == EMPTY).sum()) for chunk in found) == 2940
+    assert max(len(chunk.record) for chunk in found) <= 100
+    assert plain(samples(spec, 16)) == before
