@@ -69,7 +69,7 @@ class SourceConfig(_Section):
 
     name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
     """Name of the source; part of the order's key."""
-    path: Annotated[str, same("a path, URI or glob", min_length=1)]
+    path: Annotated[str, same("a path or glob", min_length=1)]
     """File, folder or glob, relative to the current directory."""
     format: Annotated[Literal["jsonl", "parquet", "text", "lines"], same("jsonl, parquet, text or lines")]
     """`jsonl` and `parquet` (a document per record), `text` (per file), `lines` (per line)."""
@@ -350,6 +350,8 @@ def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> J
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    if reading.unread:
+        raise ConfigError(_message(reading, title))
     apply_overrides(reading, overrides)
     config = None
     try:
