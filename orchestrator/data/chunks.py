@@ -14,7 +14,7 @@ import numpy.typing as npt
 from orchestrator.data.encoder import GIGATOKEN, Encoder, Encoders, difference_text, split_pieces
 from orchestrator.data.fragments import SourcePlan
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, read_windows
+from orchestrator.data.sources import BadRecordError, OrderedWindow, Window, WrongFieldError, read_windows
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
 
@@ -90,7 +90,10 @@ def _add_record(
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
-            raise BadDocumentError(f"{reason}; mend the document, or set data.on_bad_document=skip") from None
+            also = ", " if isinstance(error, WrongFieldError) else "; "
+            raise BadDocumentError(
+                f"{reason}{also}mend the document, or set data.on_bad_document=skip"
+            ) from None
         writer.add(position, origin, BAD, reason=reason)
         return
     if text is None:

@@ -169,7 +169,9 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file: {error}; replace it or leave it out") from error
     if text_field not in schema.names:
-        raise ConfigError(f"{path}: has no column {text_field!r}, only {schema.names}; set text_field")
+        raise ConfigError(
+            f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
+        )
     kind = schema.field(text_field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(plain) for test in _text_types(pa)):

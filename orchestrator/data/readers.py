@@ -65,7 +65,7 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
     number = 0
     for where in plan.parts(fragment):
         path, row = plan.manifest.path(where.file), plan.manifest.files[where.file]
-        with _damage(path), open(path, "rb") as file:
+        with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
                 require_unchanged(row, path, file.fileno())
             for part in _parts(file, path, plan, where):
@@ -82,7 +82,7 @@ def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]
     for index, row in enumerate(plan.manifest.files):
         path = plan.manifest.path(index)
         groups = range(len(row.group_rows)) if plan.manifest.format == "parquet" else (None,)
-        with _damage(path), open(path, "rb") as file:
+        with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
                 require_unchanged(row, path, file.fileno())
             for group in groups:
@@ -97,7 +97,7 @@ def _count(records: Sequence[object]) -> Int64Array:
 
 
 @contextmanager
-def _damage(path: str) -> Iterator[None]:
+def naming_damage(path: str) -> Iterator[None]:
     """Whatever a reader raises about the file at `path`, as `DataError` or `DataIdentityError` naming it."""
     try:
         yield

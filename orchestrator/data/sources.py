@@ -22,10 +22,16 @@ from orchestrator.records import Int64Array
 _BOM = b"\xef\xbb\xbf"
 # Under `skip`, lines before a bad record are counted only this far back: the run must not read files twice.
 _COUNTED_BYTES = 64 << 20
+# Of a record's fields so many are named, each so far.
+_NUM_NAMES, _NAME_LENGTH = 12, 60
 
 
 class BadRecordError(Exception):
     """A record that is no document; the text is the reason."""
+
+
+class WrongFieldError(BadRecordError):
+    """A JSON object without text where `text_field` looks for it; the text ends with what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +90,7 @@ class OrderedWindow:
             return None
         if manifest.format == "lines":
             return _utf8(record.removesuffix(b"\r"))
-        return _json_text(record, manifest.text_field)
+        return json_text(record, manifest.text_field)
 
     def is_drawn(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
@@ -149,7 +155,8 @@ def _utf8(record: bytes) -> str:
         raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
 
 
-def _json_text(line: bytes, field: str) -> str:
+def json_text(line: bytes, field: str) -> str:
+    """The text of a line of JSON. Raises `BadRecordError`: `WrongFieldError` if `field` holds no text."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -157,13 +164,23 @@ def _json_text(line: bytes, field: str) -> str:
     if not isinstance(value, dict):
         raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
     if field not in value:
-        raise BadRecordError(f"no field {field!r}")
+        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}. Set text_field")
     text = value[field]
     if text is None:
         raise BadRecordError(f"{field!r} is null")
     if not isinstance(text, str):
-        raise BadRecordError(f"{field!r} is a JSON {_json_kind(text)}, a string is expected")
+        raise WrongFieldError(
+            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}. "
+            "Set text_field"
+        )
     return text
+
+
+def _names(record: dict[str, object]) -> str:
+    """The record's fields, for people; of many the first."""
+    names = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in record]
+    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+    return (", ".join(names[:_NUM_NAMES]) or "none") + more
 
 
 def _json_kind(value: object) -> str:
