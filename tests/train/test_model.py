@@ -34,6 +34,42 @@ def running_mean() -> torch.nn.Module:
     )
 
 
+class Remembering(torch.nn.Module):
+    """Its forward pass remembers the batch's mean: `how` says in which way."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.table, self.how = torch.nn.Embedding(VOCABULARY, 8), how
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("scratch", torch.zeros(8), persistent=False)
+        self.again = torch.nn.Module()
+        self.again.register_buffer("mean", self.mean)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = self.table(input_ids)
+        mean = logits.detach().mean((0, 1))
+        match self.how:
+            case "in place":
+                self.mean.copy_(mean)
+            case "another tensor":
+                self.mean = mean
+            case "another tensor under its second name":
+                self.again.mean = mean
+            case "a new buffer":
+                self.register_buffer("later", mean)
+            case "no buffer":
+                del self._buffers["mean"]
+            case "another parameter":
+                self.table.weight = torch.nn.Parameter(self.table.weight.detach() + 1)
+            case "outside the state":
+                self.scratch = mean
+        return logits
+
+
+def remembering_outside() -> torch.nn.Module:
+    return Remembering("outside the state")
+
+
 def no_module() -> int:
     return 3
 
@@ -131,6 +167,37 @@ def test_a_model_whose_forward_pass_changes_a_buffer_is_refused():
     state.model[1](torch.randn(4, 8))
     with pytest.raises(TrainingError, match="changes its buffers"):
         step(state)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("in place", "mean"),
+        ("another tensor", "mean"),
+        ("another tensor under its second name", "again.mean"),
+        ("a new buffer", "later"),
+        ("no buffer", "mean"),
+        ("another parameter", "table.weight"),
+    ],
+)
+def test_a_forward_pass_that_changes_the_state_in_any_way_is_refused_by_name(how, name):
+    changes = {"model__factory": "tests.train.test_model:Remembering"}
+    state = state_of(**changes)
+    state.model.how = "not at all"
+    state.model(torch.arange(8)[None])
+    step(state)
+    state.model.how = how
+    state.model(torch.arange(8)[None])
+    with pytest.raises(TrainingError, match=rf"changes .*'{name}'"):
+        step(state)
+    assert state.optimizer_steps == 1
+
+
+def test_a_buffer_that_is_no_part_of_the_state_may_change():
+    state = state_of(model__factory="tests.train.test_model:remembering_outside")
+    state.model(torch.arange(8)[None])
+    step(state)
+    assert state.optimizer_steps == 1
 
 
 def test_the_count_that_a_start_goes_by_is_that_of_the_model_but_for_its_norms() -> None:
