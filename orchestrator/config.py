@@ -143,8 +143,6 @@ class ModelConfig(_Section):
     """`package.module:function` that returns the model."""
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
-    dtype: Annotated[Literal["float32", "bfloat16"], same("float32 or bfloat16")] = "float32"
-    """Type of the weights."""
 
 
 class TrainConfig(_Section):
@@ -185,6 +183,13 @@ class TrainConfig(_Section):
     """Gradients are clipped to this norm; null: never."""
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0
     """Seed of the initial weights and of dropout."""
+    precision: Annotated[
+        Literal["float32", "bf16", "pure_bf16"], may_change("float32, bf16 or pure_bf16")
+    ] = "float32"
+    """`bf16`: products in bfloat16 (autocast); weights, gradients and moments stay float32. `pure_bf16`: all
+    in bfloat16: steps below about 1/256 of a weight are lost (at usual rates most, and norms never move), and
+    no resume changes to or from it.
+    """
     numerics: Annotated[Literal["auto", "invariant", "fast"], may_change("auto, invariant or fast")] = "auto"
     """`invariant`: the same bits on any number of workers; `auto`: invariant on CPU, fast on GPU."""
 
@@ -282,6 +287,17 @@ class JobConfig(_Section):
     def flat(self) -> dict[str, Any]:
         """Dotted path of every field (`train.lr`, `resume.from`) to its JSON value, in declared order."""
         return {f"{s}.{f}": value for s, fields in self.to_json().items() for f, value in fields.items()}
+
+
+def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration that any version has stored, under the names and values of this one; a field that
+    did not exist then is left out (it had what is its default now).
+    """
+    now = dict(flat)
+    weights = now.pop("model.dtype", None)
+    if weights is not None:
+        now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
+    return now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,10 @@ OTHER_NAMES = {
     "grad_clip": "train.max_grad_norm",
     "clip_grad": "train.max_grad_norm",
     "per_device_train_batch_size": "train.micro_batch_size",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
+    "mixed_precision": "train.precision",
+    "bf16": "train.precision",
     "steps": "train.max_steps",
     "num_steps": "train.max_steps",
     "epochs": "data.num_epochs",
@@ -144,12 +148,23 @@ OTHER_NAMES = {
     "save_total_limit": "resume.keep_latest",
 }
 _FEW = 3
+# What older versions had.
+_GONE: dict[Path, str] = {
+    (
+        "model",
+        "dtype",
+    ): "is a field no longer: weights are float32, so leave it out; for bfloat16 products set "
+    "train.precision=bf16, and only for weights and moments that are bfloat16 themselves (what model.dtype="
+    "bfloat16 meant) train.precision=pure_bf16"
+}
 
 
 def _unknown(path: Path, root: type[BaseModel]) -> str:
     """Names what is near: what others call so, a field of the same section, one of the same name elsewhere, a
     similar one elsewhere.
     """
+    if path in _GONE:
+        return _GONE[path]
     *around, last = path
     known = _known(root)
     section = ".".join("0" if isinstance(part, int) else str(part) for part in around)

@@ -171,6 +171,13 @@ def test_workers_are_a_number_or_a_range() -> None:
             "data.sources has a path that is 's3://b/*.jsonl'; this version",
         ),
         ("data.tokenizer=gs://b/tokenizer", "data.tokenizer is 'gs://b/tokenizer'; this version reads local"),
+        (
+            "model.dtype=bfloat16",
+            "model.dtype is a field no longer: weights are float32, so leave it out; for",
+        ),
+        ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),
+        ("model.torch_dtype=bf16", "did you mean train.precision?"),
+        ("train.precision=bfloat16", "expected float32, bf16 or pure_bf16; did you mean"),
         ("model.config=null", "set exactly one of model.config, model.pretrained, model.factory"),
         ("model.config.model_type=null", "model_type=null; set it to a name that transformers knows"),
         ("model.factory_args={a: 1}", "but model.factory is null"),

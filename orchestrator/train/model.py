@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from orchestrator.config import ModelConfig
 
 NO_LOSS = -100  # the label of a position that is no target
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def pick_device(device: str) -> torch.device:
@@ -58,15 +58,18 @@ def own_gpu(local_rank: int, num_gpus: int) -> int:
     return local_rank
 
 
-def build_model(config: ModelConfig, seed: int, device: torch.device, invariant: bool) -> nn.Module:
-    """The model with its first weights, in training mode, on `device`: a pure function of (`config`, `seed`).
+def build_model(
+    config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
+) -> nn.Module:
+    """The model with its first weights, in training mode, on `device`: a pure function of (`config`, `seed`)
+    and of the weights' type, which is float32 for every `precision` but `pure_bf16`.
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
     called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
     model.
     """
     torch.manual_seed(seed)
-    dtype = _DTYPES[config.dtype]
+    dtype = torch.bfloat16 if precision == "pure_bf16" else torch.float32
     if config.factory is not None:
         model = _from_factory(config.factory, config.factory_args).to(dtype)
     else:
@@ -123,14 +126,17 @@ def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) 
     return model
 
 
-def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor, precision: str) -> Tensor:
     """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
     where there is no target.
 
     `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
-    Labels are already shifted.
+    Labels are already shifted. Under `bf16` the forward pass runs in autocast: products in bfloat16, of
+    weights that stay float32 and whose gradients are float32; the loss is computed outside of it.
     """
-    output = model(input_ids)
+    kind = input_ids.device.type
+    with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
+        output = model(input_ids)
     logits = output if isinstance(output, Tensor) else output.logits
     return nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=NO_LOSS, reduction="sum"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,8 +53,8 @@ class TrainState:
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
-        self._config, self._seed, self._device, self._invariant = model, train.seed, device, invariant
-        self.model: nn.Module = build_model(model, train.seed, device, invariant)
+        self._first = partial(build_model, model, train.precision, train.seed, device, invariant)
+        self.model: nn.Module = self._first()
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
@@ -149,8 +150,7 @@ class TrainState:
         """Back to the first weights and an optimizer that has not stepped, whatever was there."""
         if self._untouched:
             return
-        again = build_model(self._config, self._seed, self._device, self._invariant)
-        fresh = dict(_own_tensors(again.state_dict(keep_vars=True)))
+        fresh = dict(_own_tensors(self._first().state_dict(keep_vars=True)))
         for item in self.items():
             if item.group == MODEL:
                 item.tensor.copy_(fresh[item.name].detach())

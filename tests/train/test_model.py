@@ -117,13 +117,13 @@ def test_biases_and_norms_do_not_decay():
 
 def test_a_pretrained_folder_and_a_factory_give_models(tmp_path):
     config = tiny_job().model
-    model = build_model(config, 5, CPU, True)
+    model = build_model(config, "float32", 5, CPU, True)
     model.save_pretrained(tmp_path)
-    again = build_model(ModelConfig(pretrained=str(tmp_path)), 0, CPU, True)
+    again = build_model(ModelConfig(pretrained=str(tmp_path)), "bf16", 0, CPU, True)
     tokens = torch.arange(8)[None]
     model.eval(), again.eval()
     assert torch.equal(model(tokens).logits, again(tokens).logits)
-    made = build_model(ModelConfig(factory=POISON_MODEL, dtype="bfloat16"), 0, CPU, True)
+    made = build_model(ModelConfig(factory=POISON_MODEL), "pure_bf16", 0, CPU, True)
     assert isinstance(made, PoisonModel)
     assert made.table.weight.dtype == torch.bfloat16
 
@@ -141,16 +141,18 @@ def test_a_pretrained_folder_and_a_factory_give_models(tmp_path):
 )
 def test_what_gives_no_model_is_a_config_error(config, message):
     with pytest.raises(ConfigError, match=message):
-        build_model(ModelConfig(**config), 0, CPU, True)
+        build_model(ModelConfig(**config), "float32", 0, CPU, True)
 
 
 def test_the_loss_is_a_sum_over_targets_and_zero_without_any():
     model = PoisonModel()
     tokens = torch.arange(16).reshape(2, 8)
     labels = (tokens + 1).masked_fill(tokens % 2 == 0, -100)
-    parts = [loss_sum(model, tokens[i : i + 1], labels[i : i + 1]) for i in range(2)]
-    assert loss_sum(model, tokens, labels).item() == pytest.approx(sum(part.item() for part in parts))
-    assert loss_sum(model, tokens, torch.full_like(tokens, -100)).item() == 0.0
+    parts = [loss_sum(model, tokens[i : i + 1], labels[i : i + 1], "float32") for i in range(2)]
+    assert loss_sum(model, tokens, labels, "float32").item() == pytest.approx(
+        sum(part.item() for part in parts)
+    )
+    assert loss_sum(model, tokens, torch.full_like(tokens, -100), "float32").item() == 0.0
 
 
 def test_dropout_is_a_function_of_seed_and_first_sample():
