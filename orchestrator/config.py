@@ -143,6 +143,12 @@ class ModelConfig(_Section):
     """`package.module:function` that returns the model."""
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
+    attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
+        "auto"
+    )
+    """How a transformers model computes attention; `auto`: `sdpa` where its architecture has it, else what
+    transformers takes for it; `eager` under invariant numerics on GPUs.
+    """
 
 
 class TrainConfig(_Section):

@@ -289,6 +289,17 @@ def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | No
     return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
 
 
+def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
+    if wanted != "auto" and factory is not None:
+        return f"is {wanted}, but model.factory makes the model; leave it at auto, and tell the factory"
+    if wanted == "sdpa" and numerics == "invariant" and use_gpu:
+        return (
+            "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
+            "auto or eager, or train.numerics=fast"
+        )
+    return None
+
+
 def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
     most = (config or {}).get("max_position_embeddings")
     if type(most) is not int or seq_len <= most:
@@ -334,6 +345,10 @@ _RULES = (
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
     _Between(fields=("model.config",), check=_model_type),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
+    _Between(
+        fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
+        check=_attention,
+    ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
     _Between(fields=("cluster.num_workers",), check=_range),

@@ -175,6 +175,8 @@ def test_workers_are_a_number_or_a_range() -> None:
             "model.dtype=bfloat16",
             "model.dtype is a field no longer: weights are float32, so leave it out; for",
         ),
+        ("model.attn_implementation=flash", "is 'flash'; expected auto, eager or sdpa"),
+        ("model={factory: 'a:b', attn_implementation: sdpa}", "is sdpa, but model.factory makes the model"),
         ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),
         ("model.torch_dtype=bf16", "did you mean train.precision?"),
         ("train.precision=bfloat16", "expected float32, bf16 or pure_bf16; did you mean"),
@@ -217,6 +219,12 @@ def test_what_other_trainers_call_our_fields_leads_to_fields_that_exist_and_hide
 def test_a_second_source_is_refused_because_mixtures_come_later() -> None:
     twice = "[{name: a, path: x, format: lines}, {name: b, path: y, format: text}]"
     assert refusal(f"data.sources={twice}")[0].startswith("data.sources lists 2 sources; mixtures are not")
+
+
+def test_fused_attention_on_a_gpu_is_refused_under_invariant_numerics_and_taken_under_fast_ones() -> None:
+    sdpa = ["model.attn_implementation=sdpa", "cluster.use_gpu=true"]
+    assert "is sdpa, which adds up gradients in any order on a GPU" in refusal(*sdpa)[0]
+    assert load_config(QUICKSTART, [*sdpa, "train.numerics=fast"]).model.attn_implementation == "sdpa"
 
 
 def test_endless_epochs_need_a_stop() -> None:

@@ -8,8 +8,10 @@ storage.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,51 +71,90 @@ def build_model(
     model.
     """
     torch.manual_seed(seed)
-    dtype = torch.bfloat16 if precision == "pure_bf16" else torch.float32
+    dtype = weights_dtype(precision)
     if config.factory is not None:
-        model = _from_factory(config.factory, config.factory_args).to(dtype)
+        model = _from_factory(config).to(dtype)
     else:
-        # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits
-        # each time, and needs less memory.
-        attention = "eager" if invariant and device.type == "cuda" else "sdpa"
-        model = _from_transformers(config, dtype, attention)
+        settings, attention = transformers_settings(config, device.type, invariant)
+        model = _from_transformers(config, settings, dtype, attention)
     return model.to(device).train()
 
 
-def _from_factory(factory: str, arguments: dict[str, Any]) -> nn.Module:
-    module, _, name = factory.partition(":")
+def weights_dtype(precision: str) -> torch.dtype:
+    """Of the weights, and so of their gradients and moments, under a `train.precision`."""
+    return torch.bfloat16 if precision == "pure_bf16" else torch.float32
+
+
+def find_factory(config: ModelConfig) -> Callable[..., Any]:
+    """The function of `model.factory`. Raises `ConfigError` if it is not there, or does not take
+    `model.factory_args`.
+    """
+    module, _, name = str(config.factory).partition(":")
     try:
-        model = getattr(importlib.import_module(module), name)(**arguments)
+        function = getattr(importlib.import_module(module), name)
+        inspect.signature(function).bind(**config.factory_args)
     except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"model.factory={factory} cannot be called ({error}); "
-            "give pkg.module:function and its model.factory_args"
-        ) from error
+        raise _not_callable(config, error) from error
+    return function  # type: ignore[no-any-return]
+
+
+def made_by_factory(config: ModelConfig, model: object) -> nn.Module:
+    """What the factory returned. Raises `ConfigError` if that is no module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.factory={factory} returned {type(model).__name__}; it must return a torch.nn.Module"
+            f"model.factory={config.factory} returned {type(model).__name__}; "
+            "it must return a torch.nn.Module"
         )
     return model
 
 
-def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def _from_factory(config: ModelConfig) -> nn.Module:
+    function = find_factory(config)
     try:
+        model = function(**config.factory_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _not_callable(config, error) from error
+    return made_by_factory(config, model)
+
+
+def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.factory={config.factory} cannot be called ({error}); "
+        "give pkg.module:function and its model.factory_args"
+    )
+
+
+def transformers_settings(config: ModelConfig, device_type: str, invariant: bool) -> tuple[Any, str | None]:
+    """The transformers configuration of `model.config` or `model.pretrained`, and how it computes attention
+    (None: as transformers does by itself). Raises `ConfigError` if there is none.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with naming_model(config):
         if config.pretrained is not None:
-            model = AutoModelForCausalLM.from_pretrained(
-                config.pretrained,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                local_files_only=True,
-            )
+            settings = AutoConfig.from_pretrained(config.pretrained, local_files_only=True)
         else:
             shape = dict(config.config or {})
             settings = AutoConfig.for_model(shape.pop("model_type"), **shape)
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                settings, dtype=dtype, attn_implementation=attention
-            )
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+        if model is None:
+            raise ValueError(f"transformers has no causal language model of type {settings.model_type}")
+    if config.attn_implementation != "auto":
+        return settings, config.attn_implementation
+    # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits each
+    # time, and needs less memory.
+    if invariant and device_type == "cuda":
+        return settings, "eager"
+    classes = model if isinstance(model, tuple) else (model,)
+    return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+
+
+@contextmanager
+def naming_model(config: ModelConfig) -> Iterator[None]:
+    """Whatever goes wrong inside, as a `ConfigError` that names the field."""
+    try:
+        yield
     except Exception as error:  # transformers has no common base for what a wrong configuration raises
         what = (
             f"model.pretrained={config.pretrained}"
@@ -121,6 +162,27 @@ def _from_transformers(config: ModelConfig, dtype: torch.dtype, attention: str) 
             else f"model.config={config.config}"
         )
         raise ConfigError(f"{what} gives no causal language model ({error}); correct it") from error
+
+
+def _from_transformers(
+    config: ModelConfig, settings: Any, dtype: torch.dtype, attention: str | None
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with naming_model(config):
+        if config.pretrained is not None:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.pretrained,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        else:
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=dtype, attn_implementation=attention
+            )
     model.config.use_cache = False
     assert isinstance(model, nn.Module), f"transformers returned {type(model)}"
     return model

@@ -8,7 +8,13 @@ import torch
 from orchestrator.config import ModelConfig
 from orchestrator.elastic.needs import count_parameters
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
-from orchestrator.train.model import build_model, loss_sum, own_gpu, seed_micro_batch
+from orchestrator.train.model import (
+    build_model,
+    loss_sum,
+    own_gpu,
+    seed_micro_batch,
+    transformers_settings,
+)
 from orchestrator.train.state import TrainState
 from tests.train.feed import VOCABULARY
 from tests.train.member import PoisonModel, tiny_job
@@ -128,9 +134,51 @@ def test_a_pretrained_folder_and_a_factory_give_models(tmp_path):
     assert made.table.weight.dtype == torch.bfloat16
 
 
+GEMMA2 = {
+    "model_type": "gemma2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def attention_of(
+    config: dict[str, object], *, invariant: bool = True, device_type: str = "cpu"
+) -> str | None:
+    return transformers_settings(ModelConfig(**config), device_type, invariant)[1]
+
+
+def test_an_architecture_without_sdpa_is_built_and_read_back_with_what_it_has(tmp_path):
+    model = build_model(ModelConfig(config=GEMMA2), "float32", 0, CPU, True)
+    model.save_pretrained(tmp_path)
+    again = build_model(ModelConfig(pretrained=str(tmp_path)), "float32", 1, CPU, True)
+    assert model.config._attn_implementation == again.config._attn_implementation == "eager"
+    for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_attention_is_what_is_asked_for_or_what_the_architecture_and_the_numerics_allow():
+    llama = tiny_job().model.config
+    assert attention_of({"config": llama}) == "sdpa"
+    assert attention_of({"config": llama}, device_type="cuda") == "eager"
+    assert attention_of({"config": llama}, device_type="cuda", invariant=False) == "sdpa"
+    assert attention_of({"config": llama, "attn_implementation": "eager"}) == "eager"
+    assert attention_of({"config": GEMMA2}) is None
+    with pytest.raises(ConfigError, match=r"model.config=.*scaled_dot_product_attention"):
+        build_model(ModelConfig(config=GEMMA2, attn_implementation="sdpa"), "float32", 0, CPU, True)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (
+            {"config": {"model_type": "vit"}},
+            "gives no causal language model .*no causal language model of type vit",
+        ),
         ({"factory": "tests.train.member:absent"}, "tests.train.member:absent cannot be called"),
         ({"factory": POISON_MODEL, "factory_args": {"x": 1}}, "factory_args"),
         ({"factory": "tests.train.test_model:no_module"}, "returned int"),
