@@ -140,7 +140,9 @@ class ModelConfig(_Section):
         str | None,
         same("package.module:function, or null", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
     ] = None
-    """`package.module:function` that returns the model."""
+    """`package.module:function` that returns the model; before a new run it is called once on torch's meta
+    device.
+    """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (

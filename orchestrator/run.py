@@ -21,6 +21,7 @@ from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
+from orchestrator.train.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import Sample
@@ -73,6 +74,7 @@ def train(
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began)
+        require_model(job, plan, spec.vocab_size)
         from orchestrator.cluster import ClusterConnection, starts_local_ray
         from orchestrator.elastic.needs import needs_of
 
@@ -102,6 +104,33 @@ def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Resum
     spec = starting.prepare(job, folder, freeze=False)
     found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
     return replace(found, notes=(*found.notes, *spec.notes))
+
+
+def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+    """`plan`, and what `train` looks at without a cluster: the model without its weights, the run's folder,
+    the disk, and where it would start a Ray here, this machine's memory.
+
+    Raises what would refuse the start. It starts nothing, writes nothing and does not watch for another
+    launch; what a cluster has is looked at by `train` alone.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    folder = starting.run_folder(job)
+    starting.check_writable(folder)
+    spec = starting.prepare(job, folder, freeze=False)
+    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    if found.action == "refuse":
+        return found
+    untried = require_model(job, found, spec.vocab_size)
+    from orchestrator.cluster import starts_local_ray
+    from orchestrator.elastic.needs import needs_of
+    from orchestrator.elastic.policy import disk_problems
+
+    needs = needs_of(job)
+    if local := starts_local_ray(job):
+        _check_this_machine(needs, _limits(job))
+    _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
+    unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
+    return replace(found, notes=(*found.notes, *spec.notes, *untried, *unseen))
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
@@ -160,16 +189,16 @@ def _preflight(
     from orchestrator.cluster import node_facts
     from orchestrator.elastic.needs import memory_problems
     from orchestrator.elastic.policy import preflight
-    from orchestrator.machine import free_disk_bytes
 
     memory = memory_problems(needs, limits.start_workers, memories)
 
     def look(nodes: tuple[NodeFacts, ...]) -> list[str]:
+        free, needed = _disk_bytes(job, needs, folder)
         return memory + preflight(
             nodes,
             limits,
-            disk_free_bytes=free_disk_bytes(str(folder)),
-            disk_needed_bytes=(job.resume.keep_latest + 1) * needs.point_bytes,
+            disk_free_bytes=free,
+            disk_needed_bytes=needed,
             object_store_needed_bytes=needs.object_store_bytes,
         )
 
@@ -181,6 +210,13 @@ def _preflight(
             break
         time.sleep(0.25)
     _refuse(problems)
+
+
+def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
+    """Free where the run lies, and needed for the points that it keeps and one more."""
+    from orchestrator.machine import free_disk_bytes
+
+    return free_disk_bytes(str(folder)), (job.resume.keep_latest + 1) * needs.point_bytes
 
 
 def _memories() -> list[tuple[str, int]]:

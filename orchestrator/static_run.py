@@ -28,6 +28,7 @@ from orchestrator.records import decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
+from orchestrator.train.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -136,6 +137,7 @@ def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, Resu
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
         if not starting.reached(plan):
+            require_model(job, plan, spec.vocab_size)
             busy.result()
         return spec, plan
 

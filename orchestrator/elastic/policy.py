@@ -204,12 +204,7 @@ def preflight(
             "are free in the cluster; "
             "lower cluster.num_workers, set cluster.use_gpu=false, or add nodes"
         )
-    if disk_free_bytes < disk_needed_bytes:
-        problems.append(
-            f"{_mib(disk_needed_bytes)} of disk are needed for resume points at run.storage, "
-            f"{_mib(disk_free_bytes)} are free; "
-            "free some, lower resume.keep_latest, or take another run.storage"
-        )
+    problems += disk_problems(disk_free_bytes, disk_needed_bytes)
     store = max((node.object_store_bytes for node in nodes), default=0)
     if 0 < store < object_store_needed_bytes:
         problems.append(
@@ -218,6 +213,16 @@ def preflight(
             "start Ray with a larger object store (--object-store-memory), or lower data.num_tokenizers"
         )
     return problems
+
+
+def disk_problems(free_bytes: int, needed_bytes: int) -> list[str]:
+    """Why the resume points do not fit on the disk: what is needed and what is there; empty if they do."""
+    if free_bytes >= needed_bytes:
+        return []
+    return [
+        f"{_mib(needed_bytes)} of disk are needed for resume points at run.storage, {_mib(free_bytes)} are "
+        "free; free some, lower resume.keep_latest, or take another run.storage"
+    ]
 
 
 def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:

@@ -11,7 +11,8 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,8 @@ def find_factory(config: ModelConfig) -> Callable[..., Any]:
     module, _, name = str(config.factory).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        inspect.signature(function).bind(**config.factory_args)
+        with suppress(ValueError):  # some that are written in C do not tell their arguments
+            inspect.signature(function).bind(**config.factory_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise _not_callable(config, error) from error
     return function  # type: ignore[no-any-return]
@@ -162,6 +164,21 @@ def naming_model(config: ModelConfig) -> Iterator[None]:
             else f"model.config={config.config}"
         )
         raise ConfigError(f"{what} gives no causal language model ({error}); correct it") from error
+
+
+def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.Module:
+    """A transformers model without its weights, for torch's meta device. Raises `ConfigError`, also if
+    `model.pretrained` has no safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with naming_model(config):
+        if config.pretrained is not None and not any(Path(config.pretrained).glob("*.safetensors")):
+            raise FileNotFoundError("the folder holds no *.safetensors")
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, attn_implementation=attention
+        )
+    return model
 
 
 def _from_transformers(
