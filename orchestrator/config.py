@@ -95,7 +95,7 @@ class DataConfig(_Section):
     num_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = 1
     """Passes over the data; null: until a stop in `train`."""
     num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
-    """Processes that read and tokenize."""
+    """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
     bos: Annotated[Literal["auto"] | bool, same("auto, true or false")] = "auto"
     """A BOS token before every document; `auto`: where the tokenizer itself adds one."""
     eos: Annotated[bool, same("true or false")] = True

@@ -74,17 +74,17 @@ def train(
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began)
-        require_model(job, plan, spec.vocab_size)
         from orchestrator.cluster import ClusterConnection, starts_local_ray
         from orchestrator.elastic.needs import needs_of
 
         limits, needs = _limits(job), needs_of(job)
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
+        require_model(job, plan, spec.vocab_size)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         with ClusterConnection(job, cpus, needs.object_store_bytes):
             busy.result()
-            _preflight(job, needs, limits, folder, () if local else _memories())
+            limits = _preflight(job, needs, limits, folder, () if local else _memories())
             attempt, plan = starting.claim(store, job, spec, fault_plan)
             spec = starting.freeze(job, folder, attempt.encoders)
             from orchestrator.launching import supervise
@@ -120,7 +120,6 @@ def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Re
     found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
     if found.action == "refuse":
         return found
-    untried = require_model(job, found, spec.vocab_size)
     from orchestrator.cluster import starts_local_ray
     from orchestrator.elastic.needs import needs_of
     from orchestrator.elastic.policy import disk_problems
@@ -129,6 +128,7 @@ def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Re
     if local := starts_local_ray(job):
         _check_this_machine(needs, _limits(job))
     _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
+    untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
     return replace(found, notes=(*found.notes, *spec.notes, *untried, *unseen))
 
@@ -182,17 +182,18 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def _preflight(
     job: JobConfig, needs: Needs, limits: Limits, folder: Path, memories: Sequence[tuple[str, int]]
-) -> None:
-    """Raises `ResourceError` with all that is missing. `memories`: (host, bytes in all) of each node, where
-    memory has not been looked at yet.
+) -> Limits:
+    """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
+    with all that is missing. `memories`: (host, bytes in all) of each node, where memory has not been looked
+    at yet.
     """
     from orchestrator.cluster import node_facts
     from orchestrator.elastic.needs import memory_problems
-    from orchestrator.elastic.policy import preflight
+    from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
 
     memory = memory_problems(needs, limits.start_workers, memories)
 
-    def look(nodes: tuple[NodeFacts, ...]) -> list[str]:
+    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
         free, needed = _disk_bytes(job, needs, folder)
         return memory + preflight(
             nodes,
@@ -202,14 +203,19 @@ def _preflight(
             object_store_needed_bytes=needs.object_store_bytes,
         )
 
-    # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
-    deadline = time.monotonic() + _FREED_S
-    while problems := look(nodes := node_facts()):
-        empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
-        if look(empty) or time.monotonic() > deadline:
-            break
-        time.sleep(0.25)
+    problems: list[str] = []
+    for asked in (limits, without_tokenizer_cpus(limits)):
+        # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
+        deadline = time.monotonic() + _FREED_S
+        while problems := look(nodes := node_facts(), asked):
+            empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
+            if look(empty, asked) or time.monotonic() > deadline:
+                break
+            time.sleep(0.25)
+        if not problems:
+            return asked
     _refuse(problems)
+    return limits
 
 
 def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:

@@ -7,6 +7,7 @@ storage.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import os
@@ -130,7 +131,7 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
     """The transformers configuration of `model.config` or `model.pretrained`, and how it computes attention
     (None: as transformers does by itself). Raises `ConfigError` if there is none.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with naming_model(config):
@@ -138,7 +139,12 @@ def transformers_settings(config: ModelConfig, device_type: str, invariant: bool
             settings = AutoConfig.from_pretrained(config.pretrained, local_files_only=True)
         else:
             shape = dict(config.config or {})
-            settings = AutoConfig.for_model(shape.pop("model_type"), **shape)
+            kind = shape.pop("model_type")
+            if kind not in CONFIG_MAPPING:  # transformers would list all 600 of them
+                close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
+                meant = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ValueError(f"transformers knows no model_type {kind!r}{meant}")
+            settings = AutoConfig.for_model(kind, **shape)
         model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
         if model is None:
             raise ValueError(f"transformers has no causal language model of type {settings.model_type}")

@@ -183,7 +183,8 @@ def test_attention_is_what_is_asked_for_or_what_the_architecture_and_the_numeric
         ({"factory": POISON_MODEL, "factory_args": {"x": 1}}, "factory_args"),
         ({"factory": "tests.train.test_model:no_module"}, "returned int"),
         ({"pretrained": "/nowhere"}, "model.pretrained=/nowhere"),
-        ({"config": {"model_type": "no-such-model"}}, "no-such-model"),
+        ({"config": {"model_type": "no-such-model"}}, "knows no model_type 'no-such-model'"),
+        ({"config": {"model_type": "lama"}}, "knows no model_type 'lama'; did you mean llama"),
         ({"config": {"model_type": "llama", "hidden_size": "wide"}}, "hidden_size"),
     ],
 )
