@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from orchestrator.errors import OrchestratorError
+
+if TYPE_CHECKING:
+    from orchestrator.plan.resume import ResumePlan
 
 app = typer.Typer(
     add_completion=False,
@@ -35,8 +38,23 @@ Json = Annotated[
 
 
 @app.command()
-def train(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="look at all that needs no cluster (plan, model, disk), write nothing, and end"
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
     """Start the run, or continue it where it stands; the same command does both."""
+    if dry_run:
+        from orchestrator.run import dry_run as rehearse
+
+        _print_plan(rehearse(config, overrides or []), json)
+        return
     from orchestrator.run import train as start
 
     result = start(config, overrides or [])
@@ -51,15 +69,7 @@ def plan(config: Config, overrides: Overrides = None, json: Json = False) -> Non
     """Say what `train` would do with this configuration, without Ray, torch or a GPU."""
     from orchestrator.run import plan as look_ahead
 
-    found = look_ahead(config, overrides or [])
-    if json:
-        _print_json(found.to_json())
-    else:
-        from orchestrator.tables import plan_lines
-
-        _print_lines(plan_lines(found))
-    if found.action == "refuse":
-        raise typer.Exit(2)
+    _print_plan(look_ahead(config, overrides or []), json)
 
 
 @app.command()
@@ -154,6 +164,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(1)
+
+
+def _print_plan(found: ResumePlan, json: bool) -> None:
+    """For people, or as JSON; a refusal ends with 2."""
+    if json:
+        _print_json(found.to_json())
+    else:
+        from orchestrator.tables import plan_lines
+
+        _print_lines(plan_lines(found))
+    if found.action == "refuse":
+        raise typer.Exit(2)
 
 
 def _print_json(value: Any) -> None:

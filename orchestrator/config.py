@@ -69,7 +69,7 @@ class SourceConfig(_Section):
 
     name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
     """Name of the source; part of the order's key."""
-    path: Annotated[str, same("a path, URI or glob", min_length=1)]
+    path: Annotated[str, same("a path or glob", min_length=1)]
     """File, folder or glob, relative to the current directory."""
     format: Annotated[Literal["jsonl", "parquet", "text", "lines"], same("jsonl, parquet, text or lines")]
     """`jsonl` and `parquet` (a document per record), `text` (per file), `lines` (per line)."""
@@ -95,7 +95,7 @@ class DataConfig(_Section):
     num_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = 1
     """Passes over the data; null: until a stop in `train`."""
     num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
-    """Processes that read and tokenize."""
+    """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
     bos: Annotated[Literal["auto"] | bool, same("auto, true or false")] = "auto"
     """A BOS token before every document; `auto`: where the tokenizer itself adds one."""
     eos: Annotated[bool, same("true or false")] = True
@@ -140,11 +140,17 @@ class ModelConfig(_Section):
         str | None,
         same("package.module:function, or null", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
     ] = None
-    """`package.module:function` that returns the model."""
+    """`package.module:function` that returns the model; before a new run it is called once on torch's meta
+    device.
+    """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
-    dtype: Annotated[Literal["float32", "bfloat16"], same("float32 or bfloat16")] = "float32"
-    """Type of the weights."""
+    attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
+        "auto"
+    )
+    """How a transformers model computes attention; `auto`: `sdpa` where its architecture has it, else what
+    transformers takes for it; `eager` under invariant numerics on GPUs.
+    """
 
 
 class TrainConfig(_Section):
@@ -185,6 +191,13 @@ class TrainConfig(_Section):
     """Gradients are clipped to this norm; null: never."""
     seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0
     """Seed of the initial weights and of dropout."""
+    precision: Annotated[
+        Literal["float32", "bf16", "pure_bf16"], may_change("float32, bf16 or pure_bf16")
+    ] = "float32"
+    """`bf16`: products in bfloat16 (autocast); weights, gradients and moments stay float32. `pure_bf16`: all
+    in bfloat16: steps below about 1/256 of a weight are lost (at usual rates most, and norms never move), and
+    no resume changes to or from it.
+    """
     numerics: Annotated[Literal["auto", "invariant", "fast"], may_change("auto, invariant or fast")] = "auto"
     """`invariant`: the same bits on any number of workers; `auto`: invariant on CPU, fast on GPU."""
 
@@ -284,6 +297,17 @@ class JobConfig(_Section):
         return {f"{s}.{f}": value for s, fields in self.to_json().items() for f, value in fields.items()}
 
 
+def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration that any version has stored, under the names and values of this one; a field that
+    did not exist then is left out (it had what is its default now).
+    """
+    now = dict(flat)
+    weights = now.pop("model.dtype", None)
+    if weights is not None:
+        now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
+    return now
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
     """What a field means and what a resume may do with it. `default` is a JSON value, None if `required`."""
@@ -350,6 +374,8 @@ def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> J
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    if reading.unread:
+        raise ConfigError(_message(reading, title))
     apply_overrides(reading, overrides)
     config = None
     try:

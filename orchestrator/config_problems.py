@@ -116,31 +116,90 @@ def _choices(hint: Any) -> Iterator[str]:
             yield from typing.get_args(member)
 
 
+# What other trainers call our fields.
+OTHER_NAMES = {
+    "learning_rate": "train.lr",
+    "peak_lr": "train.lr",
+    "min_lr": "train.min_lr_ratio",
+    "lr_scheduler_type": "train.schedule",
+    "lr_schedule": "train.schedule",
+    "scheduler": "train.schedule",
+    "grad_clip": "train.max_grad_norm",
+    "clip_grad": "train.max_grad_norm",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
+    "mixed_precision": "train.precision",
+    "bf16": "train.precision",
+    "steps": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "epochs": "data.num_epochs",
+    "num_train_epochs": "data.num_epochs",
+    "sequence_length": "pack.seq_len",
+    "max_seq_len": "pack.seq_len",
+    "max_length": "pack.seq_len",
+    "context_length": "pack.seq_len",
+    "block_size": "pack.seq_len",
+    "world_size": "cluster.num_workers",
+    "nproc_per_node": "cluster.num_workers",
+    "num_gpus": "cluster.num_workers",
+    "save_steps": "resume.every_steps",
+    "save_every": "resume.every_steps",
+    "save_total_limit": "resume.keep_latest",
+}
+_FEW = 3
+# What older versions had.
+_GONE: dict[Path, str] = {
+    (
+        "model",
+        "dtype",
+    ): "is a field no longer: weights are float32, so leave it out; for bfloat16 products set "
+    "train.precision=bf16, and only for weights and moments that are bfloat16 themselves (what model.dtype="
+    "bfloat16 meant) train.precision=pure_bf16"
+}
+
+
 def _unknown(path: Path, root: type[BaseModel]) -> str:
-    """Names what is near: a field of the same section first, then one of the same name elsewhere."""
+    """Names what is near: what others call so, a field of the same section, one of the same name elsewhere, a
+    similar one elsewhere.
+    """
+    if path in _GONE:
+        return _GONE[path]
     *around, last = path
     known = _known(root)
+    section = ".".join("0" if isinstance(part, int) else str(part) for part in around)
     here = dotted(tuple(around))
-    siblings = [
-        p for p in known if p.rpartition(".")[0] == ".".join(str(a) for a in around if isinstance(a, str))
-    ]
-    names = [p.rpartition(".")[2] for p in siblings]
-    close = difflib.get_close_matches(str(last), names, n=1)
+    names = [p.rpartition(".")[2] for p in known if p.rpartition(".")[0] == section]
+    inside = _near(str(last), names)
+    if str(last) in OTHER_NAMES:
+        close = [OTHER_NAMES[str(last)]]
+    elif inside:
+        close = [dotted((*around, name)) for name in inside]
+    else:
+        near = _near(str(last), sorted({p.rpartition(".")[2] for p in known}), cutoff=0.8)
+        close = [p for p in known if p.rpartition(".")[2] in near]
     if close:
-        return f"is not a known field; did you mean {dotted((*around, close[0]))}?"
-    elsewhere = [p for p in known if p.rpartition(".")[2] == str(last)]
-    if elsewhere:
-        return f"is not a known field; did you mean {' or '.join(elsewhere)}?"
+        return f"is not a known field; did you mean {' or '.join(close)}?"
     what = f"{here} has {', '.join(names)}" if here else f"sections are {', '.join(names)}"
     return f"is not a known field; {what}"
 
 
+def _near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
+    """Those of `names` that contain `name` as a whole word; without any the one that is spelt alike."""
+    by_word = [other for other in names if name == other or f"_{name}_" in f"_{other}_"]
+    if 0 < len(by_word) <= _FEW:
+        return [name] if name in by_word else by_word
+    return difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+
+
 def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The dotted path of every field; of a field of a list's entries that of the first entry."""
     paths = []
     for name, info in model.model_fields.items():
         path = prefix + (info.alias or name)
         inner = _class_of(info)
-        paths += [path, *(_known(inner, f"{path}.") if inner else [])]
+        into = f"{path}.0." if typing.get_origin(info.annotation) is tuple else f"{path}."
+        paths += [path, *(_known(inner, into) if inner else [])]
     return paths
 
 
@@ -185,6 +244,20 @@ def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
     )
 
 
+def _local_sources(sources: list[Any]) -> str | None:
+    remote = [s["path"] for s in sources if isinstance(s, dict) and "://" in str(s.get("path"))]
+    return f"has a path that {_local(remote[0])}" if remote else None
+
+
+def _local(path: str | None) -> str | None:
+    if path is None or "://" not in path:
+        return None
+    return (
+        f"is {path!r}; this version reads local and shared folders only: mount the storage, or copy the "
+        "files, and give a path"
+    )
+
+
 def _window(window_bytes: int, fragment_bytes: int) -> str | None:
     if window_bytes >= fragment_bytes:
         return None
@@ -214,6 +287,17 @@ def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | No
     if factory is not None or not factory_args:
         return None
     return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
+
+
+def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
+    if wanted != "auto" and factory is not None:
+        return f"is {wanted}, but model.factory makes the model; leave it at auto, and tell the factory"
+    if wanted == "sdpa" and numerics == "invariant" and use_gpu:
+        return (
+            "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
+            "auto or eager, or train.numerics=fast"
+        )
+    return None
 
 
 def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
@@ -253,11 +337,18 @@ def _only_continue(data: str) -> str | None:
 _STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
 _RULES = (
     _Between(fields=("data.sources",), check=_one_source),
+    _Between(fields=("data.sources",), check=_local_sources),
+    _Between(fields=("data.tokenizer",), check=_local),
+    _Between(fields=("model.pretrained",), check=_local),
     _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
     _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
     _Between(fields=("model.config",), check=_model_type),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
+    _Between(
+        fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
+        check=_attention,
+    ),
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
     _Between(fields=("cluster.num_workers",), check=_range),

@@ -18,6 +18,9 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 Path = tuple[str | int, ...]
 
+# What a configuration may be: beyond any that a person writes, and far from what fills a memory.
+MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS = 1 << 20, 100_000, 64
+
 
 def dotted(path: Path) -> str:
     """`("data", "sources", 0, "path")` as a user writes it: `data.sources.0.path`."""
@@ -39,6 +42,8 @@ class Reading:
     value: dict[str, Any] = field(default_factory=dict)
     places: dict[Path, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    unread: bool = False  # the text could not be read: nothing is known of what stands in it
+    num_values: int = 0
 
     def complain(self, path: Path, text: str) -> None:
         """Note a problem; reading goes on, so that all are found at once."""
@@ -56,6 +61,27 @@ class _CoreLoader(yaml.SafeLoader):
     """YAML 1.1 reads `3e-4` as text, `no` as false, `010` as 8 and `1:30` as 90; YAML 1.2 does not."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    _level = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """The next node, unless it lies too deep."""
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise _TooLargeError(f"it is more than {MOST_LEVELS} levels deep")
+        node: Node | None = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+
+class _TooLargeError(yaml.YAMLError):
+    """The text is beyond a limit; says which."""
+
+
+def _compose(text: str) -> Node | None:
+    if len(text) > MOST_CHARACTERS:
+        raise _TooLargeError(f"it has more than {MOST_CHARACTERS:,} characters")
+    node: Node | None = yaml.compose(text, Loader=_CoreLoader)
+    return node
 
 
 _CORE_RULES = (
@@ -78,16 +104,18 @@ def read_yaml(text: str) -> Reading:
     """The mapping in `text`. Whatever is no plain JSON, and every key given twice, is among the problems."""
     reading = Reading()
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        reading.complain((), f"this is not YAML: {_one_line(error)}")
-        return reading
-    if node is None:
-        return reading
-    if not isinstance(node, MappingNode):
+        node = _compose(text)
+        if node is None:
+            return reading
+        if isinstance(node, MappingNode):
+            reading.value = _plain(node, (), reading, "line ", frozenset())
+            return reading
         reading.complain((), f"expected sections such as `run:` and `data:`, found {_kind(node)}")
-        return reading
-    reading.value = _plain(node, (), reading, "line ", frozenset())
+    except _TooLargeError as error:
+        reading.problems = [Problem(path=(), text=f"this is too large for a configuration: {error}")]
+    except yaml.YAMLError as error:
+        reading.complain((), f"this is not YAML: {_one_line(error)}")
+    reading.unread = True
     return reading
 
 
@@ -107,6 +135,9 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
     seen: dict[Path, str] = {}
     for word in overrides:
         key, equals, text = word.partition("=")
+        if dots := _dots_for_brackets(key):
+            reading.complain((), f"override {word!r} has brackets in its key; did you mean {dots}?")
+            continue
         path: Path = tuple(int(p) if p.isdecimal() else p for p in key.strip().split("."))
         if not equals or not all(str(p) for p in path):
             reading.complain(
@@ -123,10 +154,20 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
             _override(reading, path, word, text)
 
 
+def _dots_for_brackets(key: str) -> str:
+    """`data.sources[0].path` as it is written here, `data.sources.0.path`; empty without brackets."""
+    return re.sub(r"\[([0-9]+)\]", r".\1", key) if re.search(r"\[[0-9]+\]", key) else ""
+
+
 def _override(reading: Reading, path: Path, word: str, text: str) -> None:
+    inside = Reading()
     try:
-        node = yaml.compose(text, Loader=_CoreLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        node = _compose(text)
+        value = _plain(node, path, inside, "", frozenset()) if node else None
+    except _TooLargeError as error:
+        reading.complain(path, f"is too large for a configuration: {error}")
+        return
+    except yaml.YAMLError as error:
         reading.complain(path, f"override {word!r} is not YAML: {_one_line(error)}")
         return
     at: Any = reading.value
@@ -140,17 +181,16 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
             return
     last = path[-1]
     if not isinstance(at, dict) and not (isinstance(at, list) and isinstance(last, int) and last < len(at)):
+        entry = f"; did you mean {dotted((*path[:-1], 0, last))}?" if isinstance(at, list) else ""
         reading.complain(
-            path, f"cannot be set by {word!r}: {dotted(path[:-1])} is {at!r}, which has no {last}"
+            path, f"cannot be set by {word!r}: {dotted(path[:-1])} is {at!r}, which has no {last}{entry}"
         )
         return
     for known in [p for p in reading.places if p[: len(path)] == path]:
         del reading.places[known]
-    value = _plain(node, path, reading, "", frozenset()) if node else None
     key: Any = str(last) if isinstance(at, dict) else last
     at[key] = value
-    for inner in [p for p in reading.places if p[: len(path)] == path]:
-        del reading.places[inner]
+    reading.problems += inside.problems
     reading.places[path] = f"override {word!r}"
 
 
@@ -181,6 +221,9 @@ def value_at(value: Any, path: Path) -> Any:
 
 def _plain(node: Node, path: Path, reading: Reading, where: str, around: frozenset[int]) -> Any:
     """The JSON value of a YAML node; notes its line."""
+    reading.num_values += 1
+    if reading.num_values > MOST_VALUES:
+        raise _TooLargeError(f"it has more than {MOST_VALUES:,} values (aliases are written out)")
     reading.places.setdefault(path, f"{where}{node.start_mark.line + 1}")
     if id(node) in around:
         reading.complain(path, "is an alias of something that contains it; write the value out")

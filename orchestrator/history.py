@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.attempt import Survey, require_frozen, survey
-from orchestrator.config import JobConfig, parse_config
+from orchestrator.config import JobConfig, in_todays_fields, parse_config
 from orchestrator.errors import RefusedError
 from orchestrator.records import StepRecord
 from orchestrator.resume.points import Damage, newest_first, parse_point_name
@@ -103,7 +103,10 @@ class Run:
             raise RefusedError(
                 f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
             )
-        return [(event.attempt, parse_config(nested(event.fields["config"]))) for event in events]
+        return [
+            (event.attempt, parse_config(nested(in_todays_fields(event.fields["config"]))))
+            for event in events
+        ]
 
     def _names(self, seen: Survey) -> list[str]:
         """The committed points, also those that lost their COMMIT. One that is off the lineage and of which

@@ -42,6 +42,11 @@ def supervise(
     progress = Progress(job.monitor.progress_s, total)
     for note in spec.notes:
         progress.say(f"note: {note}")
+    if not limits.feed_cpus:
+        progress.say(
+            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
+            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
+        )
     starting.announce(progress.say, job, attempt, plan)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
@@ -110,6 +115,7 @@ def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limi
         num_tokenizers=job.data.num_tokenizers,
         replay_bytes=job.data.replay_bytes,
         tokenizer_node=tokenizer_node(node_facts(), limits),
+        tokenizer_cpus=limits.tokenizer_cpus,
         options={"scheduling_strategy": here},
     )
     # opened before the workers exist: their first batch is ready when they are
@@ -154,7 +160,17 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
     progress.say(f"{status.ended}: {status.reason}" + (f", loss {step.loss:.4f}" if step else ""))
     progress.say(f"newest resume point: {where}")
-    progress.say("next:")
-    progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")
-    progress.say(f"  orchestrator audit {uri}      proof that every token was trained exactly once")
-    progress.say("  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do")
+    for line in next_commands(uri, trained=step is not None or status.newest_point is not None):
+        progress.say(line)
+
+
+def next_commands(uri: str, *, trained: bool) -> list[str]:
+    """What to try next; nothing where nothing was trained, for there is nothing to look at."""
+    if not trained:
+        return []
+    return [
+        "next:",
+        f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",
+        f"  orchestrator audit {uri}      proof that every token was trained exactly once",
+        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do",
+    ]

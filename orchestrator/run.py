@@ -21,6 +21,7 @@ from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
+from orchestrator.train.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import Sample
@@ -79,10 +80,11 @@ def train(
         limits, needs = _limits(job), needs_of(job)
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
+        require_model(job, plan, spec.vocab_size)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         with ClusterConnection(job, cpus, needs.object_store_bytes):
             watched = busy.result()
-            _preflight(job, needs, limits, folder, () if local else _memories())
+            limits = _preflight(job, needs, limits, folder, () if local else _memories())
             from orchestrator.launching import supervise
 
             with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
@@ -102,6 +104,33 @@ def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Resum
     spec = starting.prepare(job, folder, freeze=False)
     found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
     return replace(found, notes=(*found.notes, *spec.notes))
+
+
+def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+    """`plan`, and what `train` looks at without a cluster: the model without its weights, the run's folder,
+    the disk, and where it would start a Ray here, this machine's memory.
+
+    Raises what would refuse the start. It starts nothing, writes nothing and does not watch for another
+    launch; what a cluster has is looked at by `train` alone.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    folder = starting.run_folder(job)
+    starting.check_writable(folder)
+    spec = starting.prepare(job, folder, freeze=False)
+    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    if found.action == "refuse":
+        return found
+    from orchestrator.cluster import starts_local_ray
+    from orchestrator.elastic.needs import needs_of
+    from orchestrator.elastic.policy import disk_problems
+
+    needs = needs_of(job)
+    if local := starts_local_ray(job):
+        _check_this_machine(needs, _limits(job))
+    _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
+    untried = require_model(job, found, spec.vocab_size)
+    unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
+    return replace(found, notes=(*found.notes, *spec.notes, *untried, *unseen))
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
@@ -153,34 +182,47 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def _preflight(
     job: JobConfig, needs: Needs, limits: Limits, folder: Path, memories: Sequence[tuple[str, int]]
-) -> None:
-    """Raises `ResourceError` with all that is missing. `memories`: (host, bytes in all) of each node, where
-    memory has not been looked at yet.
+) -> Limits:
+    """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
+    with all that is missing. `memories`: (host, bytes in all) of each node, where memory has not been looked
+    at yet.
     """
     from orchestrator.cluster import node_facts
     from orchestrator.elastic.needs import memory_problems
-    from orchestrator.elastic.policy import preflight
-    from orchestrator.machine import free_disk_bytes
+    from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
 
     memory = memory_problems(needs, limits.start_workers, memories)
 
-    def look(nodes: tuple[NodeFacts, ...]) -> list[str]:
+    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
+        free, needed = _disk_bytes(job, needs, folder)
         return memory + preflight(
             nodes,
             limits,
-            disk_free_bytes=free_disk_bytes(str(folder)),
-            disk_needed_bytes=(job.resume.keep_latest + 1) * needs.point_bytes,
+            disk_free_bytes=free,
+            disk_needed_bytes=needed,
             object_store_needed_bytes=needs.object_store_bytes,
         )
 
-    # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
-    deadline = time.monotonic() + _FREED_S
-    while problems := look(nodes := node_facts()):
-        empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
-        if look(empty) or time.monotonic() > deadline:
-            break
-        time.sleep(0.25)
+    problems: list[str] = []
+    for asked in (limits, without_tokenizer_cpus(limits)):
+        # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
+        deadline = time.monotonic() + _FREED_S
+        while problems := look(nodes := node_facts(), asked):
+            empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
+            if look(empty, asked) or time.monotonic() > deadline:
+                break
+            time.sleep(0.25)
+        if not problems:
+            return asked
     _refuse(problems)
+    return limits
+
+
+def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
+    """Free where the run lies, and needed for the points that it keeps and one more."""
+    from orchestrator.machine import free_disk_bytes
+
+    return free_disk_bytes(str(folder)), (job.resume.keep_latest + 1) * needs.point_bytes
 
 
 def _memories() -> list[tuple[str, int]]:

@@ -122,8 +122,14 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
 
 
 def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
-    """What a start would do now; the newest point is trusted by sizes."""
+    """What a start would do now; the newest point is trusted by sizes. A new run's first records are looked
+    at (see `check_first_records`).
+    """
+    from orchestrator.data.first_records import check_first_records
+
     run = find_run(store)
+    if run is None:
+        check_first_records(spec)
     seen = survey(store)
     require_frozen(seen, spec)
     point, damages = choose_point(store, seen, job.resume.from_, fast=True)

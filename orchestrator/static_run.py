@@ -29,6 +29,7 @@ from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
+from orchestrator.train.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -138,7 +139,10 @@ def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, Resu
         busy = watcher.submit(starting.refuse_busy, store)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
-        return spec, plan, 0 if starting.reached(plan) else busy.result()
+        if starting.reached(plan):
+            return spec, plan, 0
+        require_model(job, plan, spec.vocab_size)
+        return spec, plan, busy.result()
 
 
 def _require_gpus() -> None:

@@ -247,6 +247,17 @@ def test_the_command_audits_steps_and_says_what_it_leaves_open(
 
 
 # ---------------------------------------------------------------------------------------- planted faults
+def test_where_nothing_is_trained_no_proof_is_claimed(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(0)
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code in (0, None)
+    assert capsys.readouterr().out == "nothing is trained yet, so there is nothing to compare\n"
+
+
 def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
     """Position 1 gives the block of position 0 again."""
     return block_at(seed, source, epoch, 0 if position == 1 else position, num_blocks, shuffle)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config import field_rules, load_config, parse_config, resume_table
+from orchestrator.config_problems import OTHER_NAMES
 from orchestrator.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -125,6 +126,17 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("train.seq_len=1", "did you mean pack.seq_len?"),
         ("lr=1", "did you mean train.lr?"),
         ("monitr.progress_s=1", "monitr is not a known field; did you mean monitor?"),
+        ("batch=16", "did you mean train.global_batch_size or train.micro_batch_size?"),
+        ("train.batch=16", "did you mean train.global_batch_size or train.micro_batch_size?"),
+        ("train.batch_size=16", "did you mean train.global_batch_size or train.micro_batch_size?"),
+        ("learning_rate=1e-3", "learning_rate is not a known field; did you mean train.lr?"),
+        ("train.learning_rate=1e-3", "did you mean train.lr?"),
+        ("workers=2", "did you mean cluster.num_workers?"),
+        ("epochs=2", "did you mean data.num_epochs?"),
+        ("tokenizer=x", "did you mean data.tokenizer?"),
+        ("text_field=x", "did you mean data.sources.0.text_field?"),
+        ("data.sources[0].text_field=x", "has brackets in its key; did you mean data.sources.0.text_field?"),
+        ("data.sources.text_field=x", "did you mean data.sources.0.text_field?"),
         ("resume.from_=latest", "did you mean resume.from?"),
         ("data.shuffle=Blok", "is 'Blok'; expected block or none; did you mean block?"),
         ("train.schedule=cosin", "did you mean cosine?"),
@@ -154,6 +166,20 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("resume.from=480", "is 480; expected latest, or a point's name"),
         ("resume.data=skip", "is 'skip', which comes with a later version"),
         ("model.pretrained=p", "model.config and model.pretrained are set; keep one"),
+        (
+            "data.sources.0.path=s3://b/*.jsonl",
+            "data.sources has a path that is 's3://b/*.jsonl'; this version",
+        ),
+        ("data.tokenizer=gs://b/tokenizer", "data.tokenizer is 'gs://b/tokenizer'; this version reads local"),
+        (
+            "model.dtype=bfloat16",
+            "model.dtype is a field no longer: weights are float32, so leave it out; for",
+        ),
+        ("model.attn_implementation=flash", "is 'flash'; expected auto, eager or sdpa"),
+        ("model={factory: 'a:b', attn_implementation: sdpa}", "is sdpa, but model.factory makes the model"),
+        ("model.dtype=float32", "leave it out; for bfloat16 products set train.precision=bf16, and only"),
+        ("model.torch_dtype=bf16", "did you mean train.precision?"),
+        ("train.precision=bfloat16", "expected float32, bf16 or pure_bf16; did you mean"),
         ("model.config=null", "set exactly one of model.config, model.pretrained, model.factory"),
         ("model.config.model_type=null", "model_type=null; set it to a name that transformers knows"),
         ("model.factory_args={a: 1}", "but model.factory is null"),
@@ -184,9 +210,21 @@ def test_a_refusal_says_what_is_wrong_and_what_to_do(override: str, said: str) -
     assert said in lines[0]
 
 
+def test_what_other_trainers_call_our_fields_leads_to_fields_that_exist_and_hides_none() -> None:
+    paths = {rule.path for rule in field_rules()}
+    assert set(OTHER_NAMES.values()) <= paths
+    assert not set(OTHER_NAMES) & {path.rpartition(".")[2] for path in paths}
+
+
 def test_a_second_source_is_refused_because_mixtures_come_later() -> None:
     twice = "[{name: a, path: x, format: lines}, {name: b, path: y, format: text}]"
     assert refusal(f"data.sources={twice}")[0].startswith("data.sources lists 2 sources; mixtures are not")
+
+
+def test_fused_attention_on_a_gpu_is_refused_under_invariant_numerics_and_taken_under_fast_ones() -> None:
+    sdpa = ["model.attn_implementation=sdpa", "cluster.use_gpu=true"]
+    assert "is sdpa, which adds up gradients in any order on a GPU" in refusal(*sdpa)[0]
+    assert load_config(QUICKSTART, [*sdpa, "train.numerics=fast"]).model.attn_implementation == "sdpa"
 
 
 def test_endless_epochs_need_a_stop() -> None:
@@ -241,6 +279,36 @@ def test_what_is_no_configuration_at_all_is_refused_by_line_and_reason(
     text: str, said: str, tmp_path: Path
 ) -> None:
     assert said in refusal_of_text(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["run: {name: a\n", "run:\n\tname: a\n", "- a\n- b\n", "run: {}\n---\nrun: {}\n"]
+)
+def test_what_cannot_be_read_at_all_is_not_said_to_lack_sections(text: str, tmp_path: Path) -> None:
+    lines = refusal_of_text(text, tmp_path).splitlines()
+    assert lines[0].endswith("1 problem")
+    assert "is missing" not in lines[1]
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "more than 100,000 values (aliases are written out)"),
+        ("run: " + "[" * 5000 + "]" * 5000, "more than 64 levels deep"),
+        ("run: {name: " + "a" * (1 << 20) + "}", "more than 1,048,576 characters"),
+    ],
+    ids=["aliases", "depth", "size"],
+)
+def test_a_text_that_would_fill_the_memory_is_refused_at_once(text: str, said: str, tmp_path: Path) -> None:
+    lines = refusal_of_text(text, tmp_path).splitlines()
+    assert len(lines) == 2
+    assert said in lines[1]
+    assert said in refusal(f"run.name={text}")[0]
 
 
 def test_a_missing_or_binary_file_is_a_config_error(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class Runner:
         self._mapping = dict(mapping)
         self.folder = starting.run_folder(self.config())
         self.store = RunStore(Storage(str(self.folder)))
+        self.as_stored: Callable[[dict[str, Any]], dict[str, Any]] = (
+            dict  # what a version writes of a flat one
+        )
 
     def config(self, **data: Any) -> JobConfig:
         return parse_config({**self._mapping, "data": {**self._mapping["data"], **data}})
@@ -75,14 +78,14 @@ class Runner:
         """A whole launch; the key of the point that it leaves."""
         attempt = self.begin(**data)
         journal = self.journal(attempt)
-        note_beginning(journal, attempt, self.config(**data).flat())
+        note_beginning(journal, attempt, self.as_stored(self.config(**data).flat()))
         journal.generation(start(1, attempt.parent, attempt.number))
         first = attempt.parent.step if attempt.parent else 0
         for step in range(first + 1, first + 11):
             journal.step(record(key(step, attempt=attempt.number)))
         at = key(first + 10, attempt=attempt.number)
         votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
-        flat = self.config(**data).flat()
+        flat = self.as_stored(self.config(**data).flat())
         point = self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent, run_id=attempt.run_id)
         note_committed(journal, point)
         journal.close()
@@ -247,6 +250,18 @@ def begun(runner: Runner) -> Attempt:
     note_beginning(journal, attempt, {})
     journal.close()
     return attempt
+
+
+def test_a_run_of_a_version_that_stored_model_dtype_is_read_and_continued(runner: Runner) -> None:
+    def older(flat: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: flat[name] for name in flat if name != "train.precision"}, "model.dtype": "float32"}
+
+    runner.as_stored = older
+    newest = runner.launch()
+    assert orchestrator.open(runner.folder).config() == runner.config()
+    plan = runner.plan()
+    assert (plan.action, plan.point, plan.differences) == ("resume", newest.point_name, ())
+    assert runner.begin().parent == newest
 
 
 def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:

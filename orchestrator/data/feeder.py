@@ -65,12 +65,13 @@ class Feeder:
         stall_s: float = STALL_S,
         slots_per_dataset: int = SLOTS_PER_DATASET,
         tokenizer_node: str | None = None,
+        tokenizer_cpus: float = 1.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launch, self._spec = launch, spec
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
         self._now, self._work = now, SignsOfWork(stall_s, now)
-        self._tokenizer_node = tokenizer_node
+        self._where = (tokenizer_node, tokenizer_cpus)
         self._slots_per_dataset = slots_per_dataset
         self._generation = (0, 0)
         self._run: Opening | None = None
@@ -349,9 +350,7 @@ class Feeder:
 
             feeder = ray.get_runtime_context().current_actor
             while slots := call(self._list_slots(run)):
-                items = read_chunks(
-                    self._spec, feeder, run.run_id, slots, self._num_tokenizers, self._tokenizer_node
-                )
+                items = read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers, *self._where)
                 with closing(items):
                     for item in items:
                         if item is None or not call(self._take(run, *item)):
@@ -403,12 +402,12 @@ def start_feeder(
     stall_s: float = STALL_S,
     slots_per_dataset: int = SLOTS_PER_DATASET,
     tokenizer_node: str | None = None,
+    tokenizer_cpus: float = 1.0,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
-    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives.
-
-    It uses no logical CPU; its pipeline needs one per tokenizer.
+    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
+    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself.
     """
     wanted: dict[str, Any] = {
         "name": feeder_name(launch),
@@ -426,7 +425,14 @@ def start_feeder(
 
         def __init__(self) -> None:
             super().__init__(
-                launch, spec, num_tokenizers, replay_bytes, stall_s, slots_per_dataset, tokenizer_node
+                launch,
+                spec,
+                num_tokenizers,
+                replay_bytes,
+                stall_s,
+                slots_per_dataset,
+                tokenizer_node,
+                tokenizer_cpus,
             )
 
     FeederOfLaunch.__name__ = Feeder.__name__

@@ -159,9 +159,9 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
     return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
 
 
-def _configure(num_tokenizers: int) -> None:
+def _configure(num_cpus: float) -> None:
     """How Ray Data has to run for us, in this process, which is the feeder's and runs no other dataset."""
-    take_own_share(num_tokenizers)
+    take_own_share(num_cpus)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is there
@@ -172,20 +172,27 @@ def _configure(num_tokenizers: int) -> None:
 
 
 def read_chunks(
-    spec: DataSpec, feeder: Any, run_id: int, slots: range, num_tokenizers: int, node_id: str | None = None
+    spec: DataSpec,
+    feeder: Any,
+    run_id: int,
+    slots: range,
+    num_tokenizers: int,
+    node_id: str | None = None,
+    tokenizer_cpus: float = 1.0,
 ) -> Generator[tuple[int, TokenChunk] | None]:
     """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
     the run is over.
 
+    Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside others, at its low priority.
     Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go
     after the chunk at hand. Raises whatever ended the dataset; a killed tokenizer does not: it is replaced
     and its slots are repeated.
     """
-    _configure(num_tokenizers)
+    _configure(num_tokenizers * tokenizer_cpus)
     # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
     # is gone The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its
     # own, waits for a CPU that nobody has counted.
-    placed: dict[str, Any] = {"num_cpus": 1}
+    placed: dict[str, Any] = {"num_cpus": tokenizer_cpus}
     if node_id is not None:
         placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)
     reading = ray.data.read_datasource(

@@ -25,7 +25,7 @@ _OBJECT_STORE_BYTES = 1 << 50
 class _OwnShare(ClusterAutoscaler):
     """`num_cpus` CPUs, whatever others want; asks for nothing more."""
 
-    def __init__(self, num_cpus: int) -> None:
+    def __init__(self, num_cpus: float) -> None:
         self._total = ExecutionResources(
             cpu=num_cpus, gpu=0, object_store_memory=_OBJECT_STORE_BYTES, memory=_OBJECT_STORE_BYTES
         )
@@ -41,7 +41,7 @@ class _OwnShare(ClusterAutoscaler):
         return self._total
 
 
-def take_own_share(num_cpus: int) -> None:
+def take_own_share(num_cpus: float) -> None:
     """From now on every dataset of this process has `num_cpus` CPUs, and starts no process for statistics
     (they would feed a page of Ray's dashboard) or for actors' places: each costs 1 to 2 CPU seconds and up to
     200 MB.

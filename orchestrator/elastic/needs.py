@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 # A process with Python, Ray and: torch and transformers; a tokenizer and the readers; neither.
 _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
 _TOKENIZER_OBJECT_BYTES = 16 << 20
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Weights, gradients and AdamW's two moments while training; all but the gradients in a point.
 _COPIES, _POINT_COPIES = 4, 3
 # Dense models with the three matrices of a gated feed-forward in every layer.
@@ -37,7 +36,7 @@ class Needs:
 
 def needs_of(job: JobConfig) -> Needs:
     """The needs of a job. With `cluster.use_gpu` the state lies on the GPUs, whose memory nobody looks at."""
-    data, dtype_bytes = job.data, _DTYPE_BYTES[job.model.dtype]
+    data, dtype_bytes = job.data, 2 if job.train.precision == "pure_bf16" else 4
     parameters = count_parameters(job.model.config or {})
     state = 0 if job.cluster.use_gpu else parameters * dtype_bytes * _COPIES
     tokenizer = _TOKENIZER_BYTES + data.window_bytes
@@ -91,7 +90,7 @@ def memory_problems(
         f"{gib(needed)} of memory are needed for {num_workers} workers"
         f"{' and the feed' if with_feed else ''} ({needs.text}), {gib(there)} are there ({listed}), and no "
         "worker may be larger than its machine; lower the number of workers, data.num_tokenizers or "
-        "data.replay_bytes, take a smaller model or model.dtype=bfloat16, or add memory"
+        "data.replay_bytes, take a smaller model, or add memory"
     ]
 
 

@@ -6,13 +6,13 @@ Pure functions; no Ray, no clock (times are seconds in the facts), no memory of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers
-    (a CPU each), when to give up.
+    """What the user asked for: workers (to start with, to go on with, at most), what each takes, tokenizers,
+    when to give up. `tokenizer_cpus`: what each tokenizer takes, 1, or 0 where the workers leave too few.
     """
 
     start_workers: int
@@ -23,6 +23,12 @@ class Limits:
     num_tokenizers: int
     wait_s: float
     max_failures: int  # without a finished step between them
+    tokenizer_cpus: float = 1.0
+
+    @property
+    def feed_cpus(self) -> float:
+        """What all tokenizers take together."""
+        return self.num_tokenizers * self.tokenizer_cpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +125,7 @@ def tokenizer_node(nodes: tuple[NodeFacts, ...], limits: Limits) -> str | None:
     CPUs free, so that the roomy nodes are left to workers; the head where several are equal. None: no node
     has that much room, and they go wherever there is some.
     """
-    fitting = [node for node in nodes if node.free_cpus >= limits.num_tokenizers]
+    fitting = [node for node in nodes if node.free_cpus >= limits.feed_cpus]
     return min(fitting, key=lambda n: (n.free_cpus, not n.is_head, n.node_id)).node_id if fitting else None
 
 
@@ -134,7 +140,7 @@ def placement(
     rooms = {node.node_id: node.free_cpus for node in nodes}
     by_room = sorted(nodes, key=lambda n: (-_workers(n, rooms[n.node_id], limits), not n.is_head, n.node_id))
     if not groups:
-        owed, chosen = float(limits.num_tokenizers), tokenizer_node(nodes, limits)
+        owed, chosen = limits.feed_cpus, tokenizer_node(nodes, limits)
         for node in sorted(reversed(by_room), key=lambda n: n.node_id != chosen):
             taken = min(owed, float(int(rooms[node.node_id])))
             rooms[node.node_id] -= taken
@@ -160,18 +166,18 @@ def preflight(
 ) -> list[str]:
     """Why the job cannot run on this cluster as it is now: what is needed and what is there; empty if it can.
 
-    Need = workers + tokenizers (they read, too). What the run starts with must fit at once.
+    Need = workers + tokenizers (they read, too). What the run starts with must fit at once; a start for which
+    a CPU for each tokenizer is too much asks again with `without_tokenizer_cpus`.
     """
     problems = []
     cpus = sum(node.free_cpus for node in nodes)
-    needed = limits.start_workers * limits.cpus_per_worker + limits.num_tokenizers
+    needed = limits.start_workers * limits.cpus_per_worker + limits.feed_cpus
     if cpus < needed:
+        tokenizers = f" + {limits.num_tokenizers} tokenizers × 1" if limits.feed_cpus else ""
         problems.append(
             f"{needed:g} logical CPUs are needed ({limits.start_workers} workers × "
-            f"{limits.cpus_per_worker:g} + "
-            f"{limits.num_tokenizers} tokenizers × 1), {cpus:g} of {sum(n.cpus for n in nodes):g} are free "
-            "in the cluster; "
-            "lower cluster.num_workers or data.num_tokenizers, or add nodes"
+            f"{limits.cpus_per_worker:g}{tokenizers}), {cpus:g} of {sum(n.cpus for n in nodes):g} are free "
+            "in the cluster; lower cluster.num_workers, or add nodes"
         )
     elif (
         sum(_workers(node, node.free_cpus, limits) for node in nodes) < limits.start_workers
@@ -190,12 +196,7 @@ def preflight(
             "are free in the cluster; "
             "lower cluster.num_workers, set cluster.use_gpu=false, or add nodes"
         )
-    if disk_free_bytes < disk_needed_bytes:
-        problems.append(
-            f"{_mib(disk_needed_bytes)} of disk are needed for resume points at run.storage, "
-            f"{_mib(disk_free_bytes)} are free; "
-            "free some, lower resume.keep_latest, or take another run.storage"
-        )
+    problems += disk_problems(disk_free_bytes, disk_needed_bytes)
     store = max((node.object_store_bytes for node in nodes), default=0)
     if 0 < store < object_store_needed_bytes:
         problems.append(
@@ -204,6 +205,23 @@ def preflight(
             "start Ray with a larger object store (--object-store-memory), or lower data.num_tokenizers"
         )
     return problems
+
+
+def without_tokenizer_cpus(limits: Limits) -> Limits:
+    """The same, with tokenizers that take no CPU of their own: they run beside the workers, at the lowest
+    priority. So a job fits wherever its workers do, as on a local Ray, which is given all that is needed.
+    """
+    return replace(limits, tokenizer_cpus=0.0)
+
+
+def disk_problems(free_bytes: int, needed_bytes: int) -> list[str]:
+    """Why the resume points do not fit on the disk: what is needed and what is there; empty if they do."""
+    if free_bytes >= needed_bytes:
+        return []
+    return [
+        f"{_mib(needed_bytes)} of disk are needed for resume points at run.storage, {_mib(free_bytes)} are "
+        "free; free some, lower resume.keep_latest, or take another run.storage"
+    ]
 
 
 def _workers(node: NodeFacts, free_cpus: float, limits: Limits) -> int:

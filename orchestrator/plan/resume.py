@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config import JobConfig, field_rules
+from orchestrator.config import JobConfig, field_rules, in_todays_fields
 from orchestrator.plan.batches import (
     Remaining,
     idle_share,
@@ -185,10 +185,16 @@ def differences(
 ) -> tuple[Difference, ...]:
     """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
 
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same.
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. So must a
+    `train.precision` that is the weights' own type, for a point's weights would have to be rounded.
     """
+
+    def rule(name: str) -> str:
+        pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
+        return "same" if pure else rules.get(name, "same")
+
     return tuple(
-        Difference(field=name, old=old.get(name), new=new.get(name), rule=rules.get(name, "same"))
+        Difference(field=name, old=old.get(name), new=new.get(name), rule=rule(name))
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
@@ -219,7 +225,8 @@ def is_content(difference: Difference) -> bool:
 
 def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
     """A field that did not exist yet when the point was made had what is its default now."""
-    return {**{rule.path: rule.default for rule in field_rules() if not rule.required}, **old_flat}
+    defaults = {rule.path: rule.default for rule in field_rules() if not rule.required}
+    return {**defaults, **in_todays_fields(old_flat)}
 
 
 def _identity_refusals(

@@ -95,17 +95,18 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
     `at`.
 
     A number that is the same as before keeps its tokens, whatever the shape is now; a number that the user
-    changed is turned again, at the shape of `config`. Raises `ConfigError` for a schedule that decays without
-    knowing when.
+    changed is turned again, at the shape of `config`, and so is a stop in samples at another seq_len, for the
+    samples still to come have that length. Raises `ConfigError` for a schedule that decays without knowing
+    when, and for lengths, unless the run has them already, of which a warm-up or decay goes beyond the stop.
     """
     before, here, train = previous or Budgets(), at or Cursor(), config.train
 
     def turned(given: int | None, unit: str, old: Length | None) -> Length | None:
         if given is None:
             return None
-        if old is not None and old.given == given:
-            return old
         batch, seq_len = train.global_batch_size, config.pack.seq_len
+        if old is not None and old.given == given and (unit != "samples" or old.seq_len == seq_len):
+            return old
         tokens = {
             "tokens": given,
             "steps": given * batch * seq_len,
@@ -122,7 +123,24 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
         decay=turned(train.decay_steps, "steps", before.decay),
     )
     _check_decay(train.schedule, budgets)
+    if budgets != before:
+        _check_lengths(budgets)
     return budgets
+
+
+def _check_lengths(budgets: Budgets) -> None:
+    """A warm-up that the stop cuts short never reaches `lr`; a longer decay begins before the run."""
+    stops = {name: getattr(budgets, name) for name in ("max_steps", "max_samples", "max_tokens")}
+    stop = min((name for name in stops if stops[name]), key=lambda name: stops[name].tokens, default=None)
+    for name in ("warmup", "decay"):
+        length: Length | None = getattr(budgets, name)
+        if stop is None or length is None or length.tokens <= stops[stop].tokens:
+            continue
+        raise ConfigError(
+            f"train.{name}_steps={length.given} ({length.tokens:,} tokens) goes beyond "
+            f"train.{stop}={stops[stop].given} ({stops[stop].tokens:,} tokens), where the run ends; "
+            f"lower train.{name}_steps, or raise train.{stop}"
+        )
 
 
 def _check_decay(schedule: str, budgets: Budgets) -> None:

@@ -27,11 +27,11 @@ class FastGradient:
     parameters must be used.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
         # DDP imports it at its first use, which takes a second that no generation should wait for
         import torch._dynamo  # noqa: F401
 
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._precision = model, seed, precision
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._ddp: Any = None
         self._works: list[Any] = []
@@ -78,14 +78,14 @@ class FastGradient:
     def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
         if self._ddp is None:
-            loss = loss_sum(self._model, micro.input_ids, micro.labels)
+            loss = loss_sum(self._model, micro.input_ids, micro.labels, self._precision)
             torch.autograd.backward(loss / max(1, targets))
         elif not last:
             with self._ddp.no_sync():
-                loss = loss_sum(self._ddp, micro.input_ids, micro.labels)
+                loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
                 torch.autograd.backward(loss / max(1, targets))
         else:
-            loss = loss_sum(self._ddp, micro.input_ids, micro.labels)
+            loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
             self._works.clear()
             try:
                 torch.autograd.backward(loss / max(1, targets))

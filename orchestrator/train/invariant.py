@@ -72,8 +72,8 @@ class InvariantGradient:
     memory; nothing overlaps with backward.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model, self._seed = model, seed
+    def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
+        self._model, self._seed, self._precision = model, seed, precision
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._sizes = [p.numel() for p in self._parameters]
         self._rank, self._world_size = 0, 1
@@ -117,7 +117,7 @@ class InvariantGradient:
 
     def _backward(self, micro: MicroBatch, targets: int) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
-        loss = loss_sum(self._model, micro.input_ids, micro.labels)
+        loss = loss_sum(self._model, micro.input_ids, micro.labels, self._precision)
         torch.autograd.backward(loss / max(1, targets))
         return fixed_point(float(loss.detach()))
 

@@ -76,7 +76,7 @@ class _Trainer:
         with loading():  # the model's code comes with it
             self._state = TrainState(job.model, job.train, self._device, job.invariant)
             numerics = InvariantGradient if job.invariant else FastGradient
-            self._gradient: Gradient = numerics(self._state.model, job.train.seed)
+            self._gradient: Gradient = numerics(self._state.model, job.train.seed, job.train.precision)
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []

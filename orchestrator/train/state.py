@@ -6,8 +6,9 @@ One list of items serves both copying to blank members and saving. It knows no f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,13 +53,14 @@ class TrainState:
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
-        self._config, self._seed, self._device, self._invariant = model, train.seed, device, invariant
-        self.model: nn.Module = build_model(model, train.seed, device, invariant)
+        self._first = partial(build_model, model, train.precision, train.seed, device, invariant)
+        self.model: nn.Module = self._first()
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
         self._untouched = True  # holds the first weights
-        self._named = dict(_own_tensors(self.model))
+        self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
+        self._named = dict(_own_tensors(self._held))
         for tensor in self._named.values():
             tensor.data = tensor.data.contiguous()
         trained = {name: t for name, t in self._named.items() if t.requires_grad}
@@ -122,9 +124,10 @@ class TrainState:
 
     def apply(self, lr: float) -> None:
         """One optimizer step with the gradients that stand in `.grad`. Raises `TrainingError` if the forward
-        pass has changed a buffer, for then the ranks hold different ones.
+        pass has changed a buffer, for then the ranks hold different ones, or has put another tensor in the
+        place of one of the state, which would neither be trained nor saved.
         """
-        changed = [name for name, t in self._buffers.items() if t._version != self._versions[name]]
+        changed = self._changed_by_forward()
         if changed:
             raise TrainingError(
                 f"the model's forward pass changes its buffers {changed}, which would differ between ranks; "
@@ -136,11 +139,18 @@ class TrainState:
         self._optimizer.step()
         self._steps += 1
 
+    def _changed_by_forward(self) -> list[str]:
+        """Names of tensors that were written to, came, went or were replaced since the last step."""
+        written = [name for name, t in self._buffers.items() if t._version != self._versions[name]]
+        now = self.model.state_dict(keep_vars=True)
+        other = [name for name in {**self._held, **now} if self._held.get(name) is not now.get(name)]
+        return sorted({*written, *other})
+
     def initialise(self) -> None:
         """Back to the first weights and an optimizer that has not stepped, whatever was there."""
         if self._untouched:
             return
-        fresh = dict(_own_tensors(build_model(self._config, self._seed, self._device, self._invariant)))
+        fresh = dict(_own_tensors(self._first().state_dict(keep_vars=True)))
         for item in self.items():
             if item.group == MODEL:
                 item.tensor.copy_(fresh[item.name].detach())
@@ -150,10 +160,10 @@ class TrainState:
         self._untouched = True
 
 
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers by name; of tied ones only the first name, the others are aliases."""
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in held.items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor

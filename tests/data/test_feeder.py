@@ -418,6 +418,20 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     ray.kill(hog)
 
 
+def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
+    spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
+) -> None:
+    ray.get(shared[0].close.remote())
+    hog = ray.remote(num_cpus=4)(Hog).remote()
+    ray.get(hog.holds.remote())
+    here = ray.get_runtime_context().get_node_id()
+    places = {"tokenizer_node": here, "tokenizer_cpus": 0.0}
+    with feeder(spec, num_tokenizers=2, slots_per_dataset=30, stall_s=20.0, **places) as pair:
+        taken, _ = train(open_feeds(pair, Cursor()), Cursor(), None)
+    assert_stream(taken, samples)
+    ray.kill(hog)
+
+
 class Hog:
     """Holds the cluster's CPUs."""
 

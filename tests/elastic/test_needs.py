@@ -45,7 +45,8 @@ def test_a_worker_holds_weights_gradients_and_two_moments_unless_a_gpu_does() ->
     model = '{"config": ' + str(SMALL).replace("'", '"') + "}"
     base = needs_of(job("model=" + model, "cluster.use_gpu=true")).worker_bytes
     assert needs_of(job("model=" + model)).worker_bytes - base == 16 * count
-    needs = needs_of(job("model=" + model[:-1] + ', "dtype": "bfloat16"}'))
+    assert needs_of(job("model=" + model, "train.precision=bf16")).worker_bytes - base == 16 * count
+    needs = needs_of(job("model=" + model, "train.precision=pure_bf16"))
     assert (needs.worker_bytes - base, needs.point_bytes) == (8 * count, 6 * count)
     assert f"{count:,} parameters × 2 bytes × 4" in needs.text
 

@@ -18,6 +18,8 @@ from orchestrator.elastic.policy import (
     decide,
     placement,
     preflight,
+    tokenizer_node,
+    without_tokenizer_cpus,
 )
 
 LIMITS = Limits(
@@ -79,6 +81,13 @@ def test_workers_are_placed_where_there_is_room(case: str):
     assert placement(nodes[::-1], groups, LIMITS, missing) == made, "the order of the facts must not matter"
 
 
+def test_tokenizers_without_a_cpu_of_their_own_take_no_workers_place():
+    beside = without_tokenizer_cpus(LIMITS)
+    made = placement((node("a", 2), node("b", 1)), (), beside, 3)
+    assert {d.node_id: d.num_workers for d in made} == {"a": 2, "b": 1}
+    assert tokenizer_node((node("a", 2), node("b", 1, head=True)), beside) == "b"
+
+
 def test_workers_that_need_a_gpu_go_where_gpus_are():
     limits = replace(LIMITS, gpus_per_worker=1.0)
     made = placement((node("a", 64), node("b", 8, gpus=2)), (), limits, 3)
@@ -126,6 +135,13 @@ PROBLEMS = {
     "it fits": ((node("a", 5),), LIMITS, FITS, []),
     "it fits on two nodes": ((node("a", 3), node("b", 2)), LIMITS, FITS, []),
     "too few CPUs": ((node("a", 4),), LIMITS, FITS, ["5 logical CPUs are needed", "4 of 4 are free"]),
+    "none left for tokenizers": ((node("a", 3),), without_tokenizer_cpus(LIMITS), FITS, []),
+    "too few CPUs for workers alone": (
+        (node("a", 2),),
+        without_tokenizer_cpus(LIMITS),
+        FITS,
+        ["3 logical CPUs are needed (3 workers × 1), 2 of 2 are free"],
+    ),
     "CPUs that others hold": ((node("a", 8, free=2),), LIMITS, FITS, ["2 of 8 are free"]),
     "CPUs in pieces": (
         (node("a", 3), node("b", 3), node("c", 3), node("d", 3)),

@@ -128,7 +128,7 @@ def test_what_nobody_can_know_is_null_and_the_data_bounds_what_is_known():
         ("data.shuffle=none", "data.shuffle=block", "asks for none"),
         ("data.eos=false", "data.eos=true", "asks for false"),
         ("data.tokenizer=llama-3", "data.tokenizer=./corpus/tokenizer", "asks for llama-3"),
-        ("model.dtype=bfloat16", "model.dtype=float32", "asks for bfloat16"),
+        ("train.precision=pure_bf16", "train.precision=float32", "asks for pure_bf16"),
         ("run.name=other", "run.name=small", "asks for other"),
     ],
 )
@@ -239,6 +239,26 @@ def test_a_field_that_is_newer_than_the_point_had_its_default_then():
     assert decide(BEFORE, POINT, old).differences == ()
     plan = decide(job("data.special_tokens_in_text=parse"), POINT, old)
     assert [(d.old, d.new) for d in plan.differences] == [("text", "parse")]
+
+
+def test_bfloat16_products_may_come_and_go_but_weights_keep_their_own_type():
+    assert [d.rule for d in resumed("train.precision=bf16").differences] == ["may_change"]
+    pure = job("train.precision=pure_bf16").flat()
+    for override in ("train.precision=bf16", "train.precision=float32"):
+        plan = decide(job(override), POINT, pure)
+        assert (plan.action, [d.rule for d in plan.differences]) == ("refuse", ["same"])
+        assert f"made with train.precision=pure_bf16, the job asks for {override[16:]}" in plan.refusals[0]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "float32"), ("bfloat16", "pure_bf16")])
+def test_a_point_of_a_version_that_had_model_dtype_continues_with_the_same_weights(dtype, precision):
+    old = BEFORE.flat()
+    del old["train.precision"]
+    old["model.dtype"] = dtype
+    plan = decide(job(f"train.precision={precision}"), POINT, old)
+    assert (plan.action, plan.differences) == ("resume", ())
+    other = {"float32": "pure_bf16", "pure_bf16": "float32"}[precision]
+    assert decide(job(f"train.precision={other}"), POINT, old).action == "refuse"
 
 
 def test_a_user_who_changes_the_learning_rate_sees_it_jump_and_only_then():

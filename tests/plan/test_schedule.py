@@ -1,5 +1,7 @@
 """Lengths are turned into tokens once, and the learning rate follows consumed tokens alone."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,8 +54,60 @@ def test_a_stop_in_samples_counts_samples_and_its_schedule_only_those_to_come():
     assert budgets.total_tokens == 400 * 256 + 600 * 128
 
 
+IN_SAMPLES = ("train.max_steps=null", "train.max_samples=1000")
+
+
+def test_a_stop_in_samples_at_another_seq_len_moves_the_schedules_end_to_where_the_samples_end():
+    first = budgets_for(job(*IN_SAMPLES), None)
+    assert first.total_tokens == 1000 * 256
+    at = Cursor(consumed_samples=400, consumed_tokens=400 * 256)
+    shorter = job(*IN_SAMPLES, "pack.seq_len=128")
+    later = budgets_for(shorter, first, at)
+    assert later.total_tokens == 400 * 256 + 600 * 128
+    last = learning_rate(shorter.train, later, 400 * 256 + 600 * 128)
+    assert last == pytest.approx(shorter.train.lr * shorter.train.min_lr_ratio)
+    # from then on it stands, wherever the run is taken up again
+    again = Cursor(consumed_samples=700, consumed_tokens=400 * 256 + 300 * 128)
+    assert budgets_for(shorter, later, again) == later
+    assert budgets_for(job(*IN_SAMPLES, "train.global_batch_size=24"), first, at) == first
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("train.warmup_steps=301",), "train.warmup_steps=301 .* train.max_steps=300"),
+        (
+            ("train.warmup_steps=301", "train.schedule=constant"),
+            "train.warmup_steps=301 .* train.max_steps=300",
+        ),
+        (("train.schedule=wsd", "train.decay_steps=301"), "train.decay_steps=301 .* train.max_steps=300"),
+        (("train.max_samples=159",), "train.warmup_steps=10 .* train.max_samples=159"),
+        (("train.max_tokens=40959",), "train.warmup_steps=10 .* train.max_tokens=40959"),
+    ],
+)
+def test_a_warmup_or_decay_beyond_the_stop_is_refused_with_both_values(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        budgets_for(job(*overrides), None)
+
+
+def test_a_warmup_as_long_as_the_run_and_one_given_at_a_smaller_shape_are_taken():
+    assert budgets_for(job("train.warmup_steps=300"), None).warmup.tokens == 300 * STEP
+    first = budgets_for(job("train.warmup_steps=100"), None)
+    larger = job("train.warmup_steps=100", "train.max_steps=60", "train.global_batch_size=32")
+    assert budgets_for(larger, first).stop_tokens == 60 * 2 * STEP
+
+
+def test_a_run_that_began_with_a_warmup_beyond_its_stop_goes_on_as_it_began():
+    long = Length(given=400, unit="steps", global_batch_size=16, seq_len=256, tokens=400 * STEP)
+    began = replace(budgets_for(job(), None), warmup=long)
+    assert budgets_for(job("train.warmup_steps=400"), began) == began
+    with pytest.raises(ConfigError, match="train.warmup_steps=400"):
+        budgets_for(job("train.warmup_steps=400", "train.max_steps=299"), began)
+
+
 def test_the_first_of_several_stops_ends_the_schedule():
-    budgets = budgets_for(job("train.max_tokens=5000", "train.max_samples=2"), None)
+    stops = ("train.max_tokens=5000", "train.max_samples=2", "train.warmup_steps=0")
+    budgets = budgets_for(job(*stops), None)
     assert (budgets.stop_tokens, budgets.stop_samples, budgets.total_tokens) == (5000, 2, 512)
 
 

@@ -88,7 +88,7 @@ def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
     refused(
         job,
         ResourceError,
-        r"21 logical CPUs are needed \(20 workers × 1 \+ 1 tokenizers.*5 of 5 are free",
+        r"20 logical CPUs are needed \(20 workers × 1\), 5 of 5 are free",
         cluster__num_workers=20,
     )
     refused(job, ResourceError, "2 GPUs are needed.*0 are free", cluster__use_gpu=True)

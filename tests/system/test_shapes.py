@@ -48,6 +48,15 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     assert (found.action, found.remaining_steps, found.consumed_tokens) == ("resume", 0, 100_000)
 
 
+def test_a_cluster_with_cpus_for_the_workers_alone_takes_the_tokenizers_beside_them_and_says_so(
+    job: Job, cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = job.train(train__max_steps=4, cluster__cpus_per_worker=2, data__num_tokenizers=2)
+    assert done.outcome == "done", done.reason
+    assert "the tokenizers take no CPU of their own and run beside the workers" in capfd.readouterr().err
+    assert_exactly_once(job)
+
+
 def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(job: Job, cluster: Any) -> None:
     assert job.train(train__max_steps=4).outcome == "done"
     again = job.train(train__max_steps=4)
