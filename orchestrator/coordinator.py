@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.cluster import cause_of_death
 from orchestrator.commits import Commits
 from orchestrator.elastic.formation import (
     Form,
@@ -30,14 +31,17 @@ from orchestrator.elastic.formation import (
     Waiting,
 )
 from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.elastic.roster import Roster
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.faults import hook
-from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import GROUP_FORMED, JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import (
     PHASE_LIMITS_S,
     Cursor,
     GenerationView,
+    GroupChange,
     JoinRequest,
     MemberInfo,
     Refusal,
@@ -135,6 +139,7 @@ class Coordinator:
         self._beating: Future[bool] | None = None
         self._joins: dict[str, asyncio.Future[Any]] = {}
         self._infos = {info.member: info for info in self._attempt.members}
+        self._roster, self._changes = Roster(start.max_workers, self._attempt.members), list[GroupChange]()
         self._left_out: list[MemberInfo] = []
         self._failures: list[tuple[int, str]] = []
         # what the driver has not shown yet; what the first attempt's start found, it has seen itself
@@ -162,8 +167,13 @@ class Coordinator:
         if self._ended is not None:
             return RunOver(reason=self._ended[1])
         self._infos[request.member] = MemberInfo(
-            member=request.member, actor_id=request.actor_id, node_id=request.node_id, pid=request.pid
+            member=request.member,
+            actor_id=request.actor_id,
+            node_id=request.node_id,
+            pid=request.pid,
+            host=request.host,
         )
+        self._roster.came(request, time.monotonic())
         self._take_records(request.records)
         self._journal.event(
             "join",
@@ -171,6 +181,7 @@ class Coordinator:
             actor=request.actor_id,
             node=request.node_id,
             pid=request.pid,
+            host=request.host,
             key=_text(request.key),
             leaves=request.leaves,
             unreached=request.unreached,
@@ -259,6 +270,7 @@ class Coordinator:
         self._ensure_running()
         self._check(launch)
         self._journal.event("member failed", member=member, error=kind, text=text)
+        self._roster.gone(member, sentences.failure(kind, text))
         if not fatal:
             self._count_failure(f"{kind}: {text}")
         if fatal:
@@ -276,6 +288,7 @@ class Coordinator:
         newest = self._commits.newest
         left_out, self._left_out = tuple(self._left_out), []
         warnings, self._warnings = tuple(self._warnings), []
+        changes, self._changes = tuple(self._changes), []
         return RunStatus(
             version=self._version,
             attempt=self._attempt.number,
@@ -288,9 +301,11 @@ class Coordinator:
             ended=self._ended[0] if self._ended else None,
             reason=self._ended[1] if self._ended else "",
             left_out=left_out,
-            members=tuple(info for info in self._infos.values() if view and info.member in view.members),
+            members=tuple(self._infos[m] for m in (view.members if view else ()) if m in self._infos),
             failures=tuple(self._failures),
             warnings=warnings,
+            changes=changes,
+            lost=self._roster.losses,
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -420,7 +435,9 @@ class Coordinator:
                 continue
             row = state.actor_table(info.actor_id)
             if not row or row["State"] == "DEAD":
-                self._journal.event("member dead", member=member)
+                why = cause_of_death(row)
+                self._journal.event("member dead", member=member, reason=why)
+                self._roster.gone(member, why)
                 self._count_failure(f"member {member} died")
                 self._rendezvous.dead(member, now)
                 self._infos.pop(member)
@@ -470,6 +487,7 @@ class Coordinator:
                     await self._form(action.formation)
                 elif isinstance(action, LeaveOut):
                     self._journal.event("left out", member=action.member, reason=action.reason)
+                    self._roster.gone(action.member, sentences.SILENT)
                     if action.member in self._infos:
                         self._left_out.append(self._infos[action.member])
                     await self._tell()
@@ -513,7 +531,22 @@ class Coordinator:
             future = self._joins.pop(member, None)
             if future is not None and not future.done():
                 future.set_result(view)
+        self._note_change(formation)
         await self._tell()
+
+    def _note_change(self, formation: Formation) -> None:
+        """For people: how this generation differs from the one before it."""
+        before = self._last_step.step if self._last_step else 0
+        change = self._roster.formed(
+            formation.attempt,
+            formation.generation,
+            formation.members,
+            formation.step,
+            before,
+            time.monotonic(),
+        )
+        self._changes.append(change)
+        self._journal.event(GROUP_FORMED, **encode(change))
 
     async def _flush(self) -> None:
         durable = await self._commits.on_disk(self._journal.flush)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.resume import ResumePlan
+from orchestrator.progress import Progress
 from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
@@ -67,12 +69,15 @@ def train(
     folder = starting.run_folder(job)
     store = RunStore(Storage(str(folder)))
     starting.check_writable(folder)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(starting.refuse_busy, store)
+    with (
+        Progress.shown(job.monitor.progress_s) as progress,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher,
+    ):
+        busy = watcher.submit(starting.refuse_busy, store, progress.say)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
-            return _already_done(job, plan, time.monotonic() - began)
+            return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster import ClusterConnection, starts_local_ray
         from orchestrator.elastic.needs import needs_of
 
@@ -80,14 +85,14 @@ def train(
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
-        with ClusterConnection(job, cpus, needs.object_store_bytes):
+        with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
             busy.result()
             _preflight(job, needs, limits, folder, () if local else _memories())
             attempt, plan = starting.claim(store, job, spec, fault_plan)
             spec = starting.freeze(job, folder, attempt.encoders)
             from orchestrator.launching import supervise
 
-            status = supervise(job, attempt, plan, spec, folder, limits, fault_plan)
+            status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
 
@@ -191,15 +196,11 @@ def _memories() -> list[tuple[str, int]]:
 
 
 # ------------------------------------------------------------ how it ended
-def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
+def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
-    from orchestrator.progress import Progress
-
     assert plan.point is not None, "a resume has a point"
     reason = starting.stop_is_reached(plan)
-    progress = Progress(job.monitor.progress_s, None)
     progress.say(f"done: {reason}")
-    progress.close()
     return RunResult(
         outcome="done",
         reason=reason,

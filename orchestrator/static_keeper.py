@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 from orchestrator import starting
 from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.config import JobConfig
+from orchestrator.elastic.roster import Roster
 from orchestrator.errors import FencedError, OrchestratorError
 from orchestrator.faults import hook
-from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import GROUP_FORMED, JournalWriter
 from orchestrator.plan.claims import GenerationStart
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
+from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
 from orchestrator.resume.commit import CommitMachine
 from orchestrator.resume.committer import PointCommitter, note_committed
 from orchestrator.resume.events import (
@@ -118,11 +120,17 @@ class StaticKeeper:
                 seq_len=self._job.pack.seq_len,
             )
         )
+        members = [str(rank) for rank in range(world_size)]
+        change = Roster(world_size).formed(
+            attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
+        )
+        self._journal.event(GROUP_FORMED, **encode(change))
         self._journal.flush()
         self._fault("generation_journalled", attempt.step_label, -1)
         self._advance(GenerationFormed(generation=GENERATION, parent=attempt.parent))
         self._acknowledged = attempt.step_label
         self._writer.start()
+        self._say(sentences.group_change(change))
         return Start(
             launch=attempt.launch,
             attempt=attempt.number,

@@ -26,6 +26,7 @@ from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.loading import loading
 from orchestrator.plan.schedule import Budgets
 from orchestrator.records import (
+    BETWEEN,
     STEP,
     Cursor,
     GenerationView,
@@ -83,6 +84,7 @@ class CoordinatorMembership:
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._phase = (STEP, time.monotonic())
+        self._stepped_at = time.monotonic()  # when the newest step was finished
         threading.Thread(target=self._report_loop, daemon=True, name="report").start()
 
     def connect_store(self, view: GenerationView) -> Any:
@@ -117,6 +119,7 @@ class CoordinatorMembership:
             records=tuple(records),
             reason=reason[-2000:],
             pid=os.getpid(),
+            idle_s=time.monotonic() - self._stepped_at if leaves is not None else 0.0,
         )
         answer = self._ask("join", request)
         while isinstance(answer, GenerationView) and answer.probe:
@@ -143,7 +146,9 @@ class CoordinatorMembership:
 
     def phase(self, name: str) -> None:
         """The reporting thread tells the coordinator, should it last."""
-        self._phase = (name, time.monotonic())
+        self._phase = (STEP if name == BETWEEN else name, time.monotonic())
+        if name == BETWEEN:
+            self._stepped_at = self._phase[1]
 
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Hands the records to the reporting thread; never blocks."""

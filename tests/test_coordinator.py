@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.attempt import Attempt
 from orchestrator.coordinator import Coordinator, CoordinatorStart
+from orchestrator.monitor.journal import GROUP_FORMED
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.claims import ClaimParent
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
-from orchestrator.records import GenerationView, JoinRequest, RunStatus
+from orchestrator.records import GenerationView, GroupMember, JoinRequest, RunStatus
 from orchestrator.resume.claims import START
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
@@ -75,6 +77,32 @@ JOIN = JoinRequest(
 )
 
 
+def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(store: RunStore) -> None:
+    async def launch() -> tuple[RunStatus, RunStatus, RunStatus]:
+        actor = coordinator(store)
+        await actor.join(replace(JOIN, pid=11))
+        first = await actor.status(-1, 0.0)
+        await actor.failed(LAUNCH, "m", "ValueError", "ValueError: no such thing", False)
+        failed = await actor.status(first.version, 0.0)
+        leaves, other = (1, 1), replace(JOIN, pid=12, key=None, leaves=(1, 1), idle_s=0.5)
+        assert isinstance(await actor.join(replace(other, leaves=leaves)), GenerationView)
+        last = await actor.status(failed.version, 0.0)
+        await actor.end("stopped", "enough")
+        return first, failed, last
+
+    first, failed, last = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    (ready,) = first.changes
+    assert (ready.joined, ready.wanted) == ((GroupMember(rank=0, host="127.0.0.1", pid=11),), 1)
+    assert [info.host for info in first.members] == ["127.0.0.1"]
+    assert failed.changes == ()
+    assert [loss.reason for loss in failed.lost] == ["ValueError: no such thing"]
+    (again,) = last.changes
+    assert again.paused_s is not None
+    assert again.paused_s >= 0.5
+    events = [event for event in read_journal(store.storage).events if event.kind == GROUP_FORMED]
+    assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
+
+
 def test_a_save_that_is_given_up_is_told_once_to_the_user(
     store: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,7 +125,7 @@ def test_a_save_that_is_given_up_is_told_once_to_the_user(
     assert second.warnings == ()
     kinds = [event.kind for event in read_journal(store.storage).events]
     assert "save given up" in kinds
-    progress = Progress(1000.0, None)
+    progress = Progress(1000.0)
     progress.show(first)
     progress.show(second)
     assert capsys.readouterr().err.count(f"warning: the save of {name} was given up: ") == 1

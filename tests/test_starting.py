@@ -183,14 +183,16 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
 
     orphan = threading.Thread(target=beat)
     orphan.start()
+    said: list[str] = []
     try:
         with pytest.raises(BusyError, match="attempt 1 of launch"):
-            starting.refuse_busy(runner.store)
+            starting.refuse_busy(runner.store, said.append)
         driver.kill()
         driver.wait()
         threading.Timer(2.0, over.set).start()
-        starting.refuse_busy(runner.store)
+        starting.refuse_busy(runner.store, said.append)
         assert over.is_set(), "it waited for the orphan"
+        assert "attempt 1 has no end record: checking for 0 s whether it still runs" in said
     finally:
         over.set()
         orphan.join()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,26 @@ class NodeAgent:
             return False
         return True
 
+    def look_at(self, pids: Sequence[int]) -> dict[int, str]:
+        """The state of each process of this node as Linux gives it (`T`: stopped, `D`: waits for a disk, …);
+        "" where there is none, "?" where the system does not tell.
+        """
+        return {pid: _process_state(pid) for pid in pids}
+
+
+def _process_state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return "?"
+
 
 class NodeGroup:
     """A started group, seen from the supervisor: its agent and the end that it will come to."""
@@ -108,6 +128,10 @@ class NodeGroup:
     def kill_member(self, pid: int) -> None:
         """Asks the agent to SIGKILL one process of its node; does not wait."""
         self._agent.kill_process.remote(pid)
+
+    def look_at(self, pids: Sequence[int]) -> Any:
+        """Asks the agent for the states of its processes; a reference to the answer."""
+        return self._agent.look_at.remote(list(pids))
 
     def stop(self) -> None:
         """Ends agent, controller and workers at once, and gives their resources back."""

@@ -238,14 +238,15 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(
     # nobody has brought the record of step 2
     assert [answer.result(LIMIT_S) for answer in cast(keeper, 2, 3)] == [False, False]
     assert told == [
+        "2 of 2 workers are ready · starting at step 1",
         "warning: the save of 00000003-a0001-g0001 was given up: "
-        "the journal lacks step records before it, and no voter brought them"
+        "the journal lacks step records before it, and no voter brought them",
     ]
     keeper.finished(StateKey(attempt=1, generation=1, step=1), "stopped")
     assert [point["name"] for point in job.run.points()] == ["00000001-a0001-g0001"]
     assert last_end(job) == ("stopped", 1)
     kinds = [event.kind for event in survey(RunStore(Storage(job.run.uri))).journal.events]
-    assert kinds == ["attempt", "point committed", "save given up", "end"]
+    assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
 
 
 def test_a_newer_launch_silences_the_keeper(job: Job, keeper: StaticKeeper) -> None:
