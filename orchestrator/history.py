@@ -77,23 +77,23 @@ class Run:
         """The step records of the effective history, in order."""
         return survey(self._store).lineage.records
 
-    def status(self, watch_s: float = WATCH_S) -> RunView:
+    def status(self, watch_s: float | None = None) -> RunView:
         """The run at a glance: whether it is alive, where it stands, what went wrong last, when it is done.
 
-        A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (0: nobody
-        watches, `alive` is None); no clocks of machines are compared for that. Reads the newest part of the
+        A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (default: 10;
+        0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest part of the
         journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
-        return self._look(watch_s, None)
+        return self._look(WATCH_S if watch_s is None else watch_s, None)
 
-    def watch(self, every_s: float = 2.0, watch_s: float = WATCH_S) -> Iterator[RunView]:
+    def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step
         came, on this process's own clock.
         """
         at, since = None, time.monotonic()
         while True:
             began = time.monotonic()
-            view = self._look(watch_s, began - since if at is not None else None)
+            view = self._look(WATCH_S, began - since if at is not None else None)
             if (view.attempt, view.step, view.last_step_at) != at:
                 at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
                 view = replace(view, quiet_s=0.0)

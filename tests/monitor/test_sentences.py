@@ -43,9 +43,7 @@ CHANGES = {
     "re-formed with 2 of 2 workers (generation 2) after: Connection closed by peer · continuing at step 412 "
     "· paused 0.2 s": replace(CHANGE, world_size=2, lost=()),
     "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step 412 · "
-    "paused 0.2 s": replace(
-        CHANGE, attempt=2, world_size=2, lost=(), restarted=True
-    ),
+    "paused 0.2 s": replace(CHANGE, attempt=2, world_size=2, lost=(), restarted=True),
     "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no worker "
     "that is left holds step 411: 11 steps are trained again · paused 0.2 s": replace(CHANGE, step=400),
 }
