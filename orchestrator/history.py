@@ -81,8 +81,8 @@ class Run:
         """The run at a glance: whether it is alive, where it stands, what went wrong last, when it is done.
 
         A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (default: 10;
-        0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest part of the
-        journal only, so it takes no longer for a long run; see `monitor.tail`.
+        0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
+        part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
         return self._look(WATCH_S if watch_s is None else watch_s, None)
 

@@ -194,9 +194,9 @@ def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(runner: Runner) 
 
 
 def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if_somebody_should_look(
-    runner: Runner,
+    runner: Runner,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     runner.launch()
     with pytest.raises(SystemExit) as ended:
