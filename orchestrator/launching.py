@@ -22,12 +22,11 @@ from orchestrator.coordinator import Coordinator, CoordinatorStart
 from orchestrator.data.feeder import start_feeder
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
-from orchestrator.elastic.stall import Stall
 from orchestrator.elastic.supervisor import Launch, Supervisor
 from orchestrator.monitor import sentences
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.progress import Progress
-from orchestrator.records import Cursor, GroupMember, Loss, RunStatus
+from orchestrator.records import Cursor, Loss, RunStatus, Stall
 from orchestrator.worker import WorkerTask, train_function
 
 
@@ -109,13 +108,8 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
 
 
 def _say_stall(progress: Progress, stall: Stall) -> None:
-    """Names the workers that hold the others up; if every process runs, says so when it has lasted."""
-    held = [each for each in stall.held if sentences.holds_up(each.state)]
-    for each in held:
-        named = GroupMember(rank=each.rank, host=each.info.host, pid=each.info.pid)
-        progress.say(sentences.unresponsive(named, stall.quiet_s, each.state))
-    if not held and stall.is_long:
-        progress.say(sentences.standing_still(stall.quiet_s, stall.median_s, len(stall.held)))
+    for line in sentences.stall(stall):
+        progress.say(line)
 
 
 def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:

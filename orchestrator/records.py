@@ -444,6 +444,25 @@ class GroupChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A worker of a group that stands still. `state`: what its process does (`machine.process_state`); None:
+    its node's agent did not answer.
+    """
+
+    worker: GroupMember
+    state: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at."""
+
+    quiet_s: float
+    median_s: float
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
     """What the coordinator tells the supervisor: counts, the last step, the newest committed point, and how
     the run ended if it did. `warnings` and `changes` are for the user to hear of, each given once.

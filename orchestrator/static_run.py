@@ -6,9 +6,12 @@ The first failure ends the group, and the same command continues.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,14 +20,17 @@ from typing import TYPE_CHECKING
 
 from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
+from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.loading import loading
+from orchestrator.machine import process_state
+from orchestrator.monitor import sentences
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
-from orchestrator.records import decode, encode
+from orchestrator.records import GroupMember, Held, Stall, decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
@@ -57,6 +63,8 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     from orchestrator.train.meeting import meet
 
     meeting = meet()
+    place = [socket.gethostname(), os.getpid()]
+    meeting.store.set(f"place/{meeting.rank}", json.dumps(place))
     if meeting.rank != 0:
         return _follow(meeting, job, folder, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
@@ -108,7 +116,9 @@ def _lead(
     for note in spec.notes:
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
-    with _shown(progress, keeper, job.monitor.progress_s):
+    places = [json.loads(meeting.store.get(f"place/{rank}")) for rank in range(meeting.world_size)]
+    members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
+    with _shown(progress, keeper, job.monitor.progress_s, members):
         outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
     status = keeper.status()
     why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
@@ -212,15 +222,29 @@ def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(progress: Progress, keeper: StaticKeeper, every_s: float) -> Iterator[None]:
-    """Shows the status every so often from a thread."""
-    over = threading.Event()
+def _shown(
+    progress: Progress, keeper: StaticKeeper, every_s: float, members: Sequence[GroupMember]
+) -> Iterator[None]:
+    """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
+    machine go.
+    """
+    over, stall_watch = threading.Event(), StallWatch()
 
     def show() -> None:
         while not over.wait(min(every_s, 1.0)):
             status = keeper.status()
-            if status.world_size:
-                progress.show(status)
+            if not status.world_size:
+                continue
+            progress.show(status)
+            stall_watch.saw(status, time.monotonic())
+            quiet_s = stall_watch.due(time.monotonic())
+            if quiet_s is not None:
+                here = socket.gethostname()
+                states = [process_state(each.pid) if each.host == here else "?" for each in members]
+                held = tuple(Held(worker=each, state=s) for each, s in zip(members, states, strict=True))
+                stall = Stall(quiet_s=quiet_s, median_s=stall_watch.median_s, held=held)
+                for line in sentences.stall(stall):
+                    progress.say(line)
 
     shower = threading.Thread(target=show, name="progress", daemon=True)
     shower.start()

@@ -1,13 +1,16 @@
-"""The memory that this process may use: the container's limit counts."""
+"""The memory that this process may use: the container's limit counts. And what a process does."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from orchestrator.machine import cgroup_limit_bytes, memory_bytes
+from orchestrator.machine import cgroup_limit_bytes, memory_bytes, process_state
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,16 @@ def test_this_machine_has_memory_and_no_more_than_is_built_in() -> None:
     found = memory_bytes()
     assert found is not None
     assert (64 << 20) < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_process_is_seen_to_be_stopped_to_sleep_and_to_be_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert process_state(child.pid) == "T"
+    child.kill()
+    child.communicate()
+    assert process_state(child.pid) == ""
+    assert process_state(os.getpid()) == "R"

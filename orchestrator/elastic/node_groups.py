@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.loading import loading
+from orchestrator.machine import process_state
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
 # started.
@@ -81,24 +82,8 @@ class NodeAgent:
         return True
 
     def look_at(self, pids: Sequence[int]) -> dict[int, str]:
-        """The state of each process of this node as Linux gives it (`T`: stopped, `D`: waits for a disk, …);
-        "" where there is none, "?" where the system does not tell.
-        """
-        return {pid: _process_state(pid) for pid in pids}
-
-
-def _process_state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return ""
-        except PermissionError:
-            pass
-        return "?"
+        """The state of each of these processes of this node; see `machine.process_state`."""
+        return {pid: process_state(pid) for pid in pids}
 
 
 class NodeGroup:

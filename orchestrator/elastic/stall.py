@@ -9,37 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
 
-from orchestrator.records import MemberInfo, RunStatus
+from orchestrator.records import RunStatus
 
 LEAST_S, MEDIANS = 5.0, 3.0  # a look is due after max(5 s, 3 × median step), then whenever that has doubled
-STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a word that everybody seems to work
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A worker of a group that stands still. `state`: of its process, the letter in /proc ("": there is
-    none); None: its node's agent did not answer.
-    """
-
-    rank: int
-    info: MemberInfo
-    state: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stall:
-    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at."""
-
-    quiet_s: float
-    median_s: float
-    held: tuple[Held, ...]
-
-    @property
-    def is_long(self) -> bool:
-        """So long that the user should hear of it although every process runs."""
-        return self.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * self.median_s)
 
 
 class StallWatch:

@@ -29,9 +29,9 @@ from orchestrator.elastic.policy import (
     StopRun,
     decide,
 )
-from orchestrator.elastic.stall import Held, Stall, StallWatch
+from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
-from orchestrator.records import MemberInfo, RunStatus
+from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
@@ -246,7 +246,8 @@ class _Look:
         held = []
         for rank, info in enumerate(self.members):
             seen = states.get(self.answers.get(info.node_id))
-            held.append(Held(rank=rank, info=info, state=None if seen is None else seen[info.pid]))
+            named = GroupMember(rank=rank, host=info.host, pid=info.pid)
+            held.append(Held(worker=named, state=None if seen is None else seen[info.pid]))
         return Stall(quiet_s=self.quiet_s, median_s=median_s, held=tuple(held))
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from orchestrator.records import GroupChange, GroupMember, Loss
+from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
 NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
 SILENT = "it did not answer any more and was left out and killed"
 SCREEN_CHARS = 160  # of another program's message
+STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
 _PROCESS_STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -89,25 +90,22 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
     return DOT.join(parts)
 
 
-def unresponsive(member: GroupMember, quiet_s: float, state: str | None) -> str:
-    """The line for a worker that holds the others up. `state`: of its process, the letter in /proc; None: its
-    node does not answer either.
+def stall(seen: Stall) -> list[str]:
+    """The lines for a group without a step for long: the workers that cannot answer. If all seem to work, one
+    line says so, after max(30 s, 5 × median step).
     """
-    why = "its node does not answer" if state is None else _PROCESS_STATES[state]
-    return f"{worker(member)} has not answered for {quiet_s:.1f} s: {why}{DOT}the others wait for it"
-
-
-def holds_up(state: str | None) -> bool:
-    """Whether a process in this state (as in `unresponsive`) cannot answer."""
-    return state is None or state in _PROCESS_STATES
-
-
-def standing_still(quiet_s: float, median_s: float, num_workers: int) -> str:
-    """The line for a run without a step for long, though all its workers' processes run."""
-    return (
-        f"no step was finished for {quiet_s:.0f} s (median {median_s:.1f} s); the processes of all "
-        f"{num_workers} workers run: they wait for data or storage, or for each other"
-    )
+    lines = []
+    for each in seen.held:
+        if each.state is None or each.state in _PROCESS_STATES:
+            why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
+            who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
+            lines.append(f"{who}: {why}{DOT}the others wait for it")
+    if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
+        lines.append(
+            f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}no worker's "
+            "process is stopped: they wait for data or storage, or for each other"
+        )
+    return lines
 
 
 def failure(kind: str, text: str) -> str:

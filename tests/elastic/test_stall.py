@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.elastic.stall import Stall, StallWatch
+from orchestrator.elastic.stall import StallWatch
 from orchestrator.records import Cursor, RunStatus, StepRecord
 
 
@@ -66,9 +66,3 @@ def test_nobody_is_looked_at_while_no_step_is_expected(quiet: RunStatus) -> None
     watch.saw(status(3), 0.0)
     watch.saw(quiet, 1.0)
     assert watch.due(10_000.0) is None
-
-
-def test_it_is_long_after_30_s_or_five_median_steps() -> None:
-    assert not Stall(quiet_s=29.0, median_s=1.0, held=()).is_long
-    assert Stall(quiet_s=30.0, median_s=1.0, held=()).is_long
-    assert not Stall(quiet_s=99.0, median_s=20.0, held=()).is_long

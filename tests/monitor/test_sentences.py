@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.monitor import sentences
-from orchestrator.records import GroupChange, GroupMember, Loss
+from orchestrator.records import GroupChange, GroupMember, Held, Loss, Stall
 
 ONE = GroupMember(rank=1, host="10.0.0.7", pid=22506)
 KILLED = Loss(worker=ONE, reason="killed (SIGKILL)")
@@ -73,15 +73,22 @@ def test_below_the_minimum_the_line_says_who_is_gone_and_how_long_the_run_waits(
 def test_a_worker_that_holds_the_others_up_is_named_with_what_its_process_does(
     state: str | None, why: str
 ) -> None:
-    assert sentences.holds_up(state)
-    assert sentences.unresponsive(ONE, 5.24, state) == (
+    other = Held(worker=GroupMember(rank=0, host="10.0.0.8", pid=1), state="S")
+    seen = Stall(quiet_s=5.24, median_s=0.1, held=(other, Held(worker=ONE, state=state)))
+    assert sentences.stall(seen) == [
         f"worker 1 (10.0.0.7, pid 22506) has not answered for 5.2 s: {why} · the others wait for it"
-    )
+    ]
 
 
 @pytest.mark.parametrize("state", ["R", "S", "?"])
-def test_a_process_that_runs_or_sleeps_holds_nobody_up(state: str) -> None:
-    assert not sentences.holds_up(state)
+def test_where_nobody_is_stopped_one_line_says_so_after_30_s_or_five_median_steps(state: str) -> None:
+    held = (Held(worker=ONE, state=state),)
+    assert sentences.stall(Stall(quiet_s=29.0, median_s=1.0, held=held)) == []
+    assert sentences.stall(Stall(quiet_s=99.0, median_s=20.0, held=held)) == []
+    assert sentences.stall(Stall(quiet_s=31.0, median_s=1.0, held=held)) == [
+        "no step was finished for 31 s (median 1.0 s) · no worker's process is stopped: they wait for data "
+        "or storage, or for each other"
+    ]
 
 
 RAY = (
