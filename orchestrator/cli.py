@@ -183,6 +183,8 @@ def status(
         else:
             from orchestrator.tables import status_lines
 
+            if watch and sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it
             _print_lines(status_lines(seen))
     if seen.is_broken:
         raise typer.Exit(1)

@@ -89,15 +89,21 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
     that, and gives its notes.
     """
     committed, said = 0, tuple[Loss, ...]()
+    failures = set[tuple[int, str]]()
 
     def show(status: RunStatus) -> None:
         nonlocal committed, said
         for change in status.changes:
             said = ()
             progress.say(sentences.group_change(change))
-        if status.lost != said and status.waiting_since is not None and status.ended is None:
+        if status.lost != said and (status.waiting_since is not None or status.ended == "failed"):
             said = status.lost
-            progress.say(sentences.waiting(said, limits.min_workers, limits.wait_s))
+            over = status.ended is not None
+            waits = sentences.waiting(said, limits.min_workers, limits.wait_s)
+            progress.say(sentences.losses(said) if over else waits)
+        for step, what in set(status.failures) - failures:
+            progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
+        failures.update(status.failures)
         progress.show(status)
         if status.committed.consumed_samples > committed or status.ended:
             committed = status.committed.consumed_samples

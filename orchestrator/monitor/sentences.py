@@ -85,7 +85,7 @@ def group_change(change: GroupChange) -> str:
 def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
     """The line for a run that cannot go on: fewer workers than its minimum are there."""
     parts = [losses(lost)] if lost else []
-    parts.append(f"fewer than {minimum} worker{'s are' if minimum > 1 else ' is'} left")
+    parts.append(f"fewer than {minimum} workers are left" if minimum > 1 else "no worker is left")
     parts.append(f"waiting up to {wait_s:g} s for a replacement (cluster.wait_s)")
     return DOT.join(parts)
 

@@ -59,6 +59,7 @@ def test_below_the_minimum_the_line_says_who_is_gone_and_how_long_the_run_waits(
         "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · fewer than 2 workers are left · "
         "waiting up to 600 s for a replacement (cluster.wait_s)"
     )
+    assert "· no worker is left · waiting" in sentences.waiting((KILLED,), 1, 600.0)
 
 
 @pytest.mark.parametrize(
