@@ -24,6 +24,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import Launch, Supervisor
 from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import UNRESPONSIVE
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.progress import Progress
 from orchestrator.records import Cursor, Loss, RunStatus, Stall
@@ -70,7 +71,7 @@ def supervise(
         limits=limits,
     )
     show = _shower(progress, limits, coordinator, feeder)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress))
+    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress, coordinator))
     try:
         with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
@@ -113,9 +114,10 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
     return show
 
 
-def _say_stall(progress: Progress, stall: Stall) -> None:
+def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
     for line in sentences.stall(stall):
         progress.say(line)
+        coordinator.note.remote(UNRESPONSIVE, {"reason": line})
 
 
 def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:

@@ -55,7 +55,9 @@ SAID = {
             replace(LOST, world_size=2, step=42, step_before=42, lost=(), joined=(NEW,), paused_s=0.1)
         )
     ],
-    "frozen": sentences.stall(Stall(quiet_s=5.2, median_s=0.1, held=(Held(worker=WORKER, state="T"),))),
+    "frozen": sentences.stall(
+        Stall(quiet_s=5.2, median_s=0.1, held=(Held(worker=WORKER, state="T"), Held(worker=NEW, state="S")))
+    ),
 }
 
 

@@ -16,8 +16,11 @@ import pytest
 import orchestrator
 from orchestrator import cli, starting
 from orchestrator.cluster import _RayHeard, cause_of_death
+from orchestrator.elastic.policy import Limits
+from orchestrator.launching import _shower
 from orchestrator.monitor import sentences
 from orchestrator.progress import Progress
+from orchestrator.records import GroupMember, Loss
 from tests.elastic.test_stall import status
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -214,3 +217,29 @@ def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
         os.kill(os.getpid(), signal.SIGTERM)
     progress.close()
     assert "SIGTERM: saving and stopping; once more to stop at once" in capsys.readouterr().err
+
+
+def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_log_with_all_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = Limits(
+        start_workers=2,
+        min_workers=2,
+        max_workers=2,
+        cpus_per_worker=1.0,
+        gpus_per_worker=0.0,
+        num_tokenizers=1,
+        wait_s=600.0,
+        max_failures=3,
+    )
+    lost = (Loss(worker=GroupMember(rank=1, host="10.0.0.7", pid=5), reason="its node died"),)
+    failures = ((7, "ValueError: Traceback\n  File x\nValueError: y"),)
+    with Progress.shown(1000.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        show = _shower(progress, limits, None, None)  # neither actor is asked while nothing is committed
+        for waited in (0.1, 0.2):
+            show(status(7, lost=lost, waiting_since=waited, failures=failures))
+    shown = capsys.readouterr().err
+    assert shown.count("worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left") == 1
+    assert "Traceback" not in shown
+    assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1

@@ -17,7 +17,7 @@ import pytest
 from orchestrator import cli, history
 from orchestrator.elastic.roster import Roster
 from orchestrator.history import Run
-from orchestrator.monitor.journal import GROUP_FORMED, JournalWriter
+from orchestrator.monitor.journal import GROUP_FORMED, UNRESPONSIVE, JournalWriter
 from orchestrator.records import JoinRequest, encode
 from tests.resume.samples import key, record, start
 from tests.test_starting import Runner, runner  # noqa: F401  a fixture
@@ -111,6 +111,9 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
         view = run_of(runner).status()
     assert (view.state, view.workers, view.workers_wanted) == ("running", 1, 2)
     assert view.last_fault == "worker 1 (10.0.0.7, pid 22506) lost: its node died"
+    attempt.journal.event(UNRESPONSIVE, reason="worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s")
+    attempt.journal.flush()
+    assert run_of(runner).status(0).last_fault == "worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s"
     attempt.journal.event("left out", member="a", reason="it did not answer")
     attempt.journal.flush()
     with attempt.alive():

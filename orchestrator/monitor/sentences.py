@@ -94,12 +94,13 @@ def stall(seen: Stall) -> list[str]:
     """The lines for a group without a step for long: the workers that cannot answer. If all seem to work, one
     line says so, after max(30 s, 5 × median step).
     """
+    held_up = [each for each in seen.held if each.state is None or each.state in _PROCESS_STATES]
+    others = "the others wait for it" if len(held_up) < len(seen.held) else "nobody trains"
     lines = []
-    for each in seen.held:
-        if each.state is None or each.state in _PROCESS_STATES:
-            why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
-            who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
-            lines.append(f"{who}: {why}{DOT}the others wait for it")
+    for each in held_up:
+        why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
+        who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
+        lines.append(f"{who}: {why}{DOT}{others}")
     if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
         lines.append(
             f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}no worker's "

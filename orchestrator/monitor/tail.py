@@ -15,7 +15,7 @@ import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor import sentences
-from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, STEP
+from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, STEP, UNRESPONSIVE
 from orchestrator.records import GroupChange, GroupMember, Loss, decode
 from orchestrator.storage import Storage
 
@@ -25,7 +25,7 @@ _ATTEMPT = re.compile(r"a(\d{4,})")
 _SEGMENT = re.compile(r"\d{6,}\.jsonl")
 _KIND = re.compile(rb'"kind":"([^"]*)"')
 LOST = ("member dead", "left out", "member failed")  # each names the `member`
-_FAULTS = ("save given up", "damaged point", "group ended", "unreadable file")
+_FAULTS = ("save given up", "damaged point", "group ended", "unreadable file", UNRESPONSIVE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,8 @@ class Tail:
         kind = line["kind"]
         if kind == GROUP_FORMED:
             return sentences.group_change(_change(line))
+        if kind == UNRESPONSIVE:
+            return str(line["reason"])
         reason = sentences.first_sentence(str(line.get("reason") or line.get("text") or ""))
         if kind not in LOST:
             about = line.get("point") or line.get("file") or ""

@@ -81,6 +81,11 @@ def test_a_worker_that_holds_the_others_up_is_named_with_what_its_process_does(
     ]
 
 
+def test_where_all_workers_are_gone_nobody_waits_for_them() -> None:
+    (line,) = sentences.stall(Stall(quiet_s=5.0, median_s=0.1, held=(Held(worker=ONE, state=""),)))
+    assert line.endswith("its process is gone · nobody trains")
+
+
 @pytest.mark.parametrize("state", ["R", "S", "?"])
 def test_where_nobody_is_stopped_one_line_says_so_after_30_s_or_five_median_steps(state: str) -> None:
     held = (Held(worker=ONE, state=state),)
