@@ -170,7 +170,10 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     step, uri = status.last_step, job.run.run_uri
     where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
     how = sentences.ended(status.ended or "failed", status.reason)
-    progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
+    if status.ended == "failed":
+        progress.say_at_length(how)
+    else:
+        progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
     progress.say(f"newest resume point: {where}")
     progress.say("next:")
     progress.say(f"  orchestrator points {uri}     the resume points, with a digest of the weights of each")

@@ -79,6 +79,11 @@ class Progress:
         self._log.write(text)
         self._put(text)
 
+    def say_at_length(self, text: str) -> None:
+        """A reason that may quote tracebacks: all of it into the log file, a short form onto the screen."""
+        self.note(text)
+        self._put(sentences.shortened(text, self._log.path))
+
     def note(self, text: str) -> None:
         """For the log file only."""
         self._log.write(text)

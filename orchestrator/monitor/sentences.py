@@ -15,7 +15,7 @@ from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 DOT = " · "
 NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
 SILENT = "it did not answer any more and was left out and killed"
-SCREEN_CHARS = 160  # of another program's message
+SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
 STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
 _PROCESS_STATES = {
     "T": "its process is stopped (SIGSTOP)",
@@ -126,6 +126,16 @@ def first_sentence(text: str, limit: int = SCREEN_CHARS) -> str:
     line = " ".join(text.split())
     first = re.split(r"(?<=[.!?])\s", line, maxsplit=1)[0]
     return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
+def shortened(text: str, where: str) -> str:
+    """A reason of many lines as the screen shows it: without the frames of tracebacks, at most `SCREEN_LINES`
+    lines, each at most `SCREEN_CHARS` long; all of it lies in the file `where` ("": there is none).
+    """
+    lines = [line for line in text.splitlines() if not re.match(r"\s+File \"|\s{4,}", line)]
+    kept = [line if len(line) <= SCREEN_CHARS else line[: SCREEN_CHARS - 1] + "…" for line in lines]
+    short = "\n".join(kept[:SCREEN_LINES])
+    return short if short == text or not where else f"{short}\n(all of it in {where})"
 
 
 def foreign(who: str, text: str, where: str) -> str:

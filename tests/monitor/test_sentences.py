@@ -123,6 +123,21 @@ def test_what_ray_says_at_length_is_one_line_that_names_the_file_with_the_rest(t
     assert told.endswith("more characters in logs/0001-host.log)") == (text != "short")
 
 
+def test_a_reason_that_quotes_tracebacks_is_short_on_the_screen_and_names_the_file_with_all_of_it() -> None:
+    trace = (
+        "Traceback (most recent call last):\n" + '  File "x", line 1, in y\n    z()\n' * 50 + "ValueError: y"
+    )
+    told = sentences.shortened(f"4 failures after step 7:\n  {trace}\n  {'x' * 500}", "logs/0001-host.log")
+    assert told.splitlines() == [
+        "4 failures after step 7:",
+        "  Traceback (most recent call last):",
+        "ValueError: y",
+        f"  {'x' * (sentences.SCREEN_CHARS - 3)}…",
+        "(all of it in logs/0001-host.log)",
+    ]
+    assert sentences.shortened("failed: cannot write x", "log") == "failed: cannot write x"
+
+
 def test_a_worker_that_could_still_speak_is_quoted_with_the_last_line_of_its_traceback() -> None:
     text = 'Traceback (most recent call last):\n  File "x"\nValueError: no such thing\n'
     assert sentences.failure("ValueError", text) == "ValueError: no such thing"
