@@ -389,7 +389,13 @@ def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[Member
     """As they said when they last joined."""
     joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == "join"}
     return tuple(
-        MemberInfo(member=m, actor_id=joins[m]["actor"], node_id=joins[m]["node"], pid=joins[m]["pid"])
+        MemberInfo(
+            member=m,
+            actor_id=joins[m]["actor"],
+            node_id=joins[m]["node"],
+            pid=joins[m]["pid"],
+            host=joins[m].get("host", ""),
+        )
         for m in members
         if m in joins
     )

@@ -1,11 +1,12 @@
 """The commands: they parse words, call `run`, print for people or one JSON document, and set the exit code.
 
-Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal. Logs and errors go to
-stderr.
+Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal, 130 interrupted. Logs
+and errors go to stderr.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
+from orchestrator import __version__
 from orchestrator.errors import OrchestratorError
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Elastic LLM training on Ray: a run survives anything and goes on at exactly the next unread token.",
+    help="Elastic LLM training on Ray: a run survives anything and continues at exactly the next unread "
+    "token.",
 )
 
 Config = Annotated[str, typer.Argument(help="YAML file of the job, e.g. configs/quickstart.yaml")]
@@ -35,6 +38,36 @@ RunUri = Annotated[str, typer.Argument(help="the run's folder or URI, e.g. runs/
 Json = Annotated[
     bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")
 ]
+
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        others = ", ".join(f"{name} {_version_of(name)}" for name in ("ray", "torch"))
+        sys.stdout.write(f"orchestrator {__version__} ({others}, Python {platform.python_version()})\n")
+        raise typer.Exit
+
+
+def _version_of(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="print the versions and exit"),
+    ] = False,
+) -> None:
+    """See the commands."""
+    del version  # the callback has acted on it
 
 
 @app.command()
@@ -57,7 +90,11 @@ def train(
         return
     from orchestrator.run import train as start
 
-    result = start(config, overrides or [])
+    try:
+        result = start(config, overrides or [])
+    except KeyboardInterrupt as interrupt:  # typer would end without a word
+        _say(str(interrupt) or "interrupted; the same command starts again")
+        raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
     if json:
         _print_json(result.to_json())
     if result.outcome == "failed":  # the reason was shown when the run ended
@@ -136,6 +173,33 @@ def audit(
         raise typer.Exit(1)
 
 
+@app.command()
+def status(
+    run: RunUri,
+    json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="again and again, until the run has ended; --json: a line each")
+    ] = False,
+) -> None:
+    """Say whether the run is alive, where it stands, how many workers it has, what went wrong last, and when
+    it will be done. Reads storage only.
+    """
+    from orchestrator.history import open_run
+
+    opened = open_run(run)
+    for seen in opened.watch() if watch else [opened.status()]:
+        if json:
+            _print_json(seen.to_json(), lines=watch)
+        else:
+            from orchestrator.tables import status_lines
+
+            if watch and sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it
+            _print_lines(status_lines(seen))
+    if seen.is_broken:
+        raise typer.Exit(1)
+
+
 @app.command("sample-corpus")
 def sample_corpus(
     out: Annotated[Path, typer.Argument(help="folder to make")],
@@ -161,9 +225,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OrchestratorError as error:
         _say(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        sys.exit(1)
 
 
 def _print_plan(found: ResumePlan, json: bool) -> None:
@@ -178,12 +239,14 @@ def _print_plan(found: ResumePlan, json: bool) -> None:
         raise typer.Exit(2)
 
 
-def _print_json(value: Any) -> None:
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() + "\n")
+def _print_json(value: Any, lines: bool = False) -> None:
+    sys.stdout.write(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n")
+    sys.stdout.flush()
 
 
 def _print_lines(lines: list[str]) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _say(text: str) -> None:

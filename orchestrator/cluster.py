@@ -6,9 +6,11 @@ It decides nothing: the facts go to `elastic.policy`. It shuts down only what it
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.elastic.policy import NodeFacts
 from orchestrator.errors import ResourceError
 from orchestrator.machine import shared_memory_bytes
+from orchestrator.monitor import sentences
 
 if TYPE_CHECKING:
     from orchestrator.config import JobConfig
@@ -59,18 +62,25 @@ class Node:
 class ClusterConnection:
     """A connection to Ray; as a context manager it ends what it began, and nothing else."""
 
-    def __init__(self, config: JobConfig, num_cpus_needed: float, object_store_needed_bytes: int) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        num_cpus_needed: float,
+        object_store_needed_bytes: int,
+        heard: Callable[[str], None] | None = None,
+    ) -> None:
         """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to,
         else starts a local one.
 
         A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
-        shares, not cores. Raises `ResourceError` within seconds if nothing answers at the address, or
-        /dev/shm is too small for a local one.
+        shares, not cores. What Ray would print meanwhile is given to `heard` instead. Raises `ResourceError`
+        within seconds if nothing answers at the address, or /dev/shm is too small for a local one.
         """
         import ray
 
         os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
         self.started = False
+        self._heard = _RayHeard(heard) if heard is not None else None
         if ray.is_initialized():
             return
         address = _address(config)
@@ -105,12 +115,45 @@ class ClusterConnection:
 
         if self.started:
             ray.shutdown()
+        if self._heard is not None:
+            self._heard.end()
 
     def __enter__(self) -> ClusterConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _RayHeard(logging.Handler):
+    """Until `end`, Ray's messages to this process go to a function: errors of its cluster, which Ray 2.60
+    prints to stdout (a private function, left alone where it is missing), and its loggers' errors.
+    """
+
+    def __init__(self, heard: Callable[[str], None]) -> None:
+        from ray._private import worker
+
+        super().__init__(logging.ERROR)
+        self._heard, self._worker = heard, worker
+        self._print = getattr(worker, "print_to_stdstream", None)
+        if self._print is not None:
+            setattr(worker, "print_to_stdstream", self._print_instead)  # noqa: B010
+        self._logger = logging.getLogger("ray")
+        self._handlers, self._propagates = self._logger.handlers, self._logger.propagate
+        self._logger.handlers, self._logger.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self._heard(self.format(record))
+
+    def end(self) -> None:
+        """Ray prints as before."""
+        if self._print is not None:
+            setattr(self._worker, "print_to_stdstream", self._print)  # noqa: B010
+        self._logger.handlers, self._logger.propagate = self._handlers, self._propagates
+
+    def _print_instead(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:  # noqa: ARG002
+        self._heard("\n".join(data.get("lines", ())))
 
 
 @contextmanager
@@ -192,6 +235,25 @@ def _check_reachable(address: str) -> None:
             "port 6379), "
             "or leave it out to start a local Ray"
         ) from error
+
+
+def cause_of_death(row: Mapping[str, Any] | None) -> str:
+    """Why an actor died, by its row in Ray's table (`DeathCause`). Ray knows neither signals nor exit codes,
+    so what it cannot tell apart is not told apart.
+    """
+    text = str((row or {}).get("DeathCause") or "")
+    if "oom_context" in text or "NODE_OUT_OF_MEMORY" in text:
+        return "killed by Ray: its node ran out of memory"
+    if "NODE_DIED" in text or "node has crashed" in text or "node has died" in text:
+        return "its node died"
+    if "OWNER_DIED" in text:
+        return "its node's agent died"
+    if "RAY_KILL" in text:
+        return "its node group was stopped"
+    detail = re.search(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)", text)
+    if detail is None or detail.group(1) == "SYSTEM_ERROR":
+        return sentences.NO_ERROR
+    return f"its process ended ({detail.group(1)}: {detail.group(2)})"
 
 
 def node_facts() -> tuple[NodeFacts, ...]:

@@ -17,10 +17,12 @@ from functools import partial
 from typing import Any
 
 from orchestrator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.cluster import cause_of_death
 from orchestrator.commits import Commits
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.faults import hook
@@ -34,12 +36,14 @@ from orchestrator.launch_machine import (
     Note,
     Warn,
 )
-from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import GROUP_FORMED, JournalWriter
 from orchestrator.plan.claims import GenerationStart
 from orchestrator.records import (
     PHASE_LIMITS_S,
     Cursor,
     GenerationView,
+    GroupChange,
     JoinRequest,
     MemberInfo,
     Refusal,
@@ -99,12 +103,15 @@ class Coordinator:
     meet again at their next step boundary (MEMBERSHIP.md rules 8 and 10).
     """
 
-    def __init__(self, start: CoordinatorStart, is_dead: Callable[[MemberInfo], bool] | None = None) -> None:
+    def __init__(
+        self, start: CoordinatorStart, why_dead: Callable[[MemberInfo], str | None] | None = None
+    ) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
-        has a journal already). `is_dead` says whether a member's process is surely gone; by default Ray does.
+        has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
+        default Ray does.
         """
         self._start, self._fault = start, hook(start.fault_plan)
-        self._is_dead = is_dead or ray_says_dead
+        self._why_dead = why_dead or ray_says
         self._store = RunStore(Storage(start.storage))
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault
@@ -172,6 +179,8 @@ class Coordinator:
         restarted = attempt.number != start.attempt.number
         self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
         self._kills: list[tuple[int, MemberInfo]] = []
+        self._changes: list[tuple[int, GroupChange]] = []
+        self._roster = Roster(start.max_workers, attempt.members)
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -190,6 +199,7 @@ class Coordinator:
             old.set_result(StillWaiting())  # a call that nobody waits for any more
         future = self._joins[member] = asyncio.get_running_loop().create_future()
         self._take_records(request.records)
+        self._roster.came(request, time.monotonic())
         self._note_join(replace(request, records=()))
         await self._do(self._launch.join(request, time.monotonic()))
         self._wake.set()
@@ -261,6 +271,7 @@ class Coordinator:
     async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
         self._check(launch)
+        self._roster.gone(member, sentences.failure(kind, text))
         await self._do(self._launch.failed(member, kind, text, fatal))
 
     # ------------------------------------------------------------ calls of the supervisor
@@ -275,6 +286,7 @@ class Coordinator:
             await self._wait_for_change(deadline - time.monotonic())
         view, newest, launch = self._view, self._commits.newest, self._launch
         # whoever hears of the end may end this process
+        news = range(version + 1, self._version + 1)
         ended, reason = launch.ended if launch.ended and self._end_is_written else (None, "")
         below = launch.rendezvous.below_minimum_since
         return RunStatus(
@@ -288,11 +300,13 @@ class Coordinator:
             waiting_since=None if below is None else time.monotonic() - below,
             ended=ended,
             reason=reason,
-            left_out=tuple(info for at, info in self._kills if at > version),
-            members=tuple(info for member, info in launch.infos.items() if view and member in view.members),
+            left_out=tuple(info for at, info in self._kills if at in news),
+            members=tuple(launch.infos[m] for m in (view.members if view else ()) if m in launch.infos),
             failures=tuple((failure.step, failure.reason) for failure in launch.failures),
-            warnings=tuple(text for at, text in self._warnings if at > version),
+            warnings=tuple(text for at, text in self._warnings if at in news),
             stopping=launch.stopping,
+            changes=tuple(change for at, change in self._changes if at in news),
+            lost=self._roster.losses,
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -392,6 +406,7 @@ class Coordinator:
                     self._journal.event(action.kind, **action.fields)
                 case Kill():
                     self._kills.append((self._version + 1, action.member))
+                    self._roster.gone(action.member.member, sentences.SILENT)
                 case Warn():
                     await self.warned(action.text)
                 case VoterGone():
@@ -416,6 +431,7 @@ class Coordinator:
             actor=request.actor_id,
             node=request.node_id,
             pid=request.pid,
+            host=request.host,
             key=_text(request.key),
             leaves=request.leaves,
             unreached=request.unreached,
@@ -469,15 +485,33 @@ class Coordinator:
         for answer in answers:
             if isinstance(answer, Answer) and isinstance(answer.answer, GenerationView):
                 self._view = answer.answer
+        if answers:
+            self._note_change(formation)
         await self._do(answers)
+
+    def _note_change(self, formation: Formation) -> None:
+        """For people: how this generation differs from the one before it."""
+        before = self._launch.last_step
+        change = self._roster.formed(
+            formation.attempt,
+            formation.generation,
+            formation.members,
+            formation.step,
+            before.step if before else 0,
+            time.monotonic(),
+        )
+        self._changes.append((self._version + 1, change))
+        self._journal.event(GROUP_FORMED, **encode(change))
 
     async def _watch_members(self) -> None:
         """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
         while True:
             began = time.monotonic()
             for info in self._launch.to_ask(self._commits.under_way, began):
-                if await asyncio.to_thread(self._is_dead, info):
-                    await self._do(self._launch.dead(info.member, time.monotonic()))
+                why = await asyncio.to_thread(self._why_dead, info)
+                if why is not None:
+                    self._roster.gone(info.member, why)
+                    await self._do(self._launch.dead(info.member, why, time.monotonic()))
                     self._joins.pop(info.member, None)
                     self._wake.set()
             await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))  # about 1 ms a member
@@ -541,14 +575,14 @@ class Coordinator:
         await self._do(self._launch.fence(reason))
 
 
-def ray_says_dead(info: MemberInfo) -> bool:
-    """Whether Ray says that the member's actor is dead. False where it says nothing: a GCS that does not
-    answer, or has forgotten the actor, knows of nobody's death.
+def ray_says(info: MemberInfo) -> str | None:
+    """How the member's process ended, as Ray says; None if it lives. Also where Ray says nothing: a GCS that
+    does not answer, or has forgotten the actor, knows of nobody's death.
     """
     from ray._private.state import state  # the public state API needs the dashboard process
 
     row = state.actor_table(info.actor_id)
-    return bool(row) and row["State"] == "DEAD"
+    return cause_of_death(row) if row and row["State"] == "DEAD" else None
 
 
 def _text(key: StateKey | None) -> str:

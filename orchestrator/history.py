@@ -5,17 +5,26 @@ trained on. Needs no cluster.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from orchestrator.attempt import Survey, require_frozen, survey
 from orchestrator.config import JobConfig, in_todays_fields, parse_config
-from orchestrator.errors import RefusedError
+from orchestrator.errors import OrchestratorError, RefusedError
+from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
+from orchestrator.plan.busy import Busy
+from orchestrator.plan.claims import ClaimParent
 from orchestrator.records import StepRecord
 from orchestrator.resume.points import Damage, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
+
+WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (MEMBERSHIP.md rule 12)
 
 
 def open_run(run_uri: str | Path) -> Run:
@@ -76,6 +85,38 @@ class Run:
         """The step records of the effective history, in order."""
         return survey(self._store).lineage.records
 
+    def status(self, watch_s: float | None = None) -> RunView:
+        """The run at a glance: whether it is alive, where it stands, what went wrong last, when it is done.
+
+        A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (default: 10;
+        0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
+        part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
+        """
+        return self._look(WATCH_S if watch_s is None else watch_s, None)
+
+    def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
+        """`status` again and again, until nothing will change by itself any more. Counts for how long no step
+        came, on this process's own clock.
+        """
+        at, since = None, time.monotonic()
+        while True:
+            began = time.monotonic()
+            view = self._look(WATCH_S, began - since if at is not None else None)
+            if (view.attempt, view.step, view.last_step_at) != at:
+                at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
+                view = replace(view, quiet_s=0.0)
+            yield view
+            if view.is_over:
+                return
+            time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+    def __repr__(self) -> str:
+        try:
+            view = self._look(0.0, None)
+        except OrchestratorError as error:
+            return f"Run({self.uri!r}: {error})"
+        return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
+
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
         return self._configs()[-1][1]
@@ -97,6 +138,32 @@ class Run:
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
+    def _look(self, watch_s: float, quiet_s: float | None) -> RunView:
+        store, alive = self._store, None
+        if watch_s > 0:
+            alive = isinstance(store.watch_busy(watch_s, time.monotonic, time.sleep), Busy)
+        numbers = store.claim_numbers()
+        number = numbers[-1] if numbers else None
+        end = None if number is None else store.read_end(number)
+        parents = [store.read_parent(each) for each in numbers[-1:]]
+        parent = next((each for each in parents if isinstance(each, ClaimParent)), None)
+        names = store.point_names()
+        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == number]
+        inherited = parent.parent.point_name if parent is not None and parent.parent is not None else None
+        budgets = parent.budgets if parent is not None else None
+        facts = AttemptFacts(
+            number=number,
+            outcome=end.outcome if end else "",
+            reason=end.reason if end else "",
+            point=mine[-1] if mine else inherited if inherited in names else None,
+            points=len(names),
+            stop_tokens=budgets.stop_tokens if budgets else None,
+            stop_samples=budgets.stop_samples if budgets else None,
+            alive=False if end else alive,
+            watched_s=watch_s,
+        )
+        return view_of(self.uri, facts, read_tail(store.storage), datetime.now(UTC), quiet_s)
+
     def _configs(self) -> list[tuple[int, JobConfig]]:
         events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
         if not events:

@@ -156,20 +156,24 @@ class LaunchMachine:
             waits = member in self.waiting
             return [] if waits else [Answer(member=member, answer=Refusal(reason=found.reason))]
         self.infos[member] = MemberInfo(
-            member=member, actor_id=request.actor_id, node_id=request.node_id, pid=request.pid
+            member=member,
+            actor_id=request.actor_id,
+            node_id=request.node_id,
+            pid=request.pid,
+            host=request.host,
         )
         self._left_out.discard(member)
         self.waiting.add(member)
         return [*self._lost(member, voted=request.voted), *self._over()]
 
-    def dead(self, member: str, now: float) -> list[Action]:
+    def dead(self, member: str, why: str, now: float) -> list[Action]:
         """The process of `member` is gone; a call of it that comes later is not heeded."""
         self._dead.add(member)
         self._left_out.discard(member)
         self.waiting.discard(member)
         self.rendezvous.dead(member, now)
         self.infos.pop(member, None)
-        actions: list[Action] = [Note(kind=MEMBER_DEAD, fields={"member": member})]
+        actions: list[Action] = [Note(kind=MEMBER_DEAD, fields={"member": member, "reason": why})]
         if member not in self._finished:
             # members of one generation die of one cause; before the first one each death counts
             alone = member not in self.members and self.rendezvous.generation == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from orchestrator.data.feeder import start_feeder
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import UNRESPONSIVE
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.progress import Progress
-from orchestrator.records import Cursor, RunStatus
+from orchestrator.records import Cursor, Loss, RunStatus, Stall
 from orchestrator.worker import WorkerTask, train_function
 
 
@@ -36,10 +39,11 @@ def supervise(
     folder: Path,
     limits: Limits,
     fault_plan: str,
+    progress: Progress,
 ) -> RunStatus:
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here."""
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress = Progress(job.monitor.progress_s, total)
+    progress.begin(folder, attempt.number, limits.max_workers, total)
     for note in spec.notes:
         progress.say(f"note: {note}")
     if not limits.feed_cpus:
@@ -71,7 +75,8 @@ def supervise(
         ray_storage=str(folder / "ray"),
         limits=limits,
     )
-    supervisor = Supervisor(launch, coordinator, node_facts, _shower(progress, coordinator, feeder))
+    show = _shower(progress, limits, coordinator, feeder)
+    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress, coordinator))
     try:
         with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
@@ -81,23 +86,30 @@ def supervise(
         _say_end(progress, job, status)
         return status
     finally:
-        progress.close()
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
 
 
-def _shower(progress: Progress, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
-    """Shows each status, and that a group formed anew; tells the feeder what is committed: it forgets that,
-    and gives its notes.
+def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
+    """Shows each status, who was lost and who came; notifies the feeder of what is committed: it forgets
+    that, and gives its notes.
     """
-    committed, group = 0, (0, 0)
+    committed, said = 0, tuple[Loss, ...]()
+    failures = set[tuple[int, str]]()
 
     def show(status: RunStatus) -> None:
-        nonlocal committed, group
-        now = (status.attempt, status.generation)
-        if group[1] and now != group and status.ended is None:
-            progress.say(f"the workers form a new group: generation {now[1]} of attempt {now[0]}")
-        group = now
+        nonlocal committed, said
+        for change in status.changes:
+            said = ()
+            progress.say(sentences.group_change(change))
+        if status.lost != said and (status.waiting_since is not None or status.ended == "failed"):
+            said = status.lost
+            over = status.ended is not None
+            waits = sentences.waiting(said, limits.min_workers, limits.wait_s)
+            progress.say(sentences.losses(said) if over else waits)
+        for step, what in set(status.failures) - failures:
+            progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
+        failures.update(status.failures)
         progress.show(status)
         if status.committed.consumed_samples > committed or status.ended:
             committed = status.committed.consumed_samples
@@ -105,6 +117,12 @@ def _shower(progress: Progress, coordinator: Any, feeder: Any) -> Callable[[RunS
             coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
 
     return show
+
+
+def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
+    for line in sentences.stall(stall):
+        progress.say(line)
+        coordinator.note.remote(UNRESPONSIVE, {"reason": line})
 
 
 def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:
@@ -158,7 +176,11 @@ def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
     """Where the results lie, and what to try next."""
     step, uri = status.last_step, job.run.run_uri
     where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
-    progress.say(f"{status.ended}: {status.reason}" + (f", loss {step.loss:.4f}" if step else ""))
+    how = sentences.ended(status.ended or "failed", status.reason)
+    if status.ended == "failed":
+        progress.say_at_length(how)
+    else:
+        progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
     progress.say(f"newest resume point: {where}")
     for line in next_commands(uri, trained=step is not None or status.newest_point is not None):
         progress.say(line)
@@ -171,6 +193,6 @@ def next_commands(uri: str, *, trained: bool) -> list[str]:
     return [
         "next:",
         f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",
-        f"  orchestrator audit {uri}      proof that every token was trained exactly once",
-        "  orchestrator plan CONFIG train.global_batch_size=24     what another shape would do",
+        f"  orchestrator audit {uri}      whether every token was trained exactly once",
+        "  orchestrator plan CONFIG train.global_batch_size=24     what another batch size would do",
     ]

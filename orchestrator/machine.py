@@ -1,4 +1,4 @@
-"""What this machine has: memory, shared memory, disk.
+"""What this machine has: memory, shared memory, disk, processes.
 
 It decides nothing and knows nothing of jobs; a figure that cannot be found is None.
 """
@@ -100,3 +100,24 @@ def free_disk_bytes(folder: str) -> int:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return shutil.disk_usage(path).free
+
+
+def process_state(pid: int) -> str:
+    """What a process of this machine does, as Linux has it: `R` runs, `S` sleeps, `T` is stopped, `D` waits
+    for a disk, `Z` is dead; "" where there is no such process, "?" where the system does not tell.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "?" if _exists(pid) else ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

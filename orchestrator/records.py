@@ -418,6 +418,7 @@ class JoinRequest:
     records: tuple[StepRecord, ...] = ()
     reason: str = ""
     pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
+    idle_s: float = 0.0  # how long ago its last step was done when it asked; 0 for a newcomer
     unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
     voted: StateKey | None = None  # the newest save that it voted for: the vote may still be under way
 
@@ -452,8 +453,9 @@ class GenerationView:
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save
 # or a load may take longer than a rendezvous waits for the silent (MEMBERSHIP.md rule 23).
 STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT = "step", "forming", "load", "feed wait", "save wait"
+BETWEEN = "between steps"  # a step was finished just now
 # a group forms in four steps (store, meeting, process group, comparison) of at most 10 s each
-PHASE_LIMITS_S = {STEP: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
+PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 
 # control bits that rank 0 adds to the word of a step
 SAVE, STOP, REFORM = 1, 2, 4
@@ -499,6 +501,69 @@ class MemberInfo:
     actor_id: str  # Ray's, "" outside it
     node_id: str
     pid: int
+    host: str = ""  # its address; "" where an older version did not note it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMember:
+    """A worker as people name it: its rank in the newest generation that it was in (None: in none yet), its
+    host's address ("": not known) and its process (0: not known).
+    """
+
+    rank: int | None
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A worker that ended without having been asked to, and why."""
+
+    worker: GroupMember
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupChange:
+    """How a generation differs from the one before it: who was lost, who came, how long nobody trained.
+
+    `wanted`: how many workers the launch aims at. `step` is the label of the last step done, `step_before` of
+    the newest that was known to be done before: if that is greater, the steps between are trained again.
+    `paused_s` counts from the newest finished step to the forming; None where nobody trained before. `reason`
+    says why the generation before ended, as a survivor saw it ("": nobody trained before). `restarted`: by a
+    coordinator that was restarted.
+    """
+
+    attempt: int
+    generation: int
+    world_size: int
+    wanted: int
+    step: int
+    step_before: int
+    lost: tuple[Loss, ...]
+    joined: tuple[GroupMember, ...]
+    paused_s: float | None
+    reason: str
+    restarted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A worker of a group that stands still. `state`: what its process does (`machine.process_state`); None:
+    its node's agent did not answer.
+    """
+
+    worker: GroupMember
+    state: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """Nobody finished a step for `quiet_s`; `median_s` is the usual step. `held`: all workers, looked at."""
+
+    quiet_s: float
+    median_s: float
+    held: tuple[Held, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -521,7 +586,9 @@ class RunStatus:
     ended: str | None
     reason: str
     left_out: tuple[MemberInfo, ...]
-    members: tuple[MemberInfo, ...]
+    members: tuple[MemberInfo, ...]  # by rank
     failures: tuple[tuple[int, str], ...]  # (step, what) of every failure of this launch
     warnings: tuple[str, ...] = ()  # saves given up, damage found, trouble with storage
     stopping: bool = False
+    changes: tuple[GroupChange, ...] = ()  # generations that were formed
+    lost: tuple[Loss, ...] = ()  # since the newest generation was formed

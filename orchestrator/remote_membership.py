@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.records import (
+    BETWEEN,
     STEP,
     GenerationView,
     JoinRequest,
@@ -84,6 +85,7 @@ class RemoteMembership:
         self._wishes: dict[tuple[int, int], Wishes] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._phase = (STEP, time.monotonic())
+        self._stepped_at = time.monotonic()  # when the newest step was finished
         self._broken: BaseException | None = None
         self._in_thread("report", self._report_loop)
 
@@ -111,6 +113,7 @@ class RemoteMembership:
             reason=state.reason[-2000:],
             pid=os.getpid(),
             voted=state.voted,
+            idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
         answer = self._ask("join", request)
         while isinstance(answer, GenerationView) and answer.probe:
@@ -137,7 +140,9 @@ class RemoteMembership:
 
     def phase(self, name: str) -> None:
         """The reporting thread tells the coordinator, should it last."""
-        self._phase = (name, time.monotonic())
+        self._phase = (STEP if name == BETWEEN else name, time.monotonic())
+        if name == BETWEEN:
+            self._stepped_at = self._phase[1]
 
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Hands the records to the reporting thread; never blocks."""

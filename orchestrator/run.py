@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
 from orchestrator.errors import ResourceError
 from orchestrator.plan.resume import ResumePlan
+from orchestrator.progress import Progress
 from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
@@ -68,12 +70,15 @@ def train(
     folder = starting.run_folder(job)
     store = RunStore(Storage(str(folder)))
     starting.check_writable(folder)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(starting.refuse_busy, store)
+    with (
+        Progress.shown(job.monitor.progress_s) as progress,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher,
+    ):
+        busy = watcher.submit(starting.refuse_busy, store, progress.say)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
-            return _already_done(job, plan, time.monotonic() - began)
+            return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster import ClusterConnection, starts_local_ray
         from orchestrator.elastic.needs import needs_of
 
@@ -82,14 +87,14 @@ def train(
             _check_this_machine(needs, limits)
         require_model(job, plan, spec.vocab_size)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
-        with ClusterConnection(job, cpus, needs.object_store_bytes):
+        with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
             watched = busy.result()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
             from orchestrator.launching import supervise
 
             with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
                 spec = starting.freeze(job, folder, attempt.encoders)
-                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan)
+                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
 
@@ -233,15 +238,11 @@ def _memories() -> list[tuple[str, int]]:
 
 
 # ------------------------------------------------------------ how it ended
-def _already_done(job: JobConfig, plan: ResumePlan, seconds: float) -> RunResult:
+def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
-    from orchestrator.progress import Progress
-
     assert plan.point is not None, "a resume has a point"
     reason = starting.stop_is_reached(plan)
-    progress = Progress(job.monitor.progress_s, None)
     progress.say(f"done: {reason}")
-    progress.close()
     return RunResult(
         outcome="done",
         reason=reason,

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -140,17 +139,20 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
     return replace(found, notes=(*found.notes, *notes))
 
 
-def refuse_busy(store: RunStore) -> int:
+def refuse_busy(store: RunStore, say: Callable[[str], None]) -> int:
     """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one. Returns
     the newest attempt's number (0: none): nobody is at work on it, so that `claimed` may take the next.
 
     What a killed driver of this machine left is no launch: its processes end by themselves, within
     `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
-    stands on stderr.
+    it says.
     """
     newest, ended = store.newest_claim(), AllEnded(store, partial(journal_keeper, store.storage))
     if newest is not None and store.read_end(newest.number) is None and not ended(newest):
-        _say(f"attempt {newest.number} has not said its end: watching {BUSY_WATCH_S:.0f} s whether it lives")
+        say(
+            f"attempt {newest.number} has no end record: checking for {BUSY_WATCH_S:.0f} s whether it still "
+            "runs"
+        )
     deadline = time.monotonic() + ORPHANS_S
     while True:
         found = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep, ended)
@@ -158,17 +160,16 @@ def refuse_busy(store: RunStore) -> int:
             return found.number
         claim = store.read_claim(found.number)
         if driver_was_killed(store, claim) and time.monotonic() < deadline:
-            _say(f"attempt {claim.number} lives, but its driver was killed: waiting for its processes to end")
+            say(
+                f"attempt {claim.number} still runs, but its driver was killed: waiting for its processes to "
+                "end"
+            )
             continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
             f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
             "take another run.name"
         )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
 
 
 @contextmanager
@@ -216,8 +217,8 @@ def stop_is_reached(plan: ResumePlan) -> str:
     """What to say when there is nothing left to train."""
     return (
         f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
-        "raise train.max_steps, max_samples or max_tokens to go on (steps count in the shape they are given "
-        "with)"
+        "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
+        "seq_len that they are first given with)"
     )
 
 
@@ -261,10 +262,21 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             )
 
 
+class StoppedAtOnceError(KeyboardInterrupt):
+    """A second signal: nothing is saved. `exit_code` is what a shell expects of a process that it ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"{signal.Signals(number).name} came twice: stopped at once, and nothing was saved; the same "
+            "command continues from the newest resume point"
+        )
+        self.exit_code = 128 + number
+
+
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C save and stop; a second one raises `KeyboardInterrupt`. Only a process's main thread
-    can do this; in another nothing changes.
+    """SIGTERM and Ctrl-C save and stop; a second one raises `StoppedAtOnceError`, a `KeyboardInterrupt`. Only
+    a process's main thread can do this; in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -274,7 +286,7 @@ def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Ite
     def handle(number: int, _: object) -> None:
         nonlocal seen
         if seen:
-            raise KeyboardInterrupt
+            raise StoppedAtOnceError(number)
         seen = True
         say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
         stop()

@@ -17,12 +17,14 @@ from orchestrator import starting
 from orchestrator.attempt import Attempt, note_beginning
 from orchestrator.commits import Commits
 from orchestrator.config import JobConfig
+from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
 from orchestrator.faults import hook
-from orchestrator.monitor.journal import JournalWriter
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import GROUP_FORMED, JournalWriter
 from orchestrator.plan.claims import GenerationStart
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
+from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
 from orchestrator.resume.commit import CommitMachine
 from orchestrator.resume.committer import PointCommitter
 from orchestrator.resume.events import GenerationFormed, Tick
@@ -106,6 +108,11 @@ class StaticKeeper:
                 seq_len=self._job.pack.seq_len,
             )
         )
+        members = [str(rank) for rank in range(world_size)]
+        change = Roster(world_size).formed(
+            attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
+        )
+        self._journal.event(GROUP_FORMED, **encode(change))
         self._journal.flush()
         self._fault("generation_journalled", attempt.step_label, -1)
         self._acknowledged = attempt.step_label
@@ -115,6 +122,7 @@ class StaticKeeper:
         )
         self._writer.start()
         began.wait()
+        self._say(sentences.group_change(change))
         return Start(
             launch=attempt.launch,
             attempt=attempt.number,

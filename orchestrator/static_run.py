@@ -1,14 +1,17 @@
 """A run under plain `torchrun`, without Ray: joins the stages as `run` does, for a group that is fixed.
 
-The loop, the points and the journal are those of every run, so a run may go on here and there by turns. The
-first failure ends the group, and the same command continues.
+The loop, the points and the journal are those of every run, so a run may go on here and there alternately.
+The first failure ends the group, and the same command continues.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,14 +20,17 @@ from typing import TYPE_CHECKING
 
 from orchestrator import starting
 from orchestrator.config import JobConfig, load_config
+from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.loading import loading
+from orchestrator.machine import process_state
+from orchestrator.monitor import sentences
 from orchestrator.plan.encoders import EncoderSpan
 from orchestrator.plan.resume import ResumePlan
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
-from orchestrator.records import decode, encode
+from orchestrator.records import GroupMember, Held, Stall, decode, encode
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
@@ -59,14 +65,17 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     from orchestrator.train.meeting import meet
 
     meeting = meet()
+    place = [socket.gethostname(), os.getpid()]
+    meeting.store.set(f"place/{meeting.rank}", json.dumps(place))
     if meeting.rank != 0:
         return _follow(meeting, job, folder, fault_plan)
-    return _lead(meeting, job, folder, fault_plan)
+    with Progress.shown(job.monitor.progress_s) as progress:
+        return _lead(meeting, job, folder, fault_plan, progress)
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     """The entry point of a rank: ends the process with 0 done or stopped, 1 failure, 2 bad configuration or
-    refusal. torchrun itself ends with 1 whenever a rank did not end with 0.
+    refusal, 130 interrupted. torchrun itself ends with 1 whenever a rank did not end with 0.
     """
     code = 0
     try:
@@ -78,46 +87,45 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     except OrchestratorError as error:
         _say(f"rank {os.environ.get('RANK', '?')}: {type(error).__name__}: {error}")
         code = error.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted")
-        code = 1
+    except KeyboardInterrupt as interrupt:
+        _say(str(interrupt) or "interrupted")
+        code = getattr(interrupt, "exit_code", 130)
     sys.stderr.flush()
     if code:
         # at once, whatever a thread may still be doing
         os._exit(code)
 
 
-def _lead(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _lead(
+    meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
+) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
     store = RunStore(Storage(str(folder)))
     with meeting.telling_failure("decision"):
         starting.check_writable(folder)
-        spec, plan, watched = _look(store, job, folder)
+        spec, plan, watched = _look(store, job, folder, progress.say)
         if starting.reached(plan):
             meeting.tell("decision", None)
-            _say(starting.stop_is_reached(plan))
+            progress.say(f"done: {starting.stop_is_reached(plan)}")
             return None
         with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
-            keeper = StaticKeeper(store, attempt, job, _say, fault_plan)
+            keeper = StaticKeeper(store, attempt, job, progress.say, fault_plan)
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress.begin(folder, attempt.number, meeting.world_size, total)
     with _ending(keeper), meeting.telling_failure("decision"):
         spec = starting.freeze(job, folder, attempt.encoders)
         meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
-    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress = Progress(job.monitor.progress_s, total)
-    try:
-        for note in spec.notes:
-            progress.say(f"note: {note}")
-        starting.announce(progress.say, job, attempt, plan)
-        with _shown(progress, keeper, job.monitor.progress_s):
-            outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
-    finally:
-        progress.close()
-    why = f": {starting.why_done(job, attempt.budgets, keeper.status().last_step)}"
-    _say(
-        f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}"
-        + (why if outcome.reason == "done" else "")
-    )
-    _say(f"newest resume point: {job.run.run_uri}/points/{keeper.status().newest_point}")
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    starting.announce(progress.say, job, attempt, plan)
+    places = [json.loads(meeting.store.get(f"place/{rank}")) for rank in range(meeting.world_size)]
+    members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
+    with _shown(progress, keeper, job.monitor.progress_s, members):
+        outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
+    status = keeper.status()
+    why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
+    progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
+    progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
     return outcome
 
 
@@ -131,12 +139,14 @@ def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> 
     return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
 
 
-def _look(store: RunStore, job: JobConfig, folder: Path) -> tuple[DataSpec, ResumePlan, int]:
+def _look(
+    store: RunStore, job: JobConfig, folder: Path, say: Callable[[str], None]
+) -> tuple[DataSpec, ResumePlan, int]:
     """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
     Raises `RefusedError`, also if the run is busy.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(starting.refuse_busy, store)
+        busy = watcher.submit(starting.refuse_busy, store, say)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_ahead(store, job, spec)
         if starting.reached(plan):
@@ -218,15 +228,29 @@ def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
 
 
 @contextmanager
-def _shown(progress: Progress, keeper: StaticKeeper, every_s: float) -> Iterator[None]:
-    """Shows the status every so often from a thread."""
-    over = threading.Event()
+def _shown(
+    progress: Progress, keeper: StaticKeeper, every_s: float, members: Sequence[GroupMember]
+) -> Iterator[None]:
+    """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
+    machine go.
+    """
+    over, stall_watch = threading.Event(), StallWatch()
 
     def show() -> None:
         while not over.wait(min(every_s, 1.0)):
             status = keeper.status()
-            if status.world_size:
-                progress.show(status)
+            if not status.world_size:
+                continue
+            progress.show(status)
+            stall_watch.saw(status, time.monotonic())
+            quiet_s = stall_watch.due(time.monotonic())
+            if quiet_s is not None:
+                here = socket.gethostname()
+                states = [process_state(each.pid) if each.host == here else "?" for each in members]
+                held = tuple(Held(worker=each, state=s) for each, s in zip(members, states, strict=True))
+                stall = Stall(quiet_s=quiet_s, median_s=stall_watch.median_s, held=held)
+                for line in sentences.stall(stall):
+                    progress.say(line)
 
     shower = threading.Thread(target=show, name="progress", daemon=True)
     shower.start()

@@ -298,9 +298,11 @@ class World:
         match note.fields:
             case {"member": str() as member, "reason": str() as reason, "step": int() as step}:
                 self.finished[member] = (reason, step)
+            case {"member": _} if note.kind != MEMBER_DEAD:
+                pass
             case {"step": int() as step, "reason": str() as reason}:
                 self.failures.append((attempt, Failure(step=step, reason=reason)))
-            case {"member": str() as member} if note.kind == MEMBER_DEAD:
+            case {"member": str() as member}:
                 self.known_dead.add(member)
 
     def answer(self, action: Answer) -> None:
@@ -783,7 +785,7 @@ class World:
         asked = {info.member for info in machine.to_ask(bool(self.coordinator.commits.saves), self.now)}
         for member in self.members:
             if not member.alive and member.name in asked:
-                self.carry_out(machine.dead(member.name, self.now))
+                self.carry_out(machine.dead(member.name, "gone", self.now))
 
     # ------------------------------------------------------------ no more faults
     def settle(self) -> str:

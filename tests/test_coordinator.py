@@ -17,12 +17,14 @@ from orchestrator import coordinator as coordinator_module
 from orchestrator.attempt import Attempt
 from orchestrator.coordinator import Coordinator, CoordinatorStart
 from orchestrator.disk import OsDisk
+from orchestrator.monitor.journal import GROUP_FORMED
 from orchestrator.monitor.reader import read_journal
 from orchestrator.plan.claims import ClaimParent
 from orchestrator.plan.schedule import Budgets
 from orchestrator.progress import Progress
 from orchestrator.records import (
     GenerationView,
+    GroupMember,
     JoinRequest,
     MemberInfo,
     Refusal,
@@ -78,7 +80,7 @@ def coordinator(
             rng={"rule": "none"},
             storage_limit_s=limit_s,
         ),
-        lambda info: False,
+        lambda info: None,
     )
 
 
@@ -94,6 +96,32 @@ JOIN = JoinRequest(
     prepared=None,
     cursor=None,
 )
+
+
+def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(store: RunStore) -> None:
+    async def launch() -> tuple[RunStatus, RunStatus, RunStatus]:
+        actor = coordinator(store)
+        await actor.join(replace(JOIN, pid=11))
+        first = await status(actor)
+        await actor.failed(LAUNCH, "m", "ValueError", "ValueError: no such thing", False)
+        failed = await actor.status((1, first.version), 0.0)
+        leaves, other = (1, 1), replace(JOIN, pid=12, key=None, leaves=(1, 1), idle_s=0.5)
+        assert isinstance(await actor.join(replace(other, leaves=leaves)), GenerationView)
+        last = await actor.status((1, failed.version), 0.0)
+        await actor.end("stopped", "enough")
+        return first, failed, last
+
+    first, failed, last = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    (ready,) = first.changes
+    assert (ready.joined, ready.wanted) == ((GroupMember(rank=0, host="127.0.0.1", pid=11),), 1)
+    assert [info.host for info in first.members] == ["127.0.0.1"]
+    assert failed.changes == ()
+    assert [loss.reason for loss in failed.lost] == ["ValueError: no such thing"]
+    (again,) = last.changes
+    assert again.paused_s is not None
+    assert again.paused_s >= 0.5
+    events = [event for event in read_journal(store.storage).events if event.kind == GROUP_FORMED]
+    assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
 
 
 def test_a_save_that_is_given_up_is_told_once_to_the_user(
@@ -118,7 +146,7 @@ def test_a_save_that_is_given_up_is_told_once_to_the_user(
     assert second.warnings == ()
     kinds = [event.kind for event in read_journal(store.storage).events]
     assert "save given up" in kinds
-    progress = Progress(1000.0, None)
+    progress = Progress(1000.0)
     progress.show(first)
     progress.show(second)
     assert capsys.readouterr().err.count(f"warning: the save of {name} was given up: ") == 1
@@ -290,7 +318,8 @@ def test_a_gcs_that_says_nothing_knows_of_nobodys_death(monkeypatch: pytest.Monk
     rows: dict[str, dict[str, str]] = {"lives": {"State": "ALIVE"}, "died": {"State": "DEAD"}, "unknown": {}}
     monkeypatch.setattr("ray._private.state.state.actor_table", lambda actor: rows[actor])
     found = {
-        actor: coordinator_module.ray_says_dead(MemberInfo(member="m", actor_id=actor, node_id="n", pid=1))
+        actor: coordinator_module.ray_says(MemberInfo(member="m", actor_id=actor, node_id="n", pid=1))
         for actor in rows
     }
-    assert found == {"lives": False, "died": True, "unknown": False}
+    assert found["died"]
+    assert (found["lives"], found["unknown"]) == (None, None)

@@ -26,6 +26,7 @@ LAYERS = [
         "coordinator",
         "worker",
         "progress",
+        "run_log",
         "tables",
         "history",
         "launch_machine",
@@ -42,7 +43,8 @@ LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_RAY_AND_TORCH = (
     (LAYERS[0] - {"nobody"})
     | LAYERS[1]
-    | {"plan", "resume", "monitor", "attempt", "audit", "history", "launch_machine", "tables", "progress"}
+    | {"plan", "resume", "monitor", "attempt", "audit", "history", "launch_machine", "tables"}
+    | {"progress", "run_log"}
 )
 
 

@@ -1,8 +1,9 @@
-"""The memory that this process may use: the container's limit counts. Which process is which."""
+"""The memory that this process may use: the container's limit counts. Processes and their states."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import machine
-from orchestrator.machine import cgroup_limit_bytes, memory_bytes
+from orchestrator.machine import cgroup_limit_bytes, memory_bytes, process_state
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,16 @@ def test_a_process_that_exists_but_is_hidden_is_not_known_to_have_ended(
 def test_this_boot_of_this_machine_has_a_name() -> None:
     assert machine.machine_id() == machine.machine_id()
     assert len(machine.machine_id().split()) == 2
+
+
+def test_a_process_is_seen_to_be_stopped_to_sleep_and_to_be_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert process_state(child.pid) == "T"
+    child.kill()
+    child.communicate()
+    assert process_state(child.pid) == ""
+    assert process_state(os.getpid()) == "R"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.loading import loading
+from orchestrator.machine import process_state
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
 # started.
@@ -80,6 +81,10 @@ class NodeAgent:
             return False
         return True
 
+    def look_at(self, pids: Sequence[int]) -> dict[int, str]:
+        """The state of each of these processes of this node; see `machine.process_state`."""
+        return {pid: process_state(pid) for pid in pids}
+
 
 class NodeGroup:
     """A started group, seen from the supervisor: its agent and the end that it will come to."""
@@ -108,6 +113,10 @@ class NodeGroup:
     def kill_member(self, pid: int) -> None:
         """Asks the agent to SIGKILL one process of its node; does not wait."""
         self._agent.kill_process.remote(pid)
+
+    def look_at(self, pids: Sequence[int]) -> Any:
+        """Asks the agent for the states of its processes; a reference to the answer."""
+        return self._agent.look_at.remote(list(pids))
 
     def stop(self) -> None:
         """Ends agent, controller and workers at once, and gives their resources back."""

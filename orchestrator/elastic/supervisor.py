@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.elastic.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.elastic.policy import (
@@ -28,8 +28,9 @@ from orchestrator.elastic.policy import (
     StopRun,
     decide,
 )
+from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
-from orchestrator.records import RunStatus
+from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
@@ -37,6 +38,7 @@ COORDINATOR_LIMIT_S = 60.0
 FROZEN_S = 20.0  # a coordinator that lives answers a status within a second
 END_S = 5.0  # how long groups may take to end after the run has
 POLL_S = 0.05
+LOOK_S = 2.0  # how long a node's agent may take to look at its workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,9 @@ class Launch:
 
 
 class Supervisor:
-    """Drives one launch. `nodes` gives the live nodes as facts; `show` is told each new status."""
+    """Drives one launch. `nodes` gives the live nodes as facts; `show` is given each new status, `stalled`
+    what was seen when nobody had finished a step for long.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,10 @@ class Supervisor:
         coordinator: Any,
         nodes: Callable[[], tuple[NodeFacts, ...]],
         show: Callable[[RunStatus], None],
+        stalled: Callable[[Stall], None] = lambda stall: None,
     ) -> None:
+        self._stalled, self._stall_watch = stalled, StallWatch()
+        self._look: _Look | None = None
         self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
         self._groups: dict[str, NodeGroup] = {}
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was told
@@ -83,6 +90,7 @@ class Supervisor:
                 if (status.attempt, status.version) != seen:
                     self._show(status)
                 seen = (status.attempt, status.version)
+                self._watch_steps(status)
                 if self._stop_wanted and not status.stopping:
                     self._coordinator.wish.remote("stop")  # again, for a restarted coordinator
                 if time.monotonic() - looked_at > NODES_EVERY_S:
@@ -91,14 +99,15 @@ class Supervisor:
                     self._act(nodes, status)
             return status
         finally:
-            self._release()
+            # whoever interrupts waits for nothing
+            self._release(END_S if status is not None and status.ended is not None else 0.0)
 
     # ------------------------------------------------------------ inside
-    def _release(self) -> None:
-        """Ends the groups, those that are about to end by themselves in their own way, and gives their
+    def _release(self, patience_s: float) -> None:
+        """Ends the groups, those that end by themselves within `patience_s` in their own way, and gives their
         resources back.
         """
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + patience_s
         running = list(self._groups.values())
         while running and time.monotonic() < deadline:
             running = [group for group in running if group.ended() is None]
@@ -130,6 +139,28 @@ class Supervisor:
                     f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({last}); "
                     "start the same command again: it continues from the newest resume point"
                 ) from last
+
+    def _watch_steps(self, status: RunStatus) -> None:
+        """Has the agents look at their workers when no step was finished for long, and passes on what they
+        saw. Waits for nobody.
+        """
+        now = time.monotonic()
+        self._stall_watch.saw(status, now)
+        quiet_s = self._stall_watch.due(now)
+        if quiet_s is not None:
+            pids: dict[str, list[int]] = {}
+            for info in status.members:
+                pids.setdefault(info.node_id, []).append(info.pid)
+            answers = {n: self._groups[n].look_at(pids[n]) for n in pids if n in self._groups}
+            self._look = _Look(began=now, quiet_s=quiet_s, members=status.members, answers=answers)
+        look = self._look
+        if look is None:
+            return
+        asked = list(look.answers.values())
+        ready = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
+        if len(ready) == len(asked) or now - look.began > LOOK_S:
+            self._look = None
+            self._stalled(look.stall({ref: _answer(ref) for ref in ready}, self._stall_watch.median_s))
 
     def _act(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> None:
         self._reap()
@@ -189,3 +220,29 @@ class Supervisor:
 
     def _note(self, kind: str, **fields: Any) -> None:
         self._coordinator.note.remote(kind, fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Look:
+    """Agents that were asked for the states of their processes. `answers`: node to reference."""
+
+    began: float
+    quiet_s: float
+    members: tuple[MemberInfo, ...]
+    answers: dict[str, Any]
+
+    def stall(self, states: dict[Any, dict[int, str] | None], median_s: float) -> Stall:
+        """What they saw; `states` are the answers that have come."""
+        held = []
+        for rank, info in enumerate(self.members):
+            seen = states.get(self.answers.get(info.node_id))
+            named = GroupMember(rank=rank, host=info.host, pid=info.pid)
+            held.append(Held(worker=named, state=None if seen is None else seen[info.pid]))
+        return Stall(quiet_s=self.quiet_s, median_s=median_s, held=tuple(held))
+
+
+def _answer(reference: Any) -> dict[int, str] | None:
+    try:
+        return ray.get(reference)  # type: ignore[no-any-return]
+    except RayError:
+        return None

@@ -36,6 +36,8 @@ from orchestrator.storage import Storage
 
 FOLDER = "journal"
 STEP, GENERATION = "step", "generation"
+GROUP_FORMED = "group formed"  # an event: the fields of `records.GroupChange`
+UNRESPONSIVE = "unresponsive"  # an event: no step came for long; `reason` is the sentence
 SEGMENT_BYTES = 16 << 20
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.

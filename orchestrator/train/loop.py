@@ -16,6 +16,7 @@ from orchestrator.plan import batches
 from orchestrator.plan.digest import batch_digest
 from orchestrator.plan.schedule import learning_rate
 from orchestrator.records import (
+    BETWEEN,
     FEED_WAIT,
     FORMING,
     LOAD,
@@ -237,6 +238,7 @@ class _Trainer:
                 f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
             )
         apply_prepared(self._state, prepared)
+        self._membership.phase(BETWEEN)
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         self._blocked_s = 0.0

@@ -158,6 +158,23 @@ def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+def log_text(job: Job) -> str:
+    """All that the run's launches have said, from their log files."""
+    folder = Path(job.config().run.run_uri) / "logs"
+    return "".join(file.read_text() for file in sorted(folder.glob("*.log")))
+
+
+def when_said(job: Job, text: str, act: Callable[[], None]) -> None:
+    """Waits until a launch of the run has said `text`, and calls `act`."""
+    never = threading.Event()
+    for _ in range(int(LIMIT_S / 0.05)):
+        if text in log_text(job):
+            act()
+            return
+        never.wait(0.05)
+    raise AssertionError(f"nobody said {text!r}:\n{log_text(job)}")
+
+
 def assert_survivors_stayed(job: Job) -> None:
     """No node group ended before the run did: whoever was not killed went on in its process, and whoever was
     killed came back beside it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,11 +19,14 @@ from tests.system.harness import (
     assert_exactly_once,
     assert_survivors_stayed,
     feeder_pid,
+    log_text,
     sigkill,
+    when_said,
     when_struck,
 )
 
 pytestmark = pytest.mark.system
+ADDRESS = r"[\d.]+"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_two_workers_train_the_same_bits_as_one(
 
 
 def test_workers_are_killed_one_after_the_other_at_every_place(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     # one worker is left each time, and saves; the first replacement dies, too, while it receives the state
     plan = (
@@ -81,6 +85,14 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
     assert plan.struck() == [0, 1, 2, 3, 4]
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+    said = capfd.readouterr()
+    lost = rf"worker 1 \({ADDRESS}, pid \d+\) lost: its process died without an error \(SIGKILL, .*\)"
+    assert re.search(lost + r" · 1 of 2 left, continuing at step 3 · paused \d+\.\d s", log_text(job))
+    assert re.search(rf"worker 1 \({ADDRESS}, pid \d+\) joined · 2 of 2 workers, continuing at", said.err)
+    assert "[state-dump]" not in said.err
+    assert max(map(len, said.err.splitlines())) < 400, "what Ray says at length is one line"
+    assert said.out == "", "stdout is for results"
+    assert "Worker exit detail: " in log_text(job), "all that Ray said is in the log file"
 
 
 def test_the_coordinator_is_killed_again_and_again(
@@ -100,6 +112,30 @@ def test_the_coordinator_is_killed_again_and_again(
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
     assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2, 3, 5}
+    assert "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step " in log_text(job)
+
+
+def test_a_frozen_worker_is_named_while_the_others_wait_for_it(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
+    plan = job.faults().add(FREEZE, "step_begin", step=9, rank=1)
+
+    def thaw() -> None:
+        for event in read_journal(Storage(job.run.uri)).events:
+            if event.kind == "join":
+                os.kill(event.fields["pid"], signal.SIGCONT)
+
+    watch = threading.Thread(target=when_said, args=(job, "has not answered for", thaw))
+    watch.start()
+    result = job.train(plan)
+    watch.join()
+    assert result.outcome == "done", result.reason
+    named = (
+        rf"worker 1 \({ADDRESS}, pid \d+\) has not answered for \d+\.\d s: its process is stopped \(SIGSTOP\)"
+    )
+    assert re.search(named, log_text(job))
+    assert "worker 0 (" not in log_text(job), "who waits for it is not named"
+    assert_same_training(job, unbroken)
 
 
 def test_the_feeder_is_killed_and_training_goes_on(

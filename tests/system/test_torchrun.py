@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,12 +19,12 @@ import yaml
 from orchestrator import starting
 from orchestrator.attempt import survey
 from orchestrator.errors import FencedError
-from orchestrator.faults import FaultPlan
+from orchestrator.faults import FREEZE, FaultPlan
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.resume.store import RunStore
 from orchestrator.static_keeper import StaticKeeper
 from orchestrator.storage import Storage
-from tests.system.harness import Job, assert_exactly_once, when_step
+from tests.system.harness import Job, assert_exactly_once, log_text, when_said, when_step
 from tests.train.test_static import free_port
 
 pytestmark = pytest.mark.system
@@ -158,6 +160,28 @@ def test_torchrun_restarts_a_group_that_lost_a_rank_and_no_sample_is_trained_twi
     assert job.losses() == unbroken.losses()
 
 
+def test_a_frozen_rank_is_named_while_the_others_wait_for_it(job: Job, unbroken: Job, tmp_path: Path) -> None:
+    plan = job.faults().add(FREEZE, "step_begin", step=6, rank=1)
+    group = start(job, tmp_path, 2, plan)
+    stopped = (
+        r"worker 1 \(\S+, pid (\d+)\) has not answered for \d+\.\d s: its process is stopped \(SIGSTOP\)"
+    )
+
+    def thaw() -> None:
+        found = re.search(stopped, log_text(job))
+        assert found is not None
+        os.kill(int(found.group(1)), signal.SIGCONT)
+
+    when_said(job, "has not answered for", thaw)
+    code, err = end(group)
+    assert code == 0, err
+    assert re.search(stopped, err)
+    assert re.search(
+        r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 2 of 2 workers are ready · starting at step 1$", err, re.M
+    )
+    assert job.final_digest() == unbroken.final_digest()
+
+
 def test_ranks_of_two_machines_that_were_restarted_unequally_often_find_each_other(
     job: Job, unbroken: Job, tmp_path: Path
 ) -> None:
@@ -258,14 +282,15 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(
     # nobody has brought the record of step 2
     assert [answer.result(LIMIT_S) for answer in cast(keeper, 2, 3)] == [False, False]
     assert told == [
+        "2 of 2 workers are ready · starting at step 1",
         "warning: the save of 00000003-a0001-g0001 was given up: "
-        "the journal lacks step records before it, and no voter brought them"
+        "the journal lacks step records before it, and no voter brought them",
     ]
     keeper.finished(StateKey(attempt=1, generation=1, step=1), "stopped")
     assert [point["name"] for point in job.run.points()] == ["00000001-a0001-g0001"]
     assert last_end(job) == ("stopped", 1)
     kinds = [event.kind for event in survey(RunStore(Storage(job.run.uri))).journal.events]
-    assert kinds == ["attempt", "point committed", "save given up", "end"]
+    assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
 
 
 def test_a_newer_launch_silences_the_keeper(job: Job, keeper: StaticKeeper) -> None:

@@ -143,7 +143,7 @@ class Launch:
 
     def _new_coordinator(self, storage: Storage | None = None) -> Coordinator:
         async def make() -> Coordinator:
-            made = Coordinator(self._start, lambda info: info.actor_id in self._gone)
+            made = Coordinator(self._start, lambda info: "gone" if info.actor_id in self._gone else None)
             if storage is not None:
                 made._journal._storage = made._store.storage = storage
             await made.expect(self._start.expected)

@@ -1,0 +1,75 @@
+"""Who is in the training group, who was lost since and why: the facts of what people are told of a launch.
+
+Pure bookkeeping beside the rendezvous, which decides; no Ray, no clock (times are seconds of one monotonic
+clock), no sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.records import GroupChange, GroupMember, JoinRequest, Loss, MemberInfo
+
+
+class Roster:
+    """Told of joins, losses and formed generations; gives each generation's `GroupChange`."""
+
+    def __init__(self, wanted: int, previous: Sequence[MemberInfo] = ()) -> None:
+        """`wanted`: how many workers the launch aims at. `previous`: the members, by rank, of the generation
+        that trains on while a restarted coordinator takes over; empty for a launch's first coordinator.
+        """
+        self._wanted = wanted
+        self._restarted = bool(previous)
+        self._places = {info.member: (info.host, info.pid) for info in previous}
+        self._ranks = {info.member: rank for rank, info in enumerate(previous)}
+        self._stepped_at: dict[str, float] = {}  # members that trained before: when their last step was done
+        self._lost: dict[str, Loss] = {}
+        self._reason = ""
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Who was lost since the newest generation was formed."""
+        return tuple(self._lost.values())
+
+    def came(self, request: JoinRequest, now: float) -> None:
+        """A member asks for the next generation; a repeated request changes nothing."""
+        self._places[request.member] = (request.host, request.pid)
+        self._lost.pop(request.member, None)  # left out, and there again
+        if request.leaves is not None and request.member not in self._stepped_at:
+            self._stepped_at[request.member] = now - request.idle_s
+            self._reason = self._reason or request.reason
+
+    def gone(self, member: str, reason: str) -> None:
+        """A member ended without having been asked to. The first reason stands."""
+        if member in self._places and member not in self._lost:
+            self._lost[member] = Loss(worker=self._named(member), reason=reason)
+        self._stepped_at.pop(member, None)
+
+    def formed(
+        self, attempt: int, generation: int, members: Sequence[str], step: int, step_before: int, now: float
+    ) -> GroupChange:
+        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`."""
+        old, lost = self._ranks, tuple(self._lost.values())
+        self._ranks = {member: rank for rank, member in enumerate(members)}
+        trained = [self._stepped_at[member] for member in members if member in self._stepped_at]
+        change = GroupChange(
+            attempt=attempt,
+            generation=generation,
+            world_size=len(members),
+            wanted=self._wanted,
+            step=step,
+            step_before=max(step, step_before),
+            lost=lost,
+            joined=tuple(self._named(member) for member in members if member not in old),
+            paused_s=now - max(trained) if trained else None,
+            reason=self._reason,
+            restarted=self._restarted,
+        )
+        for member in self._lost:
+            self._places.pop(member, None)
+        self._lost, self._stepped_at, self._reason, self._restarted = {}, {}, "", False
+        return change
+
+    def _named(self, member: str) -> GroupMember:
+        host, pid = self._places.get(member, ("", 0))
+        return GroupMember(rank=self._ranks.get(member), host=host, pid=pid)

@@ -1,0 +1,50 @@
+"""When nobody has finished a step for too long, so that somebody should look which worker the others wait
+for.
+
+Pure: no Ray, no clock (times are seconds). Nothing is decided by it: it is for people to hear of; who is left
+out, and when, is the rendezvous' (MEMBERSHIP.md rule 17).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+from orchestrator.records import RunStatus
+
+LEAST_S, MEDIANS = 5.0, 3.0  # a look is due after max(5 s, 3 × median step), then whenever that has doubled
+
+
+class StallWatch:
+    """Told of each status; says when a look is due."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=30)
+        self._at: tuple[int, int, int] | None = None
+        self._since = 0.0
+        self._looks = 0
+
+    @property
+    def median_s(self) -> float:
+        """The usual step."""
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    def saw(self, status: RunStatus, now: float) -> None:
+        """A status. Only a group that has done a step is watched: a first step may take any time."""
+        step, at = status.last_step, None
+        if step is not None and (step.attempt, step.generation) == (status.attempt, status.generation):
+            at = (step.attempt, step.generation, step.step)
+        if status.waiting_since is not None or status.ended is not None:
+            at = None
+        if at != self._at:
+            self._at, self._since, self._looks = at, now, 0
+            if at is not None and step is not None:
+                self._steps.append(step.step_s)
+
+    def due(self, now: float) -> float | None:
+        """For how long nobody has finished a step, if a look is due now; the next is due after twice that."""
+        quiet = now - self._since
+        if self._at is None or quiet < max(LEAST_S, MEDIANS * self.median_s) * 2**self._looks:
+            return None
+        self._looks += 1
+        return quiet

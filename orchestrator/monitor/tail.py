@@ -1,0 +1,144 @@
+"""The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
+
+For a look at a run of any length: it reads two segments at the most (16 MiB each), decodes the lines that it
+shows, and checks nothing; proofs read the whole journal (`reader`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.monitor import sentences
+from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, STEP, UNRESPONSIVE
+from orchestrator.records import GroupChange, GroupMember, Loss, decode
+from orchestrator.storage import Storage
+
+SEGMENTS = 2  # that are read
+STEPS = 50  # that speed is computed from
+_ATTEMPT = re.compile(r"a(\d{4,})")
+_SEGMENT = re.compile(r"\d{6,}\.jsonl")
+_KIND = re.compile(rb'"kind":"([^"]*)"')
+LOST = ("member dead", "left out", "member failed")  # each names the `member`
+_FAULTS = ("save given up", "damaged point", "group ended", "unreadable file", UNRESPONSIVE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A sentence about something that happened, and when (UTC, by the clock of who wrote it)."""
+
+    text: str
+    time: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Tail:
+    """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
+    objects. `gone` are the members that the newest generation has lost since it was formed, `joins` each
+    member's newest join.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    generation: dict[str, Any] | None = None
+    wanted: int | None = None
+    gone: set[str] = field(default_factory=set)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    joins: dict[str, dict[str, Any]] = field(default_factory=dict)
+    point: dict[str, Any] | None = None
+
+    @property
+    def fault(self) -> Said | None:
+        """The newest fault."""
+        if not self.faults:
+            return None
+        line = self.faults[0]
+        return Said(text=self._sentence(line), time=line["time"])
+
+    def _sentence(self, line: dict[str, Any]) -> str:
+        kind = line["kind"]
+        if kind == GROUP_FORMED:
+            return sentences.group_change(_change(line))
+        if kind == UNRESPONSIVE:
+            return str(line["reason"])
+        reason = sentences.first_sentence(str(line.get("reason") or line.get("text") or ""))
+        if kind not in LOST:
+            about = line.get("point") or line.get("file") or ""
+            return f"{kind}{f' {about}' if about else ''}: {reason}"
+        members = self.generation["members"] if self.generation is not None else []
+        member, join = line["member"], self.joins.get(line["member"], {})
+        rank = members.index(member) if member in members else None
+        who = GroupMember(rank=rank, host=join.get("host", ""), pid=join.get("pid", 0))
+        return sentences.losses([Loss(worker=who, reason=reason)])
+
+    @property
+    def workers(self) -> int | None:
+        """How many workers are in the newest generation; None before the first."""
+        if self.generation is None:
+            return None
+        lost = self.gone & set(self.generation["members"])
+        return int(self.generation["world_size"]) - len(lost)
+
+
+def read_tail(storage: Storage) -> Tail:
+    """The newest part of the run's journal; empty if there is none. Lines that are not as the journal writes
+    them (the last one may be in the middle of being written) are passed over.
+    """
+    tail = Tail()
+    for line in _lines_backwards(storage):
+        kind = _KIND.search(line)
+        if kind is None:
+            continue
+        name = kind.group(1).decode(errors="replace")
+        if name == STEP and len(tail.steps) >= STEPS:
+            continue
+        try:
+            _take(tail, name, orjson.loads(line))
+        except (orjson.JSONDecodeError, OrchestratorError, KeyError, TypeError):
+            continue
+    return tail
+
+
+def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
+    if kind == STEP:
+        tail.steps.append(line)
+    elif kind == GENERATION:
+        tail.generation = tail.generation or line
+    elif kind == GROUP_FORMED:
+        change = _change(line)
+        tail.wanted = tail.wanted or change.wanted
+        if change.lost:
+            tail.faults.append(line)
+    elif kind == "join":
+        tail.joins.setdefault(line["member"], line)
+    elif kind == "point committed":
+        tail.point = tail.point or line
+    elif kind in LOST and tail.generation is None:
+        tail.gone.add(line["member"])
+        tail.faults.append(line)
+    elif kind in _FAULTS and line.get("reason"):
+        tail.faults.append(line)
+
+
+def _change(line: dict[str, Any]) -> GroupChange:
+    fields = {k: v for k, v in line.items() if k not in ("seq", "time", "run", "kind")}
+    return decode(GroupChange, fields)
+
+
+def _lines_backwards(storage: Storage) -> Iterator[bytes]:
+    num_read = 0
+    attempts = [name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)]
+    for attempt in sorted(attempts, key=lambda name: int(name[1:]), reverse=True):
+        segments = [name for name in storage.list(f"{FOLDER}/{attempt}") if _SEGMENT.fullmatch(name)]
+        for segment in sorted(segments, key=lambda name: int(name[:-6]), reverse=True):
+            if num_read >= SEGMENTS:
+                return
+            num_read += 1
+            try:
+                yield from reversed(storage.read(f"{FOLDER}/{attempt}/{segment}").split(b"\n"))
+            except FileNotFoundError as error:
+                raise StorageError(f"{FOLDER}/{attempt}/{segment} vanished while it was read") from error

@@ -1,0 +1,207 @@
+"""A run at a glance: is it alive, where does it stand, what went wrong last, when will it be done.
+
+Pure: from what was read to one value and one sentence, so that the command, the notebook and a dashboard say
+the same. It reads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from orchestrator.monitor import sentences
+from orchestrator.monitor.tail import Tail
+
+# what a run may be at; `open`: it has not ended, and nobody has looked whether it is alive
+NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"
+DONE, STOPPED, FAILED, DEAD = "done", "stopped", "failed", "dead"
+STILL_S = 5.0  # the least time without a step that is worth a word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptFacts:
+    """What the claims say. `number` is the newest attempt, None if there is none; `outcome` and `reason` are
+    its end, "" without one. `point` is the newest resume point of the history, `points` how many there are.
+    `stop_tokens` and `stop_samples` are the run's budgets, None where there is no limit. `alive`: whether the
+    attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched.
+    """
+
+    number: int | None
+    outcome: str
+    reason: str
+    point: str | None
+    points: int
+    stop_tokens: int | None
+    stop_samples: int | None
+    alive: bool | None
+    watched_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
+    this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
+    step.
+    """
+
+    run: str
+    state: str
+    verdict: str
+    alive: bool | None
+    attempt: int | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    lr: float | None
+    tokens_per_s: float | None
+    consumed_samples: int
+    consumed_tokens: int
+    workers: int | None
+    workers_wanted: int | None
+    last_step_at: str | None
+    last_step_age_s: float | None
+    quiet_s: float | None
+    eta_s: float | None
+    newest_point: str | None
+    newest_point_at: str | None
+    newest_point_age_s: float | None
+    num_points: int
+    last_fault: str | None
+    last_fault_at: str | None
+    reason: str
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will change by itself any more."""
+        return self.state in (NEW, DONE, STOPPED, FAILED, DEAD)
+
+    @property
+    def is_broken(self) -> bool:
+        """Somebody should look: it failed, or its processes are gone without a word."""
+        return self.state in (FAILED, DEAD)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def view_of(
+    run: str, facts: AttemptFacts, tail: Tail, now: datetime, quiet_s: float | None = None
+) -> RunView:
+    """The run at a glance. `quiet_s`: see `RunView`; only who watches knows it."""
+    newest = max(tail.steps, key=lambda s: (s["attempt"], s["generation"], s["step"]), default=None)
+    rate = _tokens_per_s(tail.steps)
+    left = _tokens_left(facts, tail, newest)
+    state = _state(facts, tail)
+    fault = tail.fault
+    point = tail.point if tail.point is not None and tail.point["point"] == facts.point else None
+    view = RunView(
+        run=run,
+        state=state,
+        verdict="",
+        alive=facts.alive,
+        attempt=facts.number,
+        step=newest["step"] if newest else None,
+        total_steps=_total_steps(tail, newest, left),
+        loss=_float(newest["loss"]) if newest else None,
+        lr=_float(newest["lr"]) if newest else None,
+        tokens_per_s=rate,
+        consumed_samples=newest["consumed_samples"] if newest else 0,
+        consumed_tokens=newest["consumed_tokens"] if newest else 0,
+        workers=tail.workers if state in (RUNNING, WAITING, OPEN) else None,
+        workers_wanted=tail.wanted,
+        last_step_at=newest["time"] if newest else None,
+        last_step_age_s=_age(newest["time"], now) if newest else None,
+        quiet_s=quiet_s,
+        eta_s=left / rate if left is not None and rate and state == RUNNING else None,
+        newest_point=facts.point,
+        newest_point_at=point["time"] if point else None,
+        newest_point_age_s=_age(point["time"], now) if point else None,
+        num_points=facts.points,
+        last_fault=fault.text if fault else None,
+        last_fault_at=fault.time if fault else None,
+        reason=facts.reason,
+    )
+    return _with_verdict(view, facts)
+
+
+def _state(facts: AttemptFacts, tail: Tail) -> str:
+    if facts.number is None:
+        return NEW
+    if facts.outcome:
+        return facts.outcome
+    if facts.alive is None:
+        return OPEN
+    if not facts.alive:
+        return DEAD
+    generation = tail.generation
+    if generation is None or generation["attempt"] != facts.number:
+        return STARTING
+    return RUNNING if tail.workers else WAITING
+
+
+def _with_verdict(view: RunView, facts: AttemptFacts) -> RunView:
+    where = f"step {view.step:,}" if view.step is not None else "no step yet"
+    if view.step is not None and view.total_steps is not None:
+        where += f" of {view.total_steps:,}"
+    again = f"from {view.newest_point}" if view.newest_point else "from the beginning"
+    workers = f"{view.workers} of {view.workers_wanted or view.workers} workers"
+    still = view.quiet_s is not None and view.quiet_s >= STILL_S
+    quiet = f", but no step for {view.quiet_s:.0f} s" if still else ""
+    texts = {
+        NEW: "no attempt of this run has begun yet",
+        STARTING: f"starting attempt {view.attempt}: {where}",
+        RUNNING: f"running: {where}, {workers}{quiet}",
+        WAITING: f"waiting for workers at {where}: {workers} are left",
+        OPEN: f"not ended: {where}",
+        DONE: sentences.ended(DONE, view.reason),
+        STOPPED: sentences.ended(STOPPED, view.reason),
+        FAILED: sentences.ended(FAILED, view.reason),
+        DEAD: (
+            f"not running: attempt {view.attempt} has no end record and gave no sign of life for "
+            f"{facts.watched_s:.0f} s, last at {where}; start the same command again: it continues {again}"
+        ),
+    }
+    fields = {**{name: getattr(view, name) for name in RunView.__slots__}, "verdict": texts[view.state]}
+    return RunView(**fields)
+
+
+def _tokens_per_s(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Over the newest steps of one generation, `steps` newest first."""
+    if not steps:
+        return None
+    newest = (steps[0]["attempt"], steps[0]["generation"])
+    same = [step for step in steps if (step["attempt"], step["generation"]) == newest]
+    seconds = sum(_float(s["step_s"]) or 0.0 for s in same[:-1])
+    tokens = int(same[0]["consumed_tokens"]) - int(same[-1]["consumed_tokens"])
+    return tokens / seconds if seconds > 0 else None
+
+
+def _tokens_left(facts: AttemptFacts, tail: Tail, newest: dict[str, Any] | None) -> int | None:
+    tokens, samples = (newest["consumed_tokens"], newest["consumed_samples"]) if newest else (0, 0)
+    left: list[int] = [] if facts.stop_tokens is None else [facts.stop_tokens - tokens]
+    if facts.stop_samples is not None and tail.generation is not None:
+        left.append((facts.stop_samples - samples) * tail.generation["seq_len"])
+    return max(0, min(left)) if left else None
+
+
+def _total_steps(tail: Tail, newest: dict[str, Any] | None, left: int | None) -> int | None:
+    if newest is None or left is None or tail.generation is None:
+        return None
+    per_step = int(tail.generation["global_batch_size"]) * int(tail.generation["seq_len"])
+    return int(newest["step"]) - (-left // per_step)
+
+
+def _age(time: str, now: datetime) -> float | None:
+    """Seconds since then; None where this machine's clock is behind the writer's."""
+    age = (now - datetime.fromisoformat(time)).total_seconds()
+    return age if age >= 0 else None
+
+
+def _float(value: Any) -> float | None:
+    """None for what is not finite: JSON has no word for it."""
+    number = float(value)
+    return number if math.isfinite(number) else None

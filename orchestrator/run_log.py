@@ -1,0 +1,66 @@
+"""The log file of a launch: everything that was said, with time stamps, and what is kept off the screen.
+
+It lies in the run's folder (`logs/0003-<host>.log`, after the attempt that the launch began with) and is for
+people: nothing reads it back, and a failure to write it never stops or delays a run.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import socket
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+FOLDER = "logs"
+CLOSE_S = 5.0  # how long the end of a run waits for a storage that hangs
+
+
+class RunLog:
+    """Collects lines until it is given its file; from then on a thread writes them. Lines are only ever
+    added to a file; what cannot be written is told once and dropped.
+    """
+
+    def __init__(self, trouble: Callable[[str], None]) -> None:
+        """`trouble` is told, once, that and why the file cannot be written."""
+        self.path = ""  # of the file, once there is one
+        self._trouble = trouble
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+
+    def open(self, run_folder: Path, attempt: int) -> None:
+        """The file lies in this run's folder; what was written before goes into it, too."""
+        host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+        path = run_folder / FOLDER / f"{attempt:04d}-{host}.log"
+        self.path = str(path)
+        self._writer = threading.Thread(target=self._write, args=(path,), name="log", daemon=True)
+        self._writer.start()
+
+    def write(self, text: str) -> None:
+        """One entry; its further lines are indented. Never blocks."""
+        stamp = datetime.now().astimezone().isoformat(sep=" ", timespec="milliseconds")
+        first, *others = text.rstrip("\n").split("\n")
+        self._lines.put("\n".join([f"{stamp} {first}", *(f"    {line}" for line in others)]) + "\n")
+
+    def close(self) -> None:
+        """Everything is written, unless storage hangs."""
+        if self._writer is not None:
+            self._lines.put(None)
+            self._writer.join(CLOSE_S)
+
+    def _write(self, path: Path) -> None:
+        told = False
+        while (line := self._lines.get()) is not None:
+            try:
+                path.parent.mkdir(exist_ok=True)  # not the run's own folder, if that is gone
+                with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(line)
+            except OSError as error:
+                if not told:
+                    told = True
+                    self._trouble(
+                        f"warning: the log file {path} cannot be written ({error.strerror or error}); the "
+                        "run continues without it"
+                    )
