@@ -38,6 +38,7 @@ FOLDER = "journal"
 STEP, GENERATION = "step", "generation"
 GROUP_FORMED = "group formed"  # an event: the fields of `records.GroupChange`
 UNRESPONSIVE = "unresponsive"  # an event: no step came for long; `reason` is the sentence
+OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
 SEGMENT_BYTES = 16 << 20
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
 # What all ranks know alike of a step; the other fields are one rank's own measurements.
@@ -182,7 +183,7 @@ class JournalWriter:
 
     # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
-        clash = {"seq", "time", "run", "kind"} & set(fields)
+        clash = {*OWN_FIELDS} & set(fields)
         assert not clash, f"journal fields {sorted(clash)} are the journal's own"
         self._seq += 1
         line = {

@@ -15,7 +15,7 @@ import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor import sentences
-from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, STEP, UNRESPONSIVE
+from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, OWN_FIELDS, STEP, UNRESPONSIVE
 from orchestrator.records import GroupChange, GroupMember, Loss, decode
 from orchestrator.storage import Storage
 
@@ -125,7 +125,7 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
 
 
 def _change(line: dict[str, Any]) -> GroupChange:
-    fields = {k: v for k, v in line.items() if k not in ("seq", "time", "run", "kind")}
+    fields = {k: v for k, v in line.items() if k not in OWN_FIELDS}
     return decode(GroupChange, fields)
 
 
