@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
 from orchestrator.records import (
     BETWEEN,
+    FEED_WAIT,
     STEP,
     GenerationView,
     JoinRequest,
@@ -42,6 +43,7 @@ _RETRY_S = 0.1
 _REPORT_EVERY_S = 0.5
 _PROBE_S = 3.0  # how long a port is tried
 _LONG_PHASE_S = 1.0  # a shorter one is nobody's business
+_AGAIN_S = 60.0
 _QUIET = Wishes(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
 # what rank 0 asks for by itself when the coordinator stays away
 _ALONE = Wishes(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
@@ -232,15 +234,19 @@ class RemoteMembership:
         """Tells the coordinator what nobody waits for: step records in batches, long phases. While it stays
         away the records stay with the members, who bring them to the next join.
         """
-        told = STEP
+        told, told_at = STEP, time.monotonic()
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._phase
+            now = time.monotonic()
+            new = phase != told and (phase == STEP or now - since > _LONG_PHASE_S)
+            # waiting for the feed ends no generation: the feed has its own limit (rule 23)
+            again = phase == told == FEED_WAIT and now - told_at > _AGAIN_S
             try:
                 self._send_reports()
-                if phase != told and (phase == STEP or time.monotonic() - since > _LONG_PHASE_S):
+                if new or again:
                     self._ask("phase", self._launch, self.member, phase)
-                    told = phase
+                    told, told_at = phase, now
             except OrchestratorError:
                 return
 

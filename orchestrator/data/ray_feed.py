@@ -6,11 +6,12 @@ It knows no pipeline and no packing, so that a training process loads neither.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from orchestrator.errors import FeedError, OrchestratorError
@@ -18,6 +19,8 @@ from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 
 # A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
 AWAY_LIMIT_S = 120.0
+# A feeder that says nothing for so long is asked whether it lives, and has as long again to answer.
+SILENT_S = 60.0
 # A feeder that dies so often over one step dies because of it.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
@@ -83,7 +86,10 @@ class RayFeed:
         deaths = 0
         while True:
             try:
-                reply = ray.get(answer)
+                reply = ray.get(answer, timeout=SILENT_S)
+            except GetTimeoutError:
+                self._require_alive(step)
+                continue  # the feeder lives, and says itself when it gives up
             except RayActorError as error:
                 deaths += 1
                 if deaths > MAX_DEATHS:
@@ -111,6 +117,18 @@ class RayFeed:
                 f"generation {reply.generation} has begun without this rank"
             )
         self._feeder.open.remote(self._launch, self._generation, cursor)
+
+    def _require_alive(self, step: StepRange) -> None:
+        """Raises `FeedError` if the feeder's process is there, but does not answer: it is frozen."""
+        with suppress(RayActorError):  # dead is not frozen: `get` sees to it
+            try:
+                ray.get(self._feeder.stats.remote(), timeout=SILENT_S)
+            except GetTimeoutError as error:
+                raise FeedError(
+                    f"the feeder has not answered for {2 * SILENT_S:.0f} s, asked for the samples from "
+                    f"{step.first_sample} on: its process is frozen, or its machine; start the same command "
+                    "again: it continues from the newest resume point"
+                ) from error
 
     def _await_feeder(self, last: RayActorError) -> None:
         attempts = Retrying(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,6 +11,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from orchestrator.disk import OsDisk
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.monitor import reader
 from orchestrator.monitor.journal import JournalWriter
@@ -308,3 +311,72 @@ def test_every_figure_of_a_step_record_is_declared_as_a_metric() -> None:
     assert metric("loss").unit == "nats"
     with pytest.raises(KeyError):
         metric("lost")
+
+
+class Flaky(OsDisk):
+    """Fails the operations with these numbers, in the order in which they come; a write that fails tears."""
+
+    def __init__(self, *failing: int) -> None:
+        self._numbers, self._failing = itertools.count(), failing
+
+    def create(self, path: str) -> int:
+        self._fail()
+        return super().create(path)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if next(self._numbers) in self._failing:
+            super().write(handle, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(handle, data)
+
+    def fsync(self, handle: int) -> None:
+        self._fail()
+        super().fsync(handle)
+
+    def _fail(self) -> None:
+        if next(self._numbers) in self._failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("failing", [(n, *range(n + 1, n + more)) for n in range(9) for more in (1, 2, 5)])
+def test_what_a_failing_disk_did_not_take_is_written_again_and_read_once(tmp_path, failing) -> None:
+    storage = Storage(str(tmp_path / "run"), Flaky(*failing), no_sleep)
+    journal = JournalWriter(storage, 1, "run")
+    failures = 0
+    journal.generation(start(1, None))
+    for step in range(1, 6):
+        journal.event("note", number=step)
+        journal.step(record(key(step)))
+        try:
+            journal.flush()
+        except StorageError:
+            failures += 1
+            assert not journal.covers(key(step)), "nothing counts as durable that may not be"
+    while True:
+        try:
+            journal.close()
+        except StorageError:
+            failures += 1
+        else:
+            break
+    found = read_journal(Storage(storage.root))
+    assert [r.step for r in found.records] == [1, 2, 3, 4, 5]
+    assert [e.fields["number"] for e in found.events] == [1, 2, 3, 4, 5]
+    assert len(found.generations) == 1
+    assert journal.covers(key(5))
+    assert read_outline(Storage(storage.root)).events == found.events
+
+
+def test_lines_that_come_again_with_another_text_are_an_error(storage, tmp_path) -> None:
+    journal = writer(storage, segment_bytes=300)
+    for step in range(1, 5):
+        journal.step(record(key(step)))
+    journal.close()
+    folder = tmp_path / "quickstart" / "journal" / "a0001"
+    first, second = (folder / f"00000{number}.jsonl" for number in (1, 2))
+    again = first.read_bytes().splitlines(keepends=True)[-1]
+    second.write_bytes(again + second.read_bytes())
+    assert [r.step for r in read_journal(storage).records] == [1, 2, 3, 4]
+    second.write_bytes(again.replace(b'"loss":', b'"loss":1') + second.read_bytes()[len(again) :])
+    with pytest.raises(StorageError, match=r"000002.jsonl line 1 .* differs from line"):
+        read_journal(storage)
