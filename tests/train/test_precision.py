@@ -8,7 +8,7 @@ import torch
 
 from orchestrator.train.model import loss_sum
 from orchestrator.train.state import TrainState
-from tests.train.meeting import Meeting
+from tests.train.launch import Launch
 from tests.train.member import run_to_end, tiny_job
 from tests.train.test_worlds import trained
 
@@ -17,7 +17,7 @@ BF16 = tiny_job(train__precision="bf16")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Meeting:
+def alone(tmp_path_factory) -> Launch:
     return run_to_end(tmp_path_factory.mktemp("bf16"), 1, job=BF16)
 
 
@@ -25,9 +25,9 @@ def alone(tmp_path_factory) -> Meeting:
 def test_bf16_gives_the_same_bits_on_any_number_of_members_and_other_ones_than_float32(
     tmp_path, alone, world_size
 ):
-    meeting = run_to_end(tmp_path, world_size, job=BF16)
-    assert meeting.last_point().state_digest == alone.last_point().state_digest
-    assert trained(meeting) == trained(alone)
+    launch = run_to_end(tmp_path, world_size, job=BF16)
+    assert launch.last_point().state_digest == alone.last_point().state_digest
+    assert trained(launch) == trained(alone)
     exact = run_to_end(tmp_path / "float32", 1)
     assert exact.last_point().state_digest != alone.last_point().state_digest
     for column in (1, 2):  # loss, norm of the gradient
@@ -47,7 +47,7 @@ def test_a_point_of_one_precision_is_continued_in_the_other_and_back(tmp_path, a
     points = run_to_end(tmp_path, 2, job=tiny_job(train__max_steps=3, train__precision="bf16")).points
     jobs = (tiny_job(train__max_steps=6), BF16)
     for attempt, job in enumerate(jobs, start=2):
-        later = run_to_end(tmp_path, 1, attempt=attempt, points=points, job=job)
+        later = run_to_end(tmp_path, 1, attempt=attempt, point=max(points), job=job)
         points = later.points
     assert later.last_point().key.step == 8
     assert later.last_point().state_digest != alone.last_point().state_digest
