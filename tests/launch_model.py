@@ -672,6 +672,9 @@ class World:
             return False
         if step not in group.words:
             group.words[step] = self.word(group)
+        if self.random.random() < 0.02:
+            self.leave(member)  # the word is lost on the way to it, although others have it
+            return True
         self.set_state(member, *member.prepared)
         member.prepared = None
         member.records[key] = record_of(key, member.content)
