@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.elastic import supervisor
 from orchestrator.faults import FREEZE
 from orchestrator.monitor.reader import read_journal
 from orchestrator.storage import Storage
@@ -113,6 +114,19 @@ def test_the_coordinator_is_killed_again_and_again(
     assert_same_training(job, unbroken)
     assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2, 3, 5}
     assert "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step " in log_text(job)
+
+
+def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FROZEN_S", 3.0)
+    plan = job.faults().add(FREEZE, "votes_complete", step=4)
+    result = job.train(plan)
+    assert result.outcome == "done", result.reason
+    assert plan.struck() == [0]
+    assert_survivors_stayed(job)
+    assert_same_training(job, unbroken)
+    assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2}
 
 
 def test_a_frozen_worker_is_named_while_the_others_wait_for_it(
