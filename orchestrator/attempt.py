@@ -349,11 +349,6 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
             encoders=first.encoders,
         )
     )
-    older = [g for g in seen.journal.generations if first.number <= g.attempt < number]
-    last = max(older, key=lambda g: g.id, default=None)
-    # whose death is known is not waited for, and not counted again
-    dead = {event.fields["member"] for event in seen.journal.events if event.kind == MEMBER_DEAD}
-    live = tuple(member for member in last.members if member not in dead) if last else ()
     return replace(
         first,
         number=number,
@@ -363,26 +358,28 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
         damages=(),
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
-        previous=None
-        if last is None
-        else PreviousGeneration(attempt=last.attempt, generation=last.generation, members=live),
-        members=_where_they_live(seen.journal, live),
-        finished=tuple(
-            (event.fields["member"], event.fields["reason"], event.fields["step"])
-            for event in seen.journal.events
-            if event.kind == MEMBER_FINISHED and event.attempt >= first.number
-        ),
-        failures=tuple(
-            Failure(step=event.fields["step"], reason=event.fields["reason"])
-            for event in seen.journal.events
-            if event.kind == FAILURE and event.attempt >= first.number
-        ),
-        last_step=max(
-            (record for record in seen.journal.records if record.attempt >= first.number),
-            key=lambda record: record.key,
-            default=None,
-        ),
+        **_read_back(seen.journal, first.number),
     )
+
+
+def _read_back(journal: Journal, first: int) -> dict[str, Any]:
+    """What the coordinators of a launch, whose first attempt is `first`, have journalled for the next one."""
+    mine = [event for event in journal.events if event.attempt >= first]
+    last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
+    # whose death is known is not waited for, and not counted again
+    dead = {event.fields["member"] for event in mine if event.kind == MEMBER_DEAD}
+    live = tuple(member for member in last.members if member not in dead) if last else ()
+    finished = [event.fields for event in mine if event.kind == MEMBER_FINISHED]
+    failures = [event.fields for event in mine if event.kind == FAILURE]
+    records = [record for record in journal.records if record.attempt >= first]
+    return {
+        "previous": last
+        and PreviousGeneration(attempt=last.attempt, generation=last.generation, members=live),
+        "members": _where_they_live(journal, live),
+        "finished": tuple((f["member"], f["reason"], f["step"]) for f in finished),
+        "failures": tuple(Failure(step=f["step"], reason=f["reason"]) for f in failures),
+        "last_step": max(records, key=lambda record: record.key, default=None),
+    }
 
 
 def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[MemberInfo, ...]:
