@@ -253,7 +253,7 @@ class Coordinator:
         """A rank could not write its part of the save of `key`; it trains on."""
         self._check(launch)
         self._launch.voted()
-        await self._commits.tell(
+        self._commits.tell_soon(
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
@@ -263,7 +263,7 @@ class Coordinator:
         """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
-        if await self._flush() or self._launch.ended is not None:
+        if await self._flush(ANSWER_S) or self._launch.ended is not None:
             return None
         await asyncio.sleep(FLUSH_EVERY_S)
         return StillWaiting()
@@ -524,11 +524,11 @@ class Coordinator:
                 await self._commits.tell(Tick(now_s=time.monotonic()))
             await asyncio.sleep(FLUSH_EVERY_S)
 
-    async def _flush(self) -> bool:
-        """Whether all that was noted before is durable now."""
+    async def _flush(self, limit_s: float | None = None) -> bool:
+        """Whether all that was noted before is durable now, within `limit_s` (default: storage's own)."""
         began = time.monotonic()
         try:
-            durable = await self._commits.on_disk(self._journal.flush)
+            durable = await self._commits.on_disk(self._journal.flush, limit_s)
         except StorageError as error:
             await self._do(self._launch.storage_failed(str(error), began))
             return False
