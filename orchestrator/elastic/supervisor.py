@@ -35,7 +35,7 @@ from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
 COORDINATOR_LIMIT_S = 60.0
-FROZEN_S = 20.0  # a coordinator that lives answers a status within a second
+FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
 END_S = 5.0  # how long groups may take to end after the run has
 POLL_S = 0.05
 LOOK_S = 2.0  # how long a node's agent may take to look at its workers
@@ -121,14 +121,16 @@ class Supervisor:
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
         """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew."""
-        since, killed = time.monotonic(), False
+        since, unanswered = time.monotonic(), 0
         while True:
             try:
                 answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
                 return ray.get(answer, timeout=FROZEN_S)  # type: ignore[no-any-return]
             except GetTimeoutError as error:
-                if not killed:
-                    killed, since = True, time.monotonic()
+                unanswered += 1
+                # once is not enough: it may have been this process that stood still
+                if unanswered == 2:
+                    since = time.monotonic()
                     ray.kill(self._coordinator, no_restart=False)
                 last: Exception = error
             except RayActorError as error:

@@ -29,13 +29,15 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     cluster: Any,
     unbroken: Unbroken,  # noqa: F811
 ) -> None:
-    # the coordinator has all votes of step 8 and is about to write COMMIT when its machine stands still
+    # the coordinator has all votes of step 8 and is about to write COMMIT when its machine stands still, and
+    # the driver with it
     plan = job.faults().add(FREEZE, "votes_complete", step=8)
     old = spawn(job, cluster, plan)
-    when_struck(plan, 0, lambda: None)
+    when_struck(plan, 0, lambda: old.send_signal(signal.SIGSTOP))
     (frozen,) = (e.fields["pid"] for e in read_journal(Storage(job.run.uri)).events if e.kind == "attempt")
     assert job.train(cluster__num_workers=1).outcome == "done"
     os.kill(frozen, signal.SIGCONT)
+    old.send_signal(signal.SIGCONT)
     said, _ = old.communicate(timeout=60)
     # it did commit, and then it learned that it has been replaced
     late = {row["name"]: row for row in job.run.points()}["00000008-a0001-g0001"]

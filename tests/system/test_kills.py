@@ -119,7 +119,7 @@ def test_the_coordinator_is_killed_again_and_again(
 def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     job: Job, cluster: Any, unbroken: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FROZEN_S", 3.0)
+    monkeypatch.setattr(supervisor, "FROZEN_S", 1.5)
     plan = job.faults().add(FREEZE, "votes_complete", step=4)
     result = job.train(plan)
     assert result.outcome == "done", result.reason
