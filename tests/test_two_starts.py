@@ -60,13 +60,17 @@ def watched_for(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
+def no_word(text: str) -> None:
+    """Nobody listens."""
+
+
 def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watched(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
 ) -> None:
     with Process() as driver:
         assert driver.does(monkeypatch, lambda: begun(runner)).number == 1
         driver.kill()
-        assert starting.refuse_busy(runner.store) == 1
+        assert starting.refuse_busy(runner.store, no_word) == 1
         assert watched_for == []
 
 
@@ -92,7 +96,7 @@ def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_de
                 driver.does(monkeypatch, lambda: note_beginning(journal, attempt, {}) or attempt)
             journal.close()
         driver.kill()
-        assert starting.refuse_busy(runner.store) == 1
+        assert starting.refuse_busy(runner.store, no_word) == 1
         assert sum(watched_for) >= starting.BUSY_WATCH_S
 
 
@@ -104,7 +108,8 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
             monkeypatch.setattr(f"orchestrator.{module}.process_start", lambda pid: "1")
         driver.does(monkeypatch, lambda: begun(runner))
         monkeypatch.undo()
-        assert starting.refuse_busy(runner.store) == 1, "its pid is that of a process that began later"
+        found = starting.refuse_busy(runner.store, no_word)
+        assert found == 1, "its pid is that of a process that began later"
 
 
 def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
@@ -119,7 +124,7 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
 def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.folder, freeze=True)
-    watched = starting.refuse_busy(store)
+    watched = starting.refuse_busy(store, no_word)
     first = runner.begin()
     told = f"attempt 1 of this run was claimed by launch {first.launch}"
     with pytest.raises(BusyError, match=told), starting.claimed(store, job, spec, watched):
@@ -143,10 +148,10 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
         orphan.start()
         try:
             with pytest.raises(BusyError, match="attempt 1 of launch"):
-                starting.refuse_busy(runner.store)
+                starting.refuse_busy(runner.store, no_word)
             driver.kill()
             threading.Timer(2.0, over.set).start()
-            starting.refuse_busy(runner.store)
+            starting.refuse_busy(runner.store, no_word)
             assert over.is_set(), "it waited for the orphan"
         finally:
             over.set()

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 from orchestrator.errors import ElasticError
-from orchestrator.records import Cursor, StateKey, StepRecord, Vote
+from orchestrator.records import Cursor, MemberState, StateKey, StepRecord, Vote
 from orchestrator.storage import Storage
 from orchestrator.train.loop import train
 from orchestrator.train.meeting import meet
@@ -27,6 +27,9 @@ from tests.train.feed import FormulaFeed
 from tests.train.launch import WAIT_S
 from tests.train.member import tiny_job
 
+BLANK = MemberState(
+    key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start"
+)
 FAILURE = 3  # an exit code
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.train.member"])
@@ -174,7 +177,7 @@ def failing_rank(rank: int, port: int, folder: Path, voted: Any, other_is_gone: 
     """Votes for a save that is never answered, and fails. Rank 0 fails last: the store is in its process."""
     as_rank(rank, 2, port)
     membership = StaticMembership(meet(), SilentKeeper(folder, voted) if rank == 0 else None)
-    view = membership.join(None, None, None, None, (), "start")
+    view = membership.join(BLANK)
     assert view is not None
     answer = membership.vote(empty_vote(rank, 2))
     assert (voted if rank == 1 else other_is_gone).wait(WAIT_S)
@@ -206,13 +209,13 @@ def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_word_to_the_others(tmp_
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     trains, joins = (StaticMembership(meet(), NotingKeeper(tmp_path)) for _ in range(2))
-    assert trains.join(None, None, None, None, (), "start") is not None
+    assert trains.join(BLANK) is not None
     del store
     answer = trains.vote(empty_vote(0, 1))
     with pytest.raises(ElasticError, match="the vote for 00000001-a0004-g0001 found no answer"):
         answer.result(WAIT_S)
     with pytest.raises(RuntimeError):
-        joins.join(None, None, None, None, (), "start")
+        joins.join(BLANK)
 
 
 def test_a_refused_start_reaches_every_rank(tmp_path):
