@@ -14,11 +14,30 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import load_config, resume_table
+from orchestrator.data.frozen import DataRecord
 from orchestrator.monitor import sentences
 from orchestrator.monitor.view import RunView
-from orchestrator.plan.claims import GenerationStart
+from orchestrator.plan.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan
+from orchestrator.plan.identity import RunIdentity
+from orchestrator.plan.resume import Difference
+from orchestrator.plan.schedule import Budgets, Length
 from orchestrator.progress import Progress
-from orchestrator.records import GroupChange, GroupMember, Held, Loss, Stall, StepRecord
+from orchestrator.records import (
+    Cursor,
+    FileEntry,
+    GroupChange,
+    GroupMember,
+    Held,
+    Loss,
+    SourceCursor,
+    Stall,
+    StateKey,
+    StepRecord,
+)
+from orchestrator.resume.claims import AttemptEnd
+from orchestrator.resume.points import Commit
+from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,3 +346,42 @@ def test_the_two_commands_stand_by_line_20_and_every_make_target_exists() -> Non
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+# ------------------------------------------------------------------------------------- limits and fields
+def test_the_limits_are_the_constants_of_the_code() -> None:
+    num_compared = 0
+    for what, limit, _, where in rows(DOCS["guarantees.md"], "what"):
+        ((module, name),) = code_names(where)
+        if not name.isupper() or name == "PHASE_LIMITS_S":
+            continue
+        node = dict(names_in(parsed(source_of(module)).body))[name]
+        assert isinstance(node, ast.Assign)
+        assert f"{ast.literal_eval(node.value):g}" in re.findall(r"[\d.]+", limit), what
+        num_compared += 1
+    assert num_compared >= 12
+
+
+FIELDS = {
+    "run.json": (RunFile, RunIdentity),
+    "manifest/data.json": (DataRecord,),
+    "attempts/0003.json": (Claim,),
+    "attempts/0003.parent.json": (
+        ClaimParent,
+        Budgets,
+        Length,
+        Difference,
+        EncoderSpan,
+        EncoderChoice,
+    ),
+    "attempts/0003.end.json": (AttemptEnd,),
+    "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "points/…/cursor.json": (Cursor, SourceCursor),
+}
+
+
+@pytest.mark.parametrize("file", FIELDS)
+def test_the_fields_of_a_stored_file_are_those_of_its_value(file: str) -> None:
+    (stated,) = [row[1] for row in rows(DOCS["storage-format.md"], "file") if row[0] == f"`{file}`"]
+    stored = {field.name for kind in FIELDS[file] for field in fields(kind)}
+    assert set(re.findall(r"`(\w+)`", stated)) == stored
