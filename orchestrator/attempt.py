@@ -1,7 +1,7 @@
 """One attempt of a run: look at what is there, claim the next number, choose the parent, write down what is
 inherited.
 
-The order of these is what fences (MEMBERSHIP.md rule 6): first the claim, then the list of points, then the
+The order of these is what fences (membership rule 6): first the claim, then the list of points, then the
 parent file. The driver begins a launch with it, the coordinator continues one after its own restart, and
 `plan` uses only the looking.
 """

@@ -35,7 +35,7 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
     It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
     digests are recomputed by a packer of the audit's own (`data.reference`). And it shows that the tokens of
     these samples are, for every epoch that was read from its first to its last document, those that the files
-    hold, read in their own order (DATA.md rules 26 and 27). `steps` (`A:B`) limits it to these; it is read
+    hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is read
     from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is passed
     is compared. `not_shown` says what this audit leaves open.
     """

@@ -52,7 +52,7 @@ class Commits:
     """Drives the commit machine of one attempt; all methods run on one event loop.
 
     `lock` is held while the machine's actions are carried out. Whoever forms a generation takes it, too: so
-    no COMMIT is under way when the parent of a generation is chosen (MEMBERSHIP.md rule 15). Points are read
+    no COMMIT is under way when the parent of a generation is chosen (membership rule 15). Points are read
     back and deleted outside it: what nobody needs any more keeps no generation from forming.
     """
 

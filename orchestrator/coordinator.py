@@ -100,7 +100,7 @@ class Coordinator:
     launch is refused.
 
     A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
-    meet again at their next step boundary (MEMBERSHIP.md rules 8 and 10).
+    meet again at their next step boundary (membership rules 8 and 10).
     """
 
     def __init__(

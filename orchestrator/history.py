@@ -24,7 +24,7 @@ from orchestrator.resume.points import Damage, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage import Storage
 
-WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (MEMBERSHIP.md rule 12)
+WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
 
 def open_run(run_uri: str | Path) -> Run:

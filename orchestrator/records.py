@@ -165,7 +165,7 @@ class StateKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceCursor:
-    """Where one source's next input token lies, in normal form (DATA.md rule 2), and what was passed on the
+    """Where one source's next input token lies, in normal form (data rule 2), and what was passed on the
     way.
 
     `block` is the position in the epoch's order, `window` counts within the block, `record` is the position
@@ -451,7 +451,7 @@ class GenerationView:
 
 
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save
-# or a load may take longer than a rendezvous waits for the silent (MEMBERSHIP.md rule 23).
+# or a load may take longer than a rendezvous waits for the silent (membership rule 23).
 STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT = "step", "forming", "load", "feed wait", "save wait"
 BETWEEN = "between steps"  # a step was finished just now
 # a group forms in four steps (store, meeting, process group, comparison) of at most 10 s each

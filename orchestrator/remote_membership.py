@@ -36,7 +36,7 @@ from orchestrator.records import (
 )
 from orchestrator.train.membership import connect_store, open_store
 
-# A coordinator of our launch that cannot be reached: after this long members stop (MEMBERSHIP.md rule 11).
+# A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
 COORDINATOR_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
 _RETRY_S = 0.1

@@ -264,7 +264,7 @@ def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks:
 
 
 def a_line_lost_at_each_border(handle: int, start: int, stop: int) -> tuple[int, bytes]:
-    """Begins at `start` instead of the byte before it (DATA.md rule 10)."""
+    """Begins at `start` instead of the byte before it (data rule 10)."""
     begin, data = readers_range(handle, start, stop)
     cut = data.find(b"\n") + 1 if start else 0
     return begin + cut, data[cut:]

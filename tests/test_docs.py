@@ -1,31 +1,269 @@
-"""Whatever README claims is run, or compared with what generates it."""
+"""Whatever README and docs/ claim is run, compared with what generates it, or looked for in the sources."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.config import load_config, resume_table
+from orchestrator.data.frozen import DataRecord
 from orchestrator.monitor import sentences
 from orchestrator.monitor.view import RunView
+from orchestrator.plan.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.plan.encoders import EncoderChoice, EncoderSpan
+from orchestrator.plan.identity import RunIdentity
+from orchestrator.plan.resume import Difference
+from orchestrator.plan.schedule import Budgets, Length
 from orchestrator.progress import Progress
-from orchestrator.records import GroupChange, GroupMember, Held, Loss, Stall
+from orchestrator.records import (
+    Cursor,
+    FileEntry,
+    GroupChange,
+    GroupMember,
+    Held,
+    Loss,
+    SourceCursor,
+    Stall,
+    StateKey,
+    StepRecord,
+)
+from orchestrator.resume.claims import AttemptEnd
+from orchestrator.resume.points import Commit
+from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+RULES = {"data": DOCS["data.md"], "membership": DOCS["membership.md"]}
+
+
+def between(text: str, begin: str, end: str) -> str:
+    return text.partition(f"<!-- {begin} -->")[2].partition(f"<!-- {end} -->")[0].strip()
+
+
 def test_the_resume_table_is_the_generated_one() -> None:
-    table = README.split("<!-- resume table: python -m orchestrator.config -->")[1].split(
-        "<!-- end of resume table -->"
-    )[0]
-    assert table.strip() == resume_table().strip()
+    table = between(CONFIGURATION, "resume table: python -m orchestrator.config", "end of resume table")
+    assert table == resume_table().strip()
+
+
+def test_the_fields_of_the_readme_are_rows_of_the_generated_table() -> None:
+    table = between(
+        README, "most used fields: rows of docs/configuration.md", "end of most used fields"
+    ).splitlines()
+    every = resume_table().splitlines()
+    assert len(table) == 2 + 15
+    assert table == [row for row in every if row in table]
+    assert f"The fields used most, of {len(every) - 2};" in README
+
+
+# ------------------------------------------------------------------------------------- names in docs/
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def source_of(module: str) -> Path:
+    path = ROOT / Path(*module.split("."))
+    return path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+
+
+def names_in(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """What the statements define: functions, classes, constants and fields."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(name, ast.Name):
+                        yield name.id, node
+
+
+def is_defined(path: Path, dotted: str) -> bool:
+    """Whether the file defines `function`, `Class` or `Class.method`."""
+    if not path.is_file():
+        return False
+    body = parsed(path).body
+    for part in dotted.split("."):
+        found = dict(names_in(body)).get(part)
+        if found is None:
+            return False
+        body = found.body if isinstance(found, ast.ClassDef) else []
+    return True
+
+
+def code_names(text: str) -> set[tuple[str, str]]:
+    return set(re.findall(r"`(orchestrator(?:\.\w+)*):([\w.]+)`", text))
+
+
+def test_names(text: str) -> set[tuple[str, str]]:
+    return set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
+
+
+test_names.__test__ = False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_every_function_and_every_test_that_a_document_names_exists(name: str) -> None:
+    text = DOCS[name]
+    gone = [f"{m}:{n}" for m, n in code_names(text) if not is_defined(source_of(m), n)]
+    gone += [f"{f}::{n}" for f, n in test_names(text) if not is_defined(ROOT / f, n)]
+    assert not gone
+    # a name that is written in another way would not be looked for
+    assert len(re.findall(r"`(?:orchestrator[.\w]*:|tests/[\w/]+\.py::)", text)) == sum(
+        len(re.findall(pattern, text))
+        for pattern in (r"`orchestrator(?:\.\w+)*:[\w.]+`", r"`tests/[\w/]+\.py::\w+`")
+    )
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    here = ROOT / "tests" / "test_docs.py"
+    assert is_defined(here, "is_defined")
+    assert is_defined(source_of("orchestrator.storage"), "Storage.create")
+    assert is_defined(source_of("orchestrator.storage"), "TRIES")
+    assert not is_defined(source_of("orchestrator.storage"), "Storage.rename")
+    assert not is_defined(source_of("orchestrator.storage"), "create")
+    assert not is_defined(source_of("orchestrator.no_such_module"), "Storage")
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The cells of the table that begins with the column `title`."""
+    lines = text.split(f"\n| {title} |")[1].splitlines()[2:]
+    kept = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in kept]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_says_where_it_lives_and_how_it_is_tested_or_that_it_is_planned(name: str) -> None:
+    text = RULES[name]
+    stated = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    table = {row[0]: row[1:] for row in rows(text, "rule")}
+    assert list(stated) == list(table) == [str(number + 1) for number in range(len(table))]
+    for number, (code, tests) in table.items():
+        if code == "planned":
+            assert tests == "planned"
+            assert stated[number].startswith("*Planned:*")
+        else:
+            assert code_names(code), number
+            assert test_names(tests), number
+
+
+def test_every_rule_that_the_code_cites_exists() -> None:
+    paths = [*(ROOT / "orchestrator").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    cited = {
+        (name, int(number))
+        for path in paths
+        for name, numbers in re.findall(
+            r"\b(data|membership)\s+rules?\s+(\d+(?:(?:,| to| and)\s+\d+)*)", path.read_text()
+        )
+        for number in re.findall(r"\d+", numbers)
+    }
+    stated = {
+        (name, int(number))
+        for name, text in RULES.items()
+        for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)
+    }
+    assert len(cited) > 20
+    assert cited <= stated
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        there = (path.parent / target) if target else path
+        assert there.is_file(), target
+        headings = [
+            h.lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+        ]
+        assert not heading or heading in headings, f"{target}#{heading}"
+
+
+def test_the_readme_links_every_document() -> None:
+    assert {name for name in DOCS if f"(docs/{name})" in README} == set(DOCS)
+
+
+# ------------------------------------------------------------------------------------- the journal's kinds
+def constants() -> dict[str, str]:
+    """Every name that a module of the package binds to a text."""
+    found: dict[str, str] = {}
+    for path in (ROOT / "orchestrator").rglob("*.py"):
+        for node in parsed(path).body:
+            if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+                continue
+            target, value = node.targets[0], node.value
+            pairs = (
+                zip(target.elts, value.elts, strict=False)
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                else [(target, value)]
+            )
+            for name, text in pairs:
+                if (
+                    isinstance(name, ast.Name)
+                    and isinstance(text, ast.Constant)
+                    and isinstance(text.value, str)
+                ):
+                    found[f"{name.id}"] = text.value
+    return found
+
+
+def journalled() -> Iterator[tuple[ast.expr, set[str] | None]]:
+    """The kind of each event that the code journals, and its fields where they are written out there."""
+    for path in (ROOT / "orchestrator").rglob("*.py"):
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            keywords = {k.arg: k.value for k in node.keywords}
+            if re.search(r"journal\.event$|self\._note$", called):
+                spread = None in keywords
+                yield node.args[0], None if spread else {str(k) for k in keywords}
+            elif called == "Note" or called.endswith(".note.remote"):
+                kind, given = (
+                    (keywords["kind"], keywords["fields"])
+                    if called == "Note"
+                    else (node.args[0], node.args[1])
+                )
+                keys = (
+                    {k.value for k in given.keys if isinstance(k, ast.Constant)}
+                    if isinstance(given, ast.Dict)
+                    else None
+                )
+                yield kind, keys
+
+
+def test_the_table_of_journal_kinds_is_that_of_the_code() -> None:
+    table = {
+        row[0].strip("`"): re.findall(r"`(\w+)`", row[1]) for row in rows(DOCS["storage-format.md"], "kind")
+    }
+    known, found = constants(), dict[str, set[str] | None]()
+    for kind, keys in journalled():
+        name = kind.value if isinstance(kind, ast.Constant) else known.get(ast.unparse(kind))
+        if name is None:  # what a function passes on
+            assert ast.unparse(kind) in ("kind", "action.kind"), ast.unparse(kind)
+            continue
+        found[str(name)] = keys
+    records = {"step": StepRecord, "generation": GenerationStart, "group formed": GroupChange}
+    assert set(found) | {"step", "generation"} == set(table)
+    for name, kind_fields in table.items():
+        if name in records:
+            assert kind_fields == [field.name for field in fields(records[name])]
+        else:
+            assert set(kind_fields) == found[name], name
 
 
 WORKER = GroupMember(rank=1, host="10.0.0.7", pid=23633)
@@ -108,3 +346,42 @@ def test_the_two_commands_stand_by_line_20_and_every_make_target_exists() -> Non
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+# ------------------------------------------------------------------------------------- limits and fields
+def test_the_limits_are_the_constants_of_the_code() -> None:
+    num_compared = 0
+    for what, limit, _, where in rows(DOCS["guarantees.md"], "what"):
+        ((module, name),) = code_names(where)
+        if not name.isupper() or name == "PHASE_LIMITS_S":
+            continue
+        node = dict(names_in(parsed(source_of(module)).body))[name]
+        assert isinstance(node, ast.Assign)
+        assert f"{ast.literal_eval(node.value):g}" in re.findall(r"[\d.]+", limit), what
+        num_compared += 1
+    assert num_compared >= 12
+
+
+FIELDS = {
+    "run.json": (RunFile, RunIdentity),
+    "manifest/data.json": (DataRecord,),
+    "attempts/0003.json": (Claim,),
+    "attempts/0003.parent.json": (
+        ClaimParent,
+        Budgets,
+        Length,
+        Difference,
+        EncoderSpan,
+        EncoderChoice,
+    ),
+    "attempts/0003.end.json": (AttemptEnd,),
+    "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "points/…/cursor.json": (Cursor, SourceCursor),
+}
+
+
+@pytest.mark.parametrize("file", FIELDS)
+def test_the_fields_of_a_stored_file_are_those_of_its_value(file: str) -> None:
+    (stated,) = [row[1] for row in rows(DOCS["storage-format.md"], "file") if row[0] == f"`{file}`"]
+    stored = {field.name for kind in FIELDS[file] for field in fields(kind)}
+    assert set(re.findall(r"`(\w+)`", stated)) == stored

@@ -257,7 +257,7 @@ def _hostile(model: TokenizerModel) -> list[str]:
 
 # ---------------------------------------------------------------------------------------- pieces
 class Pieces:
-    """The pieces whose tokens are the document's tokens (DATA.md rule 7); `size` bounds its UTF-8 length.
+    """The pieces whose tokens are the document's tokens (data rule 7); `size` bounds its UTF-8 length.
 
     At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
     last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A

@@ -26,7 +26,7 @@ class FilePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePlan:
-    """A manifest cut into fragments, and those into blocks of `fragments_per_block` (DATA.md rule 8).
+    """A manifest cut into fragments, and those into blocks of `fragments_per_block` (data rule 8).
 
     `run_fragments[i]` and `run_files[i]` are the first fragment and the first file of run i, where a run is
     either one file of several fragments or some files joined to one; both end with the totals.

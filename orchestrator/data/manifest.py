@@ -139,7 +139,7 @@ def _text_types(pa: Any) -> Iterator[Any]:
 
 # ---------------------------------------------------------------------------------------- unchanged?
 def difference(row: FileRow, handle: int) -> str | None:
-    """How the open file differs from its row, with both values; None if it is the same (DATA.md rule 13)."""
+    """How the open file differs from its row, with both values; None if it is the same (data rule 13)."""
     status = os.fstat(handle)
     if (status.st_size, status.st_mtime_ns) == (row.bytes, row.mtime_ns):
         return None

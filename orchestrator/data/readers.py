@@ -211,7 +211,7 @@ def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
     without that one where it is longer than `MAX_RECORD_BYTES`.
 
     Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning at
-    `start` itself would lose that line (DATA.md rule 10).
+    `start` itself would lose that line (data rule 10).
     """
     begin = max(0, start - 1)
     data = _read(handle, begin, stop)

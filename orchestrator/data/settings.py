@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# DATA.md rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
+# data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
 # A chunk has at most about so many tokens.

@@ -111,7 +111,7 @@ class DataSpec:
         """Per source the first document with text of which the stream before `cursor` has trained no token.
 
         That is the one behind the document of the cursor's token, for that token has been a target already
-        (DATA.md rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
+        (data rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
         second may be the next epoch's, whether or not the job goes so far.
         """
         endless = replace(self, settings=replace(self.settings, num_epochs=None))
@@ -284,7 +284,7 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
-    """The one exception to the flat cost of re-opening, where this source makes it (DATA.md rule 8)."""
+    """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
     files = plan.manifest.files
     if plan.manifest.format != "parquet" and not any(
         row.path.endswith(manifests.COMPRESSED) for row in files

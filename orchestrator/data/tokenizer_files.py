@@ -40,7 +40,7 @@ UNKNOWN_TEXT = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerModel:
     """What an encoder is built from: the tokenizer.json without truncation, padding, dropout and
-    post-processor (DATA.md rule 6), and the texts of its special tokens.
+    post-processor (data rule 6), and the texts of its special tokens.
     """
 
     model_json: str

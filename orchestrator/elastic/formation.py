@@ -12,7 +12,7 @@ from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousSettings:
-    """Times (seconds) and counts of the rendezvous; the defaults are those of MEMBERSHIP.md.
+    """Times (seconds) and counts of the rendezvous; the defaults are those of docs/membership.md.
 
     - `start_grace_s`: how long a group without survivors waits, from its first join, for the expected number.
     - `missing_grace_s`: the least time that a live member of an ended generation has to come (two median

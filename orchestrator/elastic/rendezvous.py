@@ -1,5 +1,5 @@
 """Who trains next, and from which state: the rendezvous as a pure, deterministic state machine
-(MEMBERSHIP.md).
+(docs/membership.md).
 
 It knows no Ray, no torch, no clock and no storage: the coordinator tells it what happened, with the time in
 seconds (one monotonic clock), and carries out what `tick` returns.

@@ -2,7 +2,7 @@
 for.
 
 Pure: no Ray, no clock (times are seconds). Nothing is decided by it: it is for people to hear of; who is left
-out, and when, is the rendezvous' (MEMBERSHIP.md rule 17).
+out, and when, is the rendezvous' (membership rule 17).
 """
 
 from __future__ import annotations

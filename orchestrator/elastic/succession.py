@@ -1,5 +1,5 @@
 """What the next generation continues: the newest state over members and the committed point, and its label
-(MEMBERSHIP.md rules 1 and 2).
+(membership rules 1 and 2).
 
 It knows the generations that were formed and the newest point; not who is waited for, nor when to form.
 """

@@ -54,7 +54,7 @@ def rank_run(num_micro: int, rank: int, world_size: int) -> range:
 
 
 def steps_per_rank(num_micro: int, world_size: int) -> int:
-    """How many micro-batches every rank runs, missing ones being empty (DATA.md rule 16): ceil(num_micro /
+    """How many micro-batches every rank runs, missing ones being empty (data rule 16): ceil(num_micro /
     world_size).
     """
     return ceil_div(num_micro, world_size)

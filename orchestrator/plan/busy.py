@@ -1,5 +1,5 @@
 """Is somebody at work on this run? What a start concludes from looking at its newest attempt again and again
-(MEMBERSHIP.md rule 12).
+(membership rule 12).
 
 It reads no storage and no clock: looks and times are given to it as values.
 """

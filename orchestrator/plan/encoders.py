@@ -1,4 +1,4 @@
-"""Which encoder makes which documents of a run's stream, and how a run takes up another one (DATA.md rule 6).
+"""Which encoder makes which documents of a run's stream, and how a run takes up another one (data rule 6).
 
 It installs, loads and reads nothing: what is installed here, and where documents begin, is given to it.
 """

@@ -61,7 +61,7 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
     """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and what
     to do; empty if it may.
 
-    `accept_changed` (`resume.accept_changed`) lets changed files pass (DATA.md rule 13), nothing else. Who
+    `accept_changed` (`resume.accept_changed`) lets changed files pass (data rule 13), nothing else. Who
     encodes may change: `plan.encoders` decides how.
     """
     refusals = []

@@ -2,7 +2,7 @@
 from the newest claim.
 
 It reads no storage: claims, parent files and journal records are given to it as values. It decides by names
-and keys alone, never by clocks, step labels or the order in which things were found (MEMBERSHIP.md rules 1, 2
+and keys alone, never by clocks, step labels or the order in which things were found (membership rules 1, 2
 and 6).
 """
 
@@ -242,7 +242,7 @@ class _Chain:
 
     def _same_launch(self, older: int, newer: int) -> bool:
         """Whether one launch made all claims from `older` to `newer`: only then can members carry a state
-        over (MEMBERSHIP.md rule 8).
+        over (membership rule 8).
         """
         launches = {self.claims[n].launch if n in self.claims else None for n in range(older, newer + 1)}
         return len(launches) == 1 and None not in launches

@@ -171,7 +171,7 @@ def _with_encoders_named(
 
 def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
     """The label of the last step done: the point's own, re-based only if the batch size or seq_len differs
-    (DATA.md rule 18).
+    (data rule 18).
     """
     if point is None:
         return 0
@@ -239,7 +239,7 @@ def _identity_refusals(
 
 
 def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
-    """How the global batch lies on the workers (DATA.md rule 16), at the least and at the most of them."""
+    """How the global batch lies on the workers (data rule 16), at the least and at the most of them."""
     train, cluster = config.train, config.cluster
     num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
     for world in sorted({cluster.start_workers, cluster.max_workers}):

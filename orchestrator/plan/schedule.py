@@ -1,7 +1,7 @@
 """Lengths in tokens and the learning rate as a function of consumed tokens.
 
 A length that the user gives in steps or samples is turned into tokens once, at the shape it was first given
-with, and travels in the claims from then on (DATA.md rule 17). It knows no optimizer and no step label.
+with, and travels in the claims from then on (data rule 17). It knows no optimizer and no step label.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """How people name steps of a run's history: `250`, or `a2:250` where attempts have labelled two steps alike
-(DATA.md rule 18).
+(data rule 18).
 
 It knows records and labels only.
 """

@@ -1,4 +1,4 @@
-"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (MEMBERSHIP.md rules 6
+"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (membership rules 6
 to 12).
 
 It knows which process may claim which number; not what a point contains, nor which one should be the parent.

@@ -2,7 +2,7 @@
 from events to actions.
 
 It does no input or output and knows no clock but the times in its events; `committer` carries the store's
-actions out, the coordinator the answers. MEMBERSHIP.md rules 7 and 13 to 16.
+actions out, the coordinator the answers. membership rules 7 and 13 to 16.
 """
 
 from __future__ import annotations

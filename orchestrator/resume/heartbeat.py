@@ -1,4 +1,4 @@
-"""The sign of life of one attempt: a file that grows, for other starts to watch (MEMBERSHIP.md rule 12).
+"""The sign of life of one attempt: a file that grows, for other starts to watch (membership rule 12).
 
 It knows nothing of who watches and decides nothing; what the file contains means nothing.
 """

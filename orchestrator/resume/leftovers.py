@@ -35,7 +35,7 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
     one is spared too unless it has said that it ended: its coordinator may only be cut off, and about to
     commit; the next start takes its leftovers, but for the rest of a point that was being deleted: that goes
     at once. Before each deletion it asks for a newer claim, and does no
-    more if there is one (MEMBERSHIP.md rule 7). Never raises `StorageError`: what cannot be removed now is
+    more if there is one (membership rule 7). Never raises `StorageError`: what cannot be removed now is
     tried again at the next start. A machine that was cut off during a whole other launch, and writes its
     COMMIT at the very moment in which its folder goes, leaves a damaged orphan: no claim names it (rule 6),
     so that it is never resumed, but `verify` shows it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-# verified points newer than the newest claim's parent, before that may go (MEMBERSHIP.md rule 16)
+# verified points newer than the newest claim's parent, before that may go (membership rule 16)
 NEEDED_TO_RELEASE = 2
 
 

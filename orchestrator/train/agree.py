@@ -1,5 +1,5 @@
 """Agreeing on state at the begin of a generation: who keeps its own, who receives a copy, who loads a point
-(MEMBERSHIP.md 1 to 4, 19).
+(membership rules 1 to 4, 19).
 
 It moves state between members of one group; who is a member, and which state is the parent, the view says.
 """

@@ -1,7 +1,8 @@
 """All interleavings of three members, three generations, two steps and two coordinators over the real
 rendezvous.
 
-The rules of MEMBERSHIP.md hold in every state; each wrong version planted here is caught by the same search.
+The rules of docs/membership.md hold in every state; each wrong version planted here is caught by the same
+search.
 """
 
 from __future__ import annotations

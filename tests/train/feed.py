@@ -24,7 +24,7 @@ def token_at(positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class FormulaFeed:
-    """Serves the first `total_tokens` inputs (None: endless), packed as DATA.md says; may lie in stated
+    """Serves the first `total_tokens` inputs (None: endless), packed as docs/data.md says; may lie in stated
     ways."""
 
     total_tokens: int | None = None
