@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TOOLS := $(VENV)/.installed-tools
 # the tests that start neither ray nor torch, without the search over all interleavings, which takes half a minute
-FAST_TESTS := tests/plan tests/monitor tests/test_config.py tests/test_layers.py \
+FAST_TESTS := tests/config tests/planning tests/cluster tests/test_layers.py tests/launch/test_needs.py \
+	$(filter-out tests/history/test_claim_search.py, $(wildcard tests/history/test_*.py)) \
 	$(filter-out tests/elastic/test_search.py, $(wildcard tests/elastic/test_*.py))
 
 .PHONY: quickstart test check chaos clean

@@ -20,16 +20,16 @@ from typing import Any
 
 import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
-from orchestrator.config import JobConfig, parse_config
-from orchestrator.data.corpus import build_sample_corpus
-from orchestrator.data.local_feed import InProcessFeed
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.sample_corpus import build_sample_corpus
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.monitor.journal import JournalWriter
-from orchestrator.plan.claims import ClaimParent, GenerationStart
+from orchestrator.history.claim_files import START
+from orchestrator.history.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal import JournalWriter
 from orchestrator.records import Cursor, StepRange, StepRecord
-from orchestrator.resume.claims import START
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 
 def _job(corpus: Path, folder: Path, batch: int, seq_len: int) -> JobConfig:

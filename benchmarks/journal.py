@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Samples, medians, say
-from orchestrator.monitor.journal import JournalWriter
-from orchestrator.monitor.reader import read_journal, read_outline
-from orchestrator.plan.claims import Claim, ClaimParent, GenerationStart
-from orchestrator.plan.lineage import effective_chain, effective_history
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal_reader import read_journal, read_outline
+from orchestrator.history.lineage import effective_chain, effective_history
 from orchestrator.records import StateKey, StepRecord
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 PER_GENERATION, PER_EVENT, PER_FLUSH = 100_000, 100, 1000
 BATCH, TOKENS = 16, 2048

@@ -44,10 +44,10 @@ from benchmarks.common import (
     say,
     work_folder,
 )
-from orchestrator.data.corpus import build_sample_corpus
-from orchestrator.monitor.reader import read_journal
-from orchestrator.plan.claims import GenerationStart
-from orchestrator.storage import Storage
+from orchestrator.data.sample_corpus import build_sample_corpus
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.storage.files import Storage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class Job:
 
     def start(self) -> Command:
         """The command, the same for a start and a restart."""
-        arguments = ["-m", "orchestrator.cli", "train", str(self._path)]
+        arguments = ["-m", "orchestrator.cli.commands", "train", str(self._path)]
         self.command = Command(arguments, self.folder / f"{self.name}.log")
         return self.command
 

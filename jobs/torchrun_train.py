@@ -13,7 +13,7 @@ from pathlib import Path
 # this copy's neighbour counts, also where the package is installed
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from orchestrator.static_run import main
+from orchestrator.torchrun.run import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,7 +15,7 @@ from pathlib import Path
 # submitted.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from orchestrator.cli import main
+from orchestrator.cli.commands import main
 
 if __name__ == "__main__":
     main(["train", *sys.argv[1:]])

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from orchestrator.config import JobConfig, load_config
+    from orchestrator.config.schema import JobConfig, load_config
     from orchestrator.errors import OrchestratorError
-    from orchestrator.history import Run
-    from orchestrator.history import open_run as open  # noqa: A004  the public name is orchestrator.open
-    from orchestrator.run import RunResult, open_stream, plan, train
+    from orchestrator.launch.api import RunResult, open_stream, plan, train
+    from orchestrator.monitor.run import Run
+    from orchestrator.monitor.run import open_run as open  # noqa: A004  the public name is orchestrator.open
 
 _HOMES = {
-    "JobConfig": "config",
-    "load_config": "config",
+    "JobConfig": "config.schema",
+    "load_config": "config.schema",
     "OrchestratorError": "errors",
-    "Run": "history",
-    "open": "history",
-    "RunResult": "run",
-    "open_stream": "run",
-    "plan": "run",
-    "train": "run",
+    "Run": "monitor.run",
+    "open": "monitor.run",
+    "RunResult": "launch.api",
+    "open_stream": "launch.api",
+    "plan": "launch.api",
+    "train": "launch.api",
 }
 __all__ = [
     "JobConfig",

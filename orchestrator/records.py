@@ -549,8 +549,8 @@ class GroupChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A worker of a group that stands still. `state`: what its process does (`machine.process_state`); None:
-    its node's agent did not answer.
+    """A worker of a group that stands still. `state`: what its process does
+    (`cluster.machine.process_state`); None: its node's agent did not answer.
     """
 
     worker: GroupMember

@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import load_config, resume_table
+from orchestrator.cluster.ray_state import NO_ERROR
+from orchestrator.config.schema import load_config, resume_table
 from orchestrator.data.frozen import DataRecord
-from orchestrator.monitor import sentences
+from orchestrator.history import sentences
+from orchestrator.history.claim_files import AttemptEnd
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
-from orchestrator.plan.claims import Claim, ClaimParent, GenerationStart
-from orchestrator.plan.encoders import EncoderChoice, EncoderSpan
-from orchestrator.plan.identity import RunIdentity
-from orchestrator.plan.resume import Difference
-from orchestrator.plan.schedule import Budgets, Length
-from orchestrator.progress import Progress
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
+from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.resume_plan import Difference
+from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records import (
     Cursor,
     FileEntry,
@@ -35,7 +37,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
-from orchestrator.resume.claims import AttemptEnd
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
@@ -54,7 +55,9 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def test_the_resume_table_is_the_generated_one() -> None:
-    table = between(CONFIGURATION, "resume table: python -m orchestrator.config", "end of resume table")
+    table = between(
+        CONFIGURATION, "resume table: python -m orchestrator.config.schema", "end of resume table"
+    )
     assert table == resume_table().strip()
 
 
@@ -132,10 +135,10 @@ def test_every_function_and_every_test_that_a_document_names_exists(name: str) -
 def test_a_name_that_is_gone_is_found() -> None:
     here = ROOT / "tests" / "test_docs.py"
     assert is_defined(here, "is_defined")
-    assert is_defined(source_of("orchestrator.storage"), "Storage.create")
-    assert is_defined(source_of("orchestrator.storage"), "TRIES")
-    assert not is_defined(source_of("orchestrator.storage"), "Storage.rename")
-    assert not is_defined(source_of("orchestrator.storage"), "create")
+    assert is_defined(source_of("orchestrator.storage.files"), "Storage.create")
+    assert is_defined(source_of("orchestrator.storage.files"), "TRIES")
+    assert not is_defined(source_of("orchestrator.storage.files"), "Storage.rename")
+    assert not is_defined(source_of("orchestrator.storage.files"), "create")
     assert not is_defined(source_of("orchestrator.no_such_module"), "Storage")
 
 
@@ -274,7 +277,7 @@ LOST = GroupChange(
     wanted=2,
     step=18,
     step_before=18,
-    lost=(Loss(worker=WORKER, reason=sentences.NO_ERROR),),
+    lost=(Loss(worker=WORKER, reason=NO_ERROR),),
     joined=(),
     paused_s=0.2,
     reason="",
@@ -331,7 +334,7 @@ def test_every_config_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^orchestrator ([a-z-]+)", README, re.MULTILINE))))
 def test_every_command_of_the_readme_exists(command: str) -> None:
-    line = [sys.executable, "-m", "orchestrator.cli", command, "--help"]
+    line = [sys.executable, "-m", "orchestrator.cli.commands", command, "--help"]
     made = subprocess.run(line, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
 

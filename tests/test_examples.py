@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
-from tests.train.test_static import free_port, rank_environment
+from tests.torchrun.test_membership import free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = [1]

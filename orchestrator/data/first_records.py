@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from orchestrator.data.fragments import SourcePlan
-from orchestrator.data.readers import READ_BYTES, decoded, naming_damage
-from orchestrator.data.sources import BadRecordError, WrongFieldError, json_text
+from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.readers import READ_BYTES, decoded, naming_damage
+from orchestrator.data.sources.windows import BadRecordError, WrongFieldError, json_text
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import ConfigError
 

@@ -1,6 +1,6 @@
 """What a run keeps of its data: `manifest/<source>.parquet`, `tokenizer/`, and last `manifest/data.json`.
 
-It reads and writes a run's folder and decides nothing: `spec` and `plan.identity` compare.
+It reads and writes a run's folder and decides nothing: `spec` and `planning.identity` compare.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import orjson
 
-from orchestrator.data.manifest import Manifest, from_parquet, to_parquet
-from orchestrator.data.tokenizer_files import FILES
+from orchestrator.data.sources.manifest import Manifest, from_parquet, to_parquet
+from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import decode, encode
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 TOKENIZER_FOLDER = "tokenizer"
 _MANIFESTS = "manifest"

@@ -11,26 +11,44 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.data import manifest as manifests
-from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.encoder import GIGATOKEN, TOKENIZERS, Encoders, choose_encoder, installed_version
-from orchestrator.data.fragments import DECODED_RATIO, SourcePlan, decoded_bytes, is_plain, plan_source
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
-from orchestrator.data.listing import list_files
-from orchestrator.data.manifest import Manifest
+from orchestrator.data.packing.stream import Packer, Sample, open_samples
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources import BadRecordError, OrderedWindow, read_windows
-from orchestrator.data.stream import Packer, Sample, open_samples
-from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
-from orchestrator.data.unchanged import compare_files
+from orchestrator.data.sources import manifest as manifests
+from orchestrator.data.sources.fragments import (
+    DECODED_RATIO,
+    SourcePlan,
+    decoded_bytes,
+    is_plain,
+    plan_source,
+)
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.sources.unchanged import compare_files
+from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.tokens.chunks import tokenize_block
+from orchestrator.data.tokens.encoder import (
+    GIGATOKEN,
+    TOKENIZERS,
+    Encoders,
+    choose_encoder,
+    installed_version,
+)
+from orchestrator.data.tokens.tokenizer_files import (
+    TokenizerFacts,
+    TokenizerModel,
+    examine,
+    fetch,
+    ids_around,
+)
 from orchestrator.errors import ConfigError, DataIdentityError
-from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, Place
-from orchestrator.plan.identity import FORMAT_VERSION, RunIdentity, stream_settings
-from orchestrator.plan.order import ORDER_VERSION
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place
+from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
+from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 
 if TYPE_CHECKING:
-    from orchestrator.config import JobConfig
+    from orchestrator.config.schema import JobConfig
 
 __all__ = ["DataSpec", "Sample", "prepare_data", "public_stream"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from orchestrator.elastic.blame import Blame
+from orchestrator.elastic.failure_backoff import Blame
 from orchestrator.elastic.formation import (
     Action,
     Form,
@@ -24,9 +24,9 @@ from orchestrator.elastic.formation import (
     StopRun,
     Waiting,
 )
-from orchestrator.elastic.gathering import DEAD, LEFT, Gathering
+from orchestrator.elastic.membership_state import DEAD, LEFT, Gathering
+from orchestrator.elastic.parent_state import Succession
 from orchestrator.elastic.reach import largest_reaching
-from orchestrator.elastic.succession import Succession
 from orchestrator.errors import FencedError
 from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey, Wishes
 

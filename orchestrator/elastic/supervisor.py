@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from orchestrator.elastic.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
+from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.elastic.policy import (
     Decision,
     ExpectWorkers,

@@ -1,1 +1,1 @@
-"""What a run says of itself: the journal, its reader, and the declarations of its metrics."""
+"""Reading a run: at a glance, its points, and the proof of what it was trained on."""

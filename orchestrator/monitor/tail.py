@@ -1,7 +1,7 @@
 """The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
 
 For a look at a run of any length: it reads two segments at the most (16 MiB each), decodes the lines that it
-shows, and checks nothing; proofs read the whole journal (`reader`).
+shows, and checks nothing; proofs read the whole journal (`journal_reader`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.monitor import sentences
-from orchestrator.monitor.journal import FOLDER, GENERATION, GROUP_FORMED, OWN_FIELDS, STEP, UNRESPONSIVE
+from orchestrator.history import sentences
+from orchestrator.history.journal import FOLDER, GENERATION, GROUP_FORMED, OWN_FIELDS, STEP, UNRESPONSIVE
 from orchestrator.records import GroupChange, GroupMember, Loss, decode
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 SEGMENTS = 2  # that are read
 STEPS = 50  # that speed is computed from

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-from orchestrator.monitor import sentences
+from orchestrator.history import sentences
 from orchestrator.monitor.tail import Tail
 
 # what a run may be at; `open`: it has not ended, and nobody has looked whether it is alive

@@ -9,11 +9,11 @@ from orchestrator.records import FileEntry
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import DOCUMENTS
 from orchestrator.resume.verify import POINTS
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 
 class CommittedFiles:
-    """`train.weights.PointFiles` of a run. Safe to use from threads.
+    """`trainer.weights.PointFiles` of a run. Safe to use from threads.
 
     A document (parts.json) is read only with the bytes that the point's COMMIT lists; it holds the digest of
     every tensor, so that nothing of another step, or of another save of the same one, is loaded. Files of

@@ -25,9 +25,9 @@ from orchestrator.resume.points import (
     Point,
 )
 from orchestrator.resume.run_file import RUN_FILE, read_run
-from orchestrator.resume.sealed import seal
 from orchestrator.resume.verify import POINTS, point_path
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal
 
 
 class PointFiles:

@@ -19,7 +19,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote, encode
-from orchestrator.resume.sealed import canonical
+from orchestrator.storage.sealed import canonical
 
 FORMAT = 1  # of a point's documents
 COMMIT, CURSOR, CONFIG, RNG, PARTS = "COMMIT", "cursor.json", "config.json", "rng.json", "parts.json"

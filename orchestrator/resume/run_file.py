@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
-from orchestrator.plan.identity import RunIdentity
+from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import decode
-from orchestrator.resume.sealed import unseal
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import unseal
 
 RUN_FILE = "run.json"
 

@@ -41,14 +41,14 @@ from __future__ import annotations
 import secrets
 
 from orchestrator.errors import BusyError
-from orchestrator.plan.identity import RunIdentity
+from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
+from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import encode
-from orchestrator.resume.claims import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import FORMAT
 from orchestrator.resume.run_file import RUN_FILE, RunFile, read_run
-from orchestrator.resume.sealed import seal
 from orchestrator.resume.verify import POINTS
+from orchestrator.storage.sealed import seal
 
 
 class RunStore(ClaimFiles, PointFiles):

@@ -15,8 +15,8 @@ from orchestrator.errors import OrchestratorError, ResumePointError
 from orchestrator.records import Cursor, FileEntry, TensorEntry, decode
 from orchestrator.resume import points
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, FORMAT, PARTS, RNG, Commit, Damage
-from orchestrator.resume.sealed import SealError, unseal
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import SealError, unseal
 
 Kind = TypeVar("Kind")
 

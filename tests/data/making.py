@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from orchestrator.config import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.packing.stream import Sample, open_samples
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.data.stream import Sample, open_samples
 from orchestrator.records import Cursor
 from tests.data import reference
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import zstandard
 from tokenizers import Tokenizer
 
-from orchestrator.plan.order import block_at, record_hash
+from orchestrator.planning.order import block_at, record_hash
 
 OPEN = {".gz": gzip.open, ".zst": zstandard.open}
 

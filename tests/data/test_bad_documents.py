@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data import line_numbers
-from orchestrator.data.stream import open_samples
+from orchestrator.data.packing.stream import open_samples
+from orchestrator.data.sources import line_numbers
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records import Cursor
 from tests.data.making import job, samples, spec_of

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from orchestrator.data import encoder as encoder_module
-from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.encoder import (
+from orchestrator.data.tokens import encoder as encoder_module
+from orchestrator.data.tokens.chunks import tokenize_block
+from orchestrator.data.tokens.encoder import (
     HOSTILE,
     Encoder,
     EncoderChoice,
@@ -26,7 +26,13 @@ from orchestrator.data.encoder import (
     find_difference,
     installed_version,
 )
-from orchestrator.data.tokenizer_files import TokenizerFacts, TokenizerModel, examine, fetch, ids_around
+from orchestrator.data.tokens.tokenizer_files import (
+    TokenizerFacts,
+    TokenizerModel,
+    examine,
+    fetch,
+    ids_around,
+)
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.records import Cursor
 from tests.data.making import job, samples, spec_of

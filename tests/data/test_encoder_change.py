@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchestrator.data.encoder import Encoder, installed_version
 from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.tokens.encoder import Encoder, installed_version
 from orchestrator.errors import ConfigError
-from orchestrator.plan.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder
 from orchestrator.records import Cursor
 from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 

@@ -21,12 +21,12 @@ import pytest
 import ray
 from ray._private.state import actors  # the public state API needs a dashboard
 
-from orchestrator.config import parse_config
-from orchestrator.data.feeder import Feeder, FeederStats, RayFeed, Reopen, start_feeder
-from orchestrator.data.local_feed import InProcessFeed
-from orchestrator.data.opening import SLOTS_AHEAD
+from orchestrator.config.schema import parse_config
+from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, start_feeder
+from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.feed.opening import SLOTS_AHEAD
+from orchestrator.data.packing.stream import open_samples
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.data.stream import open_samples
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 from tests.conftest import TinyConfig

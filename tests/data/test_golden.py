@@ -16,11 +16,11 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from orchestrator.data.drawn import DrawnStep
-from orchestrator.data.manifest import freeze
+from orchestrator.data.packing.step_samples import DrawnStep
+from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import DataSpec
-from orchestrator.plan.digest import batch_digest, sample_digest, token_hasher
-from orchestrator.plan.order import ORDER_VERSION, block_at, window_order
+from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
+from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
 from orchestrator.records import Cursor, SourceCursor, StepRange
 from tests.data.making import job, samples, spec_of
 

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.data.fragments import SourcePlan, plan_source
-from orchestrator.data.manifest import freeze
-from orchestrator.data.readers import READ_BYTES, Part, read_files, read_fragment
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources import OrderedWindow, read_windows
+from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.readers import READ_BYTES, Part, read_files, read_fragment
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
 
 PRESS: dict[str, Callable[[bytes], bytes]] = {
     "plain": lambda data: data,

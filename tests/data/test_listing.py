@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.listing import list_files
-from orchestrator.data.manifest import freeze
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import prepare_data
 from orchestrator.errors import ConfigError
 from tests.data.making import job, some_texts, write_corpus

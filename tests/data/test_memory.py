@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from orchestrator.data import chunks, columns, readers, sources
-from orchestrator.data.fragments import SourcePlan, plan_source
-from orchestrator.data.manifest import freeze
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources import OrderedWindow, read_windows
+from orchestrator.data.sources import columns, readers
+from orchestrator.data.sources import windows as sources
+from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
+from orchestrator.data.tokens import chunks
 from orchestrator.errors import BadDocumentError
 from orchestrator.records import EMPTY, Cursor
 from tests.data.making import job, plain, samples, spec_of

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.data.packing.stream import DrawnStep, Packer
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.stream import DrawnStep, Packer
 from orchestrator.errors import DataError, FeedError
-from orchestrator.plan.batches import ceil_div
-from orchestrator.plan.digest import sample_digest
+from orchestrator.planning.batches import ceil_div
+from orchestrator.planning.digest import sample_digest
 from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
 
 ONE = StreamSettings(num_epochs=1)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import parse_config
-from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.opening import SLOTS_AHEAD, WINDOWS_AHEAD, Opening
-from orchestrator.data.replay import MIN_STEPS, ReplayBuffer
+from orchestrator.config.schema import parse_config
+from orchestrator.data.feed.opening import SLOTS_AHEAD, WINDOWS_AHEAD, Opening
+from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
 from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import FeedError
 from orchestrator.records import Cursor, StepRange
 from tests.conftest import TinyConfig

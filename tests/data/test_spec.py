@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data import spec as spec_module
-from orchestrator.data.encoder import Encoder
-from orchestrator.data.listing import list_files
-from orchestrator.data.manifest import freeze, from_parquet, to_parquet
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
 from orchestrator.data.spec import prepare_data
+from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
-from orchestrator.plan.identity import compare
+from orchestrator.planning.identity import compare
 from orchestrator.records import Cursor
 from tests.data.making import job, plain, samples, some_texts, write_corpus
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from orchestrator.config import parse_config
+from orchestrator.config.schema import parse_config
+from orchestrator.data.packing.stream import Packer, open_samples
 from orchestrator.data.spec import DataSpec, prepare_data, public_stream
-from orchestrator.data.stream import Packer, open_samples
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor, SourceCursor, StepRange, decode, encode
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus

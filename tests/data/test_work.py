@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.chunks import tokenize_block
-from orchestrator.data.sources import read_windows
-from orchestrator.data.work import SignsOfWork, WorkReports
+from orchestrator.data.feed.work import SignsOfWork, WorkReports
+from orchestrator.data.sources.windows import read_windows
+from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor
 from tests.conftest import TinyConfig

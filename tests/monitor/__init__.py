@@ -1,1 +1,1 @@
-"""Tests of the journal and its reader."""
+"""Tests of reading and auditing a run."""

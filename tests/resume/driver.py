@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from orchestrator.monitor.journal import JournalWriter
+from orchestrator.history.journal import JournalWriter
 from orchestrator.records import StateKey, Vote
-from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.committer import PointCommitter
-from orchestrator.resume.events import (
+from orchestrator.resume.commit_events import (
     Acknowledge,
     Event,
     Fence,
@@ -17,7 +15,9 @@ from orchestrator.resume.events import (
     GiveUp,
     VoteCast,
 )
+from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import PointCommitter
 from tests.resume.samples import CONFIG, key, record, started_journal, write_vote
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from orchestrator.monitor.journal import JournalWriter
-from orchestrator.plan.claims import GenerationStart
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.journal import JournalWriter
 from orchestrator.records import (
     Cursor,
     FileEntry,
@@ -20,7 +20,7 @@ from orchestrator.records import (
 )
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 
 CONFIG = {"train.seed": 3, "train.global_batch_size": 8, "pack.seq_len": 32}
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.records import StateKey, TensorChunk, TensorEntry, Vote
-from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.events import (
+from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
     CheckNewerClaim,
@@ -32,6 +31,7 @@ from orchestrator.resume.events import (
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import parse_point_name
 from tests.resume.samples import cursor, key, record
 

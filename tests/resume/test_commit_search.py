@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from orchestrator.records import StateKey
-from orchestrator.resume.commit import CommitMachine
-from orchestrator.resume.events import (
+from orchestrator.resume.commit_events import (
     Acknowledge,
     Action,
     CheckNewerClaim,
@@ -31,6 +30,7 @@ from orchestrator.resume.events import (
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.save import Save, Stage
 from tests.resume.samples import key

@@ -14,17 +14,17 @@ import pytest
 from blake3 import blake3
 
 from orchestrator.errors import ResumePointError, StorageError
-from orchestrator.plan.claims import Claim, ClaimParent
+from orchestrator.history.claim_files import START, UNREADABLE, AttemptEnd, UnreadableFile
+from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.records import FileEntry, decode
-from orchestrator.resume.claims import START, UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.resume.points import COMMIT, DOCUMENTS, files_digest
 from orchestrator.resume.run_file import RunFile
-from orchestrator.resume.sealed import SealError, seal, unseal
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
-from tests.resume.crashfs import ModelDisk
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import SealError, seal, unseal
+from tests.history.test_claim_files import IDENTITY
 from tests.resume.samples import key, no_sleep, write_point
-from tests.resume.test_claims import IDENTITY
+from tests.storage.crashfs import ModelDisk
 
 PARTS = [f"{group}/0000{rank}-of-00002.safetensors" for group in ("model", "optimizer") for rank in range(2)]
 FILES = [COMMIT, *DOCUMENTS, *PARTS]

@@ -10,9 +10,9 @@ import pytest
 from orchestrator.errors import ResumePointError
 from orchestrator.records import StateKey, Vote
 from orchestrator.resume.points import COMMIT, PARTS, disagreement
-from orchestrator.resume.sealed import seal, unseal
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal, unseal
 from tests.resume.samples import CONFIG, cursor, key, write_point, write_vote
 
 AT = key(10)

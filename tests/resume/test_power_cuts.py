@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from orchestrator.records import FileEntry
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
-from orchestrator.storage import Storage
-from tests.resume.crashfs import ModelDisk
+from orchestrator.storage.files import Storage
 from tests.resume.samples import key, no_sleep, write_point
+from tests.storage.crashfs import ModelDisk
 
 BLOCK = 700
 

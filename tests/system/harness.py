@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 import orchestrator
-from orchestrator.attempt import survey
-from orchestrator.config import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.coordinator.attempt import survey
 from orchestrator.faults import FaultPlan
-from orchestrator.history import Run
-from orchestrator.monitor.reader import read_journal
-from orchestrator.plan.digest import sample_digest
-from orchestrator.plan.step_names import step_name
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.step_names import step_name
+from orchestrator.launch.api import RunResult
+from orchestrator.monitor.run import Run
+from orchestrator.planning.digest import sample_digest
 from orchestrator.resume.store import RunStore
-from orchestrator.run import RunResult
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 from tests.data import reference
 
 LIMIT_S = 120.0
@@ -199,7 +199,7 @@ def spawn(job: Job, cluster: Any, faults: FaultPlan, **changes: Any) -> subproce
     path = Path(faults.folder) / "job.json"
     path.write_text(json.dumps(job.config(cluster__address=cluster.address, **changes).to_json()))
     program = (
-        "import sys, json, orchestrator; from orchestrator.config import parse_config; "
+        "import sys, json, orchestrator; from orchestrator.config.schema import parse_config; "
         "config = parse_config(json.load(open(sys.argv[1]))); "
         "result = orchestrator.train(config, fault_plan=sys.argv[2]); print(result.outcome, result.reason)"
     )

@@ -24,7 +24,7 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
     """`orchestrator train` as a process of its own on the module's cluster, with no end."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address, **ENDLESS).to_json()))
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(path), "--json"]
+    command = [sys.executable, "-m", "orchestrator.cli.commands", "train", str(path), "--json"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

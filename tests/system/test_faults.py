@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from orchestrator.faults import FAIL, FREEZE, HANG
-from orchestrator.monitor.reader import read_journal
-from orchestrator.plan.claims import GenerationStart
-from orchestrator.storage import Storage
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once, assert_survivors_stayed, spawn, when_struck
 from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
 from tests.system.test_nodes import wait_for_world

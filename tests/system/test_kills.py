@@ -13,8 +13,8 @@ import pytest
 
 from orchestrator.elastic import supervisor
 from orchestrator.faults import FREEZE
-from orchestrator.monitor.reader import read_journal
-from orchestrator.storage import Storage
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.storage.files import Storage
 from tests.system.harness import (
     Job,
     assert_exactly_once,

@@ -9,8 +9,8 @@ import ray
 from ray._private import worker
 from ray._private.node import Node
 
-from orchestrator.cluster import ClusterConnection
-from orchestrator.config import load_config
+from orchestrator.cluster.connection import ClusterConnection
+from orchestrator.config.schema import load_config
 
 pytestmark = pytest.mark.system
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.run import RunResult
+from orchestrator.launch.api import RunResult
 from tests.system.harness import Job, assert_exactly_once, when_step, wish_stop
 
 pytestmark = pytest.mark.system
@@ -57,9 +57,9 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
 
 def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     """The first generation of this size that began after generation `after`."""
-    from orchestrator.attempt import survey
+    from orchestrator.coordinator.attempt import survey
     from orchestrator.resume.store import RunStore
-    from orchestrator.storage import Storage
+    from orchestrator.storage.files import Storage
 
     never = threading.Event()
     for _ in range(600):

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator import starting
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 
 pytestmark = pytest.mark.system
@@ -71,7 +71,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_ray_is_started(job: Job,
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(job.config(model__config=model).to_json()))
     began = time.monotonic()
-    command = [sys.executable, "-m", "orchestrator.cli", "train", str(path)]
+    command = [sys.executable, "-m", "orchestrator.cli.commands", "train", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=4 * LIMIT_S, check=False)
     assert time.monotonic() - began < LIMIT_S
     assert ended.returncode == 2, ended.stderr

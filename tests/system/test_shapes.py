@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.attempt import survey
+from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import RefusedError
 from orchestrator.resume.store import RunStore
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
 from tests.system.harness import Job, assert_exactly_once
 
 pytestmark = pytest.mark.system

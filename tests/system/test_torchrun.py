@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator import starting
-from orchestrator.attempt import survey
+from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError
 from orchestrator.faults import FREEZE, FaultPlan
+from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.resume.store import RunStore
-from orchestrator.static_keeper import StaticKeeper
-from orchestrator.storage import Storage
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun.recorder import StaticKeeper
 from tests.system.harness import Job, assert_exactly_once, log_text, when_said, when_step
-from tests.train.test_static import free_port
+from tests.torchrun.test_membership import free_port
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]

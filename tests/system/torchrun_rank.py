@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from orchestrator.faults import hook
-from orchestrator.static_run import main
+from orchestrator.torchrun.run import main
 
 if __name__ == "__main__":
     hook(sys.argv[1])("started", -1, int(os.environ["RANK"]))

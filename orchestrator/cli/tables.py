@@ -1,0 +1,167 @@
+"""What the commands print for people: tables and sentences from the documents that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.monitor.view import RunView
+from orchestrator.planning.resume_plan import ResumePlan
+
+
+def plan_lines(plan: ResumePlan) -> list[str]:
+    """What `train` would do."""
+    if plan.action == "start":
+        lines = ["would start from the beginning: the run has no resume point"]
+    else:
+        lines = [
+            f"would {plan.action} from {plan.point}",
+            f"  step label {plan.step_before} -> {plan.step_after}",
+        ]
+    lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
+    lines += [
+        f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, record "
+        f"{at.record}, piece {at.piece}, token {at.token}"
+        for name, at in plan.cursor.sources.items()
+    ]
+    left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
+    if any(value is None for value in left):
+        lines.append("  remaining until the data ends (no max_* is given)")
+    else:
+        lines.append(f"  remaining {left[0]:,} steps, {left[1]:,} samples, {left[2]:,} tokens")
+    before = "" if plan.lr_before is None else f"{plan.lr_before:.3e} -> "
+    lines.append(f"  learning rate {before}{plan.lr_after:.3e}")
+    meanings = {
+        "same": "must stay the same",
+        "may_change": "may change",
+        "free": "no influence on what is trained",
+    }
+    if plan.action != "refuse":  # what names it differs, not what it is
+        meanings["same"] = "the same contents elsewhere"
+    lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
+    lines += [f"  {note}" for note in plan.notes]
+    return lines + [f"refused: {text}" for text in plan.refusals]
+
+
+def status_lines(view: RunView) -> list[str]:
+    """A run at a glance: the verdict first, then what is known, a line each."""
+    lines = [f"{view.run}: {view.verdict}"]
+    if view.step is not None:
+        speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
+        loss = "not finite" if view.loss is None else f"{view.loss:.4f}"
+        when = _when(view.last_step_at, view.last_step_age_s)
+        lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
+    if view.workers is not None:
+        lines.append(f"  workers     {view.workers} of {view.workers_wanted or view.workers}")
+    if view.eta_s is not None:
+        lines.append(f"  done in     about {duration(view.eta_s)}")
+    point = view.newest_point or "none"
+    when = _when(view.newest_point_at, view.newest_point_age_s)
+    lines.append(f"  last point  {point}  {when}".rstrip())
+    if view.last_fault is not None:
+        lines.append(f"  last fault  {view.last_fault}  {_when(view.last_fault_at, None)}")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h 20 min`, `2 d 4 h`."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def _when(time: str | None, age_s: float | None) -> str:
+    if time is None:
+        return ""
+    text = time[:19].replace("T", " ") + " UTC"
+    return f"{text}, {duration(age_s)} ago" if age_s is not None else text
+
+
+def print_points(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of resume points, one row each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for name in (
+        "point",
+        "attempt",
+        "step",
+        "samples",
+        "tokens",
+        "world",
+        "batch",
+        "seq_len",
+        "MiB",
+        "save s",
+        "state",
+        "weights",
+    ):
+        table.add_column(
+            name, justify="left" if name in ("point", "state", "weights") else "right", no_wrap=True
+        )
+    for row in rows:
+        state = "healthy" if row["healthy"] else f"damaged: {row['reason']}"
+        if not row["on_lineage"]:
+            state += ", orphan"
+        table.add_row(
+            row["name"],
+            *(
+                str(row[name])
+                for name in (
+                    "attempt",
+                    "step",
+                    "consumed_samples",
+                    "consumed_tokens",
+                    "world_size",
+                    "global_batch_size",
+                    "seq_len",
+                )
+            ),
+            f"{row['bytes'] / 2**20:.1f}",
+            f"{row['save_s']:.2f}",
+            state,
+            str(row["weights_digest"])[:16],
+        )
+    # as wide as it has to be where nobody watches, so that nothing is cut
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per point, and one per damaged file."""
+    lines = []
+    for row in rows:
+        lines.append(f"{row['name']}: {'healthy' if row['healthy'] else 'damaged'}")
+        lines += [f"  {damage['file']} {damage['reason']}" for damage in row["damaged"]]
+    return lines or ["the run has no resume points"]
+
+
+def audit_lines(report: Mapping[str, Any]) -> list[str]:
+    """The proof in a sentence, or the first step that differs."""
+    amounts = (
+        f"{report['samples']:,} samples, {report['tokens']:,} tokens, {report['steps']:,} steps, "
+        f"{report['attempts']} attempt{'' if report['attempts'] == 1 else 's'}"
+    )
+    if report["steps"]:
+        amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
+    if not report["steps"] and report["exactly_once"]:
+        return ["nothing is trained yet, so there is nothing to compare"]
+    not_shown = [f"not shown: {text}" for text in report["not_shown"]]
+    if report["exactly_once"]:
+        final = report["final_up_to_step"]
+        return [
+            f"{amounts}, exactly once",
+            f"final up to step {final}; later ones may still be replaced"
+            if final is not None
+            else "nothing is final yet",
+            *not_shown,
+        ]
+    first = report["first_difference"]
+    where = "" if first["step"] is None else f"step {first['step']}: "
+    return [f"{amounts}, NOT exactly once", f"first difference: {where}{first['reason']}", *not_shown]

@@ -1,0 +1,234 @@
+"""The Ray cluster as the driver sees it: connect to one or start one on this machine, and what it has to
+offer.
+
+It decides nothing: the facts go to `elastic.policy`. It shuts down only what it started.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cluster.machine import shared_memory_bytes
+from orchestrator.errors import ResourceError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+_CONNECT_S = 5.0
+# Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
+# is started, so they hold for a cluster that we start ourselves; the README gives them for others.
+_HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
+    "RAY_worker_niceness": "0",
+}
+_QUIET = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+}
+# Processes that do nothing for a Ray of our own: one hands workers' output to the driver (`log_to_driver`),
+# one adds nodes, and the dashboard's server starts without a dashboard, too. Together they take 2 CPU
+# seconds, and Ray waits for the last.
+_HELPERS = ("start_log_monitor", "start_monitor", "start_api_server")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A live node: what is free on it now, and what it has in all. Bytes are 0 where Ray does not tell."""
+
+    node_id: str
+    host: str
+    is_head: bool
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+    memory_bytes: int
+    object_store_bytes: int
+
+
+class ClusterConnection:
+    """A connection to Ray; as a context manager it ends what it began, and nothing else."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        num_cpus_needed: float,
+        object_store_needed_bytes: int,
+        heard: Callable[[str], None] | None = None,
+    ) -> None:
+        """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to,
+        else starts a local one.
+
+        A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
+        shares, not cores. What Ray would print meanwhile is given to `heard` instead. Raises `ResourceError`
+        within seconds if nothing answers at the address, or /dev/shm is too small for a local one.
+        """
+        import ray
+
+        os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
+        self.started = False
+        self._heard = _RayHeard(heard) if heard is not None else None
+        if ray.is_initialized():
+            return
+        address = _address(config)
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        self.started = True
+        if address:
+            _check_reachable(address)
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ResourceError(
+                    f"something answers at cluster.address={address}, but no Ray takes this driver in "
+                    f"({error}); is it the port of the head's GCS (usually 6379), of the same Ray version? "
+                    "A cluster that wants a token needs RAY_AUTH_MODE=token, and the token in "
+                    "RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token, here, too"
+                ) from error
+            return
+        os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
+        with _without_helpers():
+            ray.init(
+                # without the word it would join any cluster that runs on this machine
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
+                include_dashboard=False,
+                object_store_memory=_local_object_store(object_store_needed_bytes),
+                **quiet,
+            )
+
+    def close(self) -> None:
+        """Disconnects; a Ray that was started here ends."""
+        import ray
+
+        if self.started:
+            ray.shutdown()
+        if self._heard is not None:
+            self._heard.end()
+
+    def __enter__(self) -> ClusterConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _RayHeard(logging.Handler):
+    """Until `end`, Ray's messages to this process go to a function: errors of its cluster, which Ray 2.60
+    prints to stdout (a private function, left alone where it is missing), and its loggers' errors.
+    """
+
+    def __init__(self, heard: Callable[[str], None]) -> None:
+        from ray._private import worker
+
+        super().__init__(logging.ERROR)
+        self._heard, self._worker = heard, worker
+        self._print = getattr(worker, "print_to_stdstream", None)
+        if self._print is not None:
+            setattr(worker, "print_to_stdstream", self._print_instead)  # noqa: B010
+        self._logger = logging.getLogger("ray")
+        self._handlers, self._propagates = self._logger.handlers, self._logger.propagate
+        self._logger.handlers, self._logger.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self._heard(self.format(record))
+
+    def end(self) -> None:
+        """Ray prints as before."""
+        if self._print is not None:
+            setattr(self._worker, "print_to_stdstream", self._print)  # noqa: B010
+        self._logger.handlers, self._logger.propagate = self._handlers, self._propagates
+
+    def _print_instead(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:  # noqa: ARG002
+        self._heard("\n".join(data.get("lines", ())))
+
+
+@contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Within it Ray starts without `_HELPERS`: private methods of Ray 2.60, which come back afterwards."""
+    from ray._private.node import Node
+
+    methods = {name: getattr(Node, name) for name in _HELPERS}
+    try:
+        for name in methods:
+            setattr(Node, name, lambda self, **_: None)  # noqa: ARG005
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+def starts_local_ray(config: JobConfig) -> bool:
+    """Whether a connection would start a Ray of its own on this machine."""
+    import ray
+
+    return not ray.is_initialized() and not _address(config)
+
+
+def nodes() -> tuple[Node, ...]:
+    """The live nodes, the head first, then by id."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    found = [
+        Node(
+            node_id=row["NodeID"],
+            host=row["NodeManagerAddress"],
+            is_head="node:__internal_head__" in row["Resources"],
+            cpus=row["Resources"].get("CPU", 0.0),
+            gpus=row["Resources"].get("GPU", 0.0),
+            free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
+            free_gpus=free.get(row["NodeID"], {}).get("GPU", 0.0),
+            memory_bytes=int(row["Resources"].get("memory", 0)),
+            object_store_bytes=int(row["Resources"].get("object_store_memory", 0)),
+        )
+        for row in ray.nodes()  # type: ignore[no-untyped-call]
+        if row["Alive"]
+    ]
+    return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
+
+
+def _address(config: JobConfig) -> str | None:
+    return config.cluster.address or os.environ.get("RAY_ADDRESS")
+
+
+def _local_object_store(needed_bytes: int) -> int:
+    """Token chunks are a few MB each and few are in flight: 256 MiB is plenty for most jobs; less than that
+    free in /dev/shm would make Ray slow.
+    """
+    wanted, free = max(256 * 2**20, needed_bytes), shared_memory_bytes()
+    if free is not None and free < wanted:
+        raise ResourceError(
+            f"the shared memory (/dev/shm) has {free / 2**20:.0f} MiB free, "
+            f"a local Ray needs {wanted / 2**20:.0f} MiB; "
+            "make it larger (in a container: --shm-size=1g), lower data.num_tokenizers, "
+            "or use a cluster with cluster.address"
+        )
+    return wanted
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would wait for a minute or more before it says that nobody is there."""
+    if address in ("auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ResourceError(
+            f"no Ray cluster answers at cluster.address={address} ({error}); "
+            "start one with `ray start --head`, correct the address (host:port of the head's GCS, usually "
+            "port 6379), "
+            "or leave it out to start a local Ray"
+        ) from error

@@ -1,0 +1,145 @@
+"""Node groups: one Ray Train run per node, called from an agent actor on that node, so that a node's death
+ends only its own group.
+
+It starts and stops processes and knows nothing of training: which function the workers run is handed in. Ray
+replaces a dead worker of a group in place because the backend says `has_replica_groups`; who trains with whom
+is decided by the rendezvous, not here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.cluster.machine import process_state
+from orchestrator.paused_gc import loading
+
+# Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
+# started.
+_CONTROLLER_POLL_S = "0.2"
+_TRAIN_ENVIRONMENT = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": _CONTROLLER_POLL_S,
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Off by default with replica groups; it only adds an actor.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # the controller's own way
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSpec:
+    """What a node group is: `num_workers` processes with `resources_per_worker` on `node_id`; `name` is
+    unique within the storage folder.
+    """
+
+    name: str
+    node_id: str
+    num_workers: int
+    resources_per_worker: dict[str, float]
+    ray_storage: str  # a folder for Ray Train's own bookkeeping, never read by us
+
+
+class NodeAgent:
+    """The agent of one node: an actor whose life is the group's (kill it and its workers end at once)."""
+
+    def run(
+        self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
+    ) -> None:
+        """Runs the group until all its workers' functions returned. Raises what Ray Train raises when the
+        group cannot go on.
+        """
+        os.environ.update(_TRAIN_ENVIRONMENT)
+        # imported here: the agent's process is the only one that needs Ray Train's controller side
+        with loading():
+            from orchestrator.cluster.train_run import run_group
+
+        run_group(
+            name=spec.name,
+            num_workers=spec.num_workers,
+            resources_per_worker=spec.resources_per_worker,
+            node_id=spec.node_id,
+            ray_storage=spec.ray_storage,
+            train_function=train_function,
+            config=config,
+        )
+
+    def kill_process(self, pid: int) -> bool:
+        """SIGKILLs a member of this node that was left out of a generation; False if there is no such
+        process.
+        """
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def look_at(self, pids: Sequence[int]) -> dict[int, str]:
+        """The state of each of these processes of this node; see `cluster.machine.process_state`."""
+        return {pid: process_state(pid) for pid in pids}
+
+
+class NodeGroup:
+    """A started group, seen from the supervisor: its agent and the end that it will come to."""
+
+    def __init__(
+        self, spec: GroupSpec, train_function: Callable[[dict[str, Any]], None], config: dict[str, Any]
+    ) -> None:
+        """Starts the agent on the node and returns at once."""
+        self.spec = spec
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
+        there = NodeAffinitySchedulingStrategy(node_id=spec.node_id, soft=False)
+        agent: Any = ray.remote(NodeAgent).options(scheduling_strategy=there, **options)
+        self._agent = agent.remote()
+        self._end: Any = self._agent.run.remote(spec, train_function, config)
+
+    def ended(self) -> str | None:
+        """None while it runs; then "" for a good end, else the reason of the failure."""
+        if not ray.wait([self._end], timeout=0, fetch_local=False)[0]:
+            return None
+        try:
+            ray.get(self._end)
+        except Exception as error:  # noqa: BLE001  whatever ended the group is a fact for the policy, named in the journal
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def kill_member(self, pid: int) -> None:
+        """Asks the agent to SIGKILL one process of its node; does not wait."""
+        self._agent.kill_process.remote(pid)
+
+    def look_at(self, pids: Sequence[int]) -> Any:
+        """Asks the agent for the states of its processes; a reference to the answer."""
+        return self._agent.look_at.remote(list(pids))
+
+    def stop(self) -> None:
+        """Ends agent, controller and workers at once, and gives their resources back."""
+        ray.kill(self._agent, no_restart=True)
+
+
+def remove_orphaned_placement_groups() -> int:
+    """Removes this job's placement groups whose creator (a Ray Train controller) is dead; returns how many.
+
+    Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are
+    dead), so a stopped or lost node group would keep its CPUs for ever.
+    """
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    accessor, table_type = state._connect_and_get_accessor(), getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009
+    job, removed = ray.get_runtime_context().get_job_id(), 0
+    for row in accessor.get_placement_group_table():
+        table = table_type.FromString(row)
+        if table.creator_job_id.hex() != job or not table.creator_actor_dead:
+            continue
+        if table.state != table_type.REMOVED:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(table.placement_group_id)))
+            removed += 1
+    return removed

@@ -1,0 +1,40 @@
+"""What Ray knows of actors: whether one is dead, and why, as far as Ray can tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.records import MemberInfo
+
+NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
+
+
+def cause_of_death(row: Mapping[str, Any] | None) -> str:
+    """Why an actor died, by its row in Ray's table (`DeathCause`). Ray knows neither signals nor exit codes,
+    so what it cannot tell apart is not told apart.
+    """
+    text = str((row or {}).get("DeathCause") or "")
+    if "oom_context" in text or "NODE_OUT_OF_MEMORY" in text:
+        return "killed by Ray: its node ran out of memory"
+    if "NODE_DIED" in text or "node has crashed" in text or "node has died" in text:
+        return "its node died"
+    if "OWNER_DIED" in text:
+        return "its node's agent died"
+    if "RAY_KILL" in text:
+        return "its node group was stopped"
+    detail = re.search(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)", text)
+    if detail is None or detail.group(1) == "SYSTEM_ERROR":
+        return NO_ERROR
+    return f"its process ended ({detail.group(1)}: {detail.group(2)})"
+
+
+def ray_says(info: MemberInfo) -> str | None:
+    """How the member's process ended, as Ray says; None if it lives. Also where Ray says nothing: a GCS that
+    does not answer, or has forgotten the actor, knows of nobody's death.
+    """
+    from ray._private.state import state  # the public state API needs the dashboard process
+
+    row = state.actor_table(info.actor_id)
+    return cause_of_death(row) if row and row["State"] == "DEAD" else None

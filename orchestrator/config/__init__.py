@@ -1,0 +1,1 @@
+"""The configuration: YAML and `key=value` words become one frozen `JobConfig`."""

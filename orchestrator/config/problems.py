@@ -1,0 +1,356 @@
+"""What is wrong with a configuration, in sentences: pydantic's findings retold, and the rules between fields.
+
+It works on plain JSON values, so that one bad field does not hide what is wrong with the others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from orchestrator.config.text import Path, Problem, Reading, dotted, value_at
+
+_NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
+
+
+def describe(error: ValidationError, value: Mapping[str, Any], root: type[BaseModel]) -> Iterator[Problem]:
+    """One problem per field that pydantic refused: what stands there, what is expected, "did you mean"."""
+    findings: dict[Path, tuple[str, FieldInfo | None]] = {}
+    for finding in error.errors(include_url=False, include_input=False, include_context=False):
+        path, info = _field_of(finding["loc"], root)
+        findings.setdefault(path, (finding["type"], info))
+    for path, (kind, info) in findings.items():
+        if any(len(other) > len(path) and other[: len(path)] == path for other in findings):
+            continue  # a list is called too short because entries of it are wrong: those are said
+        found = value_at(value, path)
+        if kind == "extra_forbidden":
+            yield Problem(path=path, text=_unknown(path, root))
+        elif kind == "missing" and not written(value, path):
+            yield Problem(path=path, text=_missing(info))
+        elif not _extra(info, "expected") or (path and isinstance(path[-1], int)):
+            yield Problem(path=path, text=f"is {_show(found)}; expected a section with fields")
+        else:
+            yield Problem(path=path, text=_refused(found, info))
+
+
+def _field_of(loc: Path, root: type[BaseModel]) -> tuple[Path, FieldInfo | None]:
+    """The declared field in which pydantic's location lies; deeper parts name union members and the like."""
+    model: type[BaseModel] | None = root
+    path: Path = ()
+    info: FieldInfo | None = None
+    for part in loc:
+        if isinstance(part, int) and model is not None and path:
+            path = (*path, part)
+            continue
+        if model is None:
+            break
+        path = (*path, part)
+        info = {(f.alias or name): f for name, f in model.model_fields.items()}.get(str(part))
+        model = _class_of(info)
+    return path, info
+
+
+def _class_of(info: FieldInfo | None) -> type[BaseModel] | None:
+    """The section class of a field, also where the field is a tuple of them."""
+    hint: Any = info.annotation if info else None
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    return hint if isinstance(hint, type) and issubclass(hint, BaseModel) else None
+
+
+def _show(value: Any) -> str:
+    """The value as a user would write it; texts in quotes."""
+    return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def written(value: Any, path: Path) -> bool:
+    """Whether something, if only a null, stands at `path`."""
+    around = value_at(value, path[:-1])
+    return isinstance(around, dict) and path[-1] in around
+
+
+def _extra(info: FieldInfo | None, key: str) -> str:
+    declared = info.json_schema_extra if info else None
+    return str(declared.get(key, "")) if isinstance(declared, dict) else ""
+
+
+def _missing(info: FieldInfo | None) -> str:
+    if info is None or not _extra(info, "expected"):
+        return "is missing; it is a section that every job needs"
+    return f"is missing; set it to {_extra(info, 'expected')}"
+
+
+def _refused(value: Any, info: FieldInfo | None) -> str:
+    text = f"is {_show(value)}; expected {_extra(info, 'expected')}"
+    if not isinstance(value, str):
+        if type(value) is float and value.is_integer() and abs(value) < 1 << 53:
+            return f"{text}; write {int(value)} if that is meant"
+        return text
+    choices = list(_choices(info.annotation)) if info else []
+    close = difflib.get_close_matches(value.lower(), choices, n=1)
+    if close:
+        return f"{text}; did you mean {close[0]}?"
+    if info is not None and {int, float} & set(_members(info.annotation)) and _NUMBER.match(value):
+        return f"{text}; write it without quotes"
+    if info is not None and bool in _members(info.annotation):
+        truth = {"on": "true", "yes": "true", "y": "true", "off": "false", "no": "false", "n": "false"}
+        return f"{text}; write {truth.get(value.lower(), 'true or false, without quotes')}"
+    return text
+
+
+def _members(hint: Any) -> list[Any]:
+    return [hint, *typing.get_args(hint)]
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    for member in _members(hint):
+        if typing.get_origin(member) is typing.Literal:
+            yield from typing.get_args(member)
+
+
+# What other trainers call our fields.
+OTHER_NAMES = {
+    "learning_rate": "train.lr",
+    "peak_lr": "train.lr",
+    "min_lr": "train.min_lr_ratio",
+    "lr_scheduler_type": "train.schedule",
+    "lr_schedule": "train.schedule",
+    "scheduler": "train.schedule",
+    "grad_clip": "train.max_grad_norm",
+    "clip_grad": "train.max_grad_norm",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
+    "mixed_precision": "train.precision",
+    "bf16": "train.precision",
+    "steps": "train.max_steps",
+    "num_steps": "train.max_steps",
+    "epochs": "data.num_epochs",
+    "num_train_epochs": "data.num_epochs",
+    "sequence_length": "pack.seq_len",
+    "max_seq_len": "pack.seq_len",
+    "max_length": "pack.seq_len",
+    "context_length": "pack.seq_len",
+    "block_size": "pack.seq_len",
+    "world_size": "cluster.num_workers",
+    "nproc_per_node": "cluster.num_workers",
+    "num_gpus": "cluster.num_workers",
+    "save_steps": "resume.every_steps",
+    "save_every": "resume.every_steps",
+    "save_total_limit": "resume.keep_latest",
+}
+_FEW = 3
+# What older versions had.
+_GONE: dict[Path, str] = {
+    (
+        "model",
+        "dtype",
+    ): "is a field no longer: weights are float32, so leave it out; for bfloat16 products set "
+    "train.precision=bf16, and only for weights and moments that are bfloat16 themselves (what model.dtype="
+    "bfloat16 meant) train.precision=pure_bf16"
+}
+
+
+def _unknown(path: Path, root: type[BaseModel]) -> str:
+    """Names what is near: what others call so, a field of the same section, one of the same name elsewhere, a
+    similar one elsewhere.
+    """
+    if path in _GONE:
+        return _GONE[path]
+    *around, last = path
+    known = _known(root)
+    section = ".".join("0" if isinstance(part, int) else str(part) for part in around)
+    here = dotted(tuple(around))
+    names = [p.rpartition(".")[2] for p in known if p.rpartition(".")[0] == section]
+    inside = _near(str(last), names)
+    if str(last) in OTHER_NAMES:
+        close = [OTHER_NAMES[str(last)]]
+    elif inside:
+        close = [dotted((*around, name)) for name in inside]
+    else:
+        near = _near(str(last), sorted({p.rpartition(".")[2] for p in known}), cutoff=0.8)
+        close = [p for p in known if p.rpartition(".")[2] in near]
+    if close:
+        return f"is not a known field; did you mean {' or '.join(close)}?"
+    what = f"{here} has {', '.join(names)}" if here else f"sections are {', '.join(names)}"
+    return f"is not a known field; {what}"
+
+
+def _near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
+    """Those of `names` that contain `name` as a whole word; without any the one that is spelt alike."""
+    by_word = [other for other in names if name == other or f"_{name}_" in f"_{other}_"]
+    if 0 < len(by_word) <= _FEW:
+        return [name] if name in by_word else by_word
+    return difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+
+
+def _known(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """The dotted path of every field; of a field of a list's entries that of the first entry."""
+    paths = []
+    for name, info in model.model_fields.items():
+        path = prefix + (info.alias or name)
+        inner = _class_of(info)
+        into = f"{path}.0." if typing.get_origin(info.annotation) is tuple else f"{path}."
+        paths += [path, *(_known(inner, into) if inner else [])]
+    return paths
+
+
+# ------------------------------------------------------------------------------------ rules between fields
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Between:
+    """A rule between fields: `check` gets their values and returns what is wrong with the first, or None."""
+
+    fields: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong between fields that are right by themselves; `defaults` holds every dotted path."""
+    wrong = {problem.path for problem in reading.problems}
+    found = []
+    for rule in _RULES:
+        paths: list[Path] = [tuple(name.split(".")) for name in rule.fields]
+        if any(bad[: len(path)] == path[: len(bad)] for path in paths for bad in wrong):
+            continue  # said already; or the whole section is wrong
+        values = [
+            defaults[name] if not written(reading.value, path) else value_at(reading.value, path)
+            for name, path in zip(rule.fields, paths, strict=True)
+        ]
+        text = rule.check(*values)
+        if text is not None:
+            found.append(Problem(path=paths[0], text=text))
+    return found
+
+
+def _one_source(sources: list[Any]) -> str | None:
+    if len(sources) == 1:
+        return None
+    return f"lists {len(sources)} sources; mixtures are not in this version, give exactly one"
+
+
+def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
+    if num_epochs is not None or any(stop is not None for stop in stops):
+        return None
+    return (
+        "is null (endless) and there is no stop; set train.max_steps, train.max_samples or train.max_tokens"
+    )
+
+
+def _local_sources(sources: list[Any]) -> str | None:
+    remote = [s["path"] for s in sources if isinstance(s, dict) and "://" in str(s.get("path"))]
+    return f"has a path that {_local(remote[0])}" if remote else None
+
+
+def _local(path: str | None) -> str | None:
+    if path is None or "://" not in path:
+        return None
+    return (
+        f"is {path!r}; this version reads local and shared folders only: mount the storage, or copy the "
+        "files, and give a path"
+    )
+
+
+def _window(window_bytes: int, fragment_bytes: int) -> str | None:
+    if window_bytes >= fragment_bytes:
+        return None
+    return f"is {window_bytes}, less than data.fragment_bytes={fragment_bytes}; a window holds a fragment"
+
+
+def _one_model(config: Any, pretrained: Any, factory: Any) -> str | None:
+    given = {"config": config, "pretrained": pretrained, "factory": factory}
+    names = [f"model.{name}" for name, value in given.items() if value is not None]
+    if len(names) == 1:
+        return None
+    if names:
+        return (
+            f"is one way to give the model, {' and '.join(names)} are set; keep one, set the others to null"
+        )
+    return "is missing; set exactly one of model.config, model.pretrained, model.factory"
+
+
+def _model_type(config: dict[str, Any] | None) -> str | None:
+    if config is None or (isinstance(config.get("model_type"), str) and config["model_type"]):
+        return None
+    found = _show(config.get("model_type"))
+    return f"has model_type={found}; set it to a name that transformers knows, e.g. llama"
+
+
+def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | None:
+    if factory is not None or not factory_args:
+        return None
+    return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
+
+
+def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
+    if wanted != "auto" and factory is not None:
+        return f"is {wanted}, but model.factory makes the model; leave it at auto, and tell the factory"
+    if wanted == "sdpa" and numerics == "invariant" and use_gpu:
+        return (
+            "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "
+            "auto or eager, or train.numerics=fast"
+        )
+    return None
+
+
+def _positions(seq_len: int, config: dict[str, Any] | None) -> str | None:
+    most = (config or {}).get("max_position_embeddings")
+    if type(most) is not int or seq_len <= most:
+        return None
+    return f"is {seq_len}, more than model.config.max_position_embeddings={most}; shorten it or raise that"
+
+
+def _decay(schedule: str, decay_steps: int | None, *stops: int | None) -> str | None:
+    if schedule != "constant" and all(stop is None for stop in stops):
+        return (
+            f"is {schedule}, which decays, but there is no end; set train.max_steps, train.max_samples or "
+            "train.max_tokens, or train.schedule=constant"
+        )
+    if schedule == "wsd" and decay_steps is None:
+        return "is wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+    if schedule != "wsd" and decay_steps is not None:
+        return f"is {schedule}, but train.decay_steps={decay_steps} is for wsd only; set it to null"
+    return None
+
+
+def _range(num_workers: int | list[int]) -> str | None:
+    if isinstance(num_workers, int) or num_workers[0] <= num_workers[1]:
+        return None
+    return f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]"
+
+
+def _only_continue(data: str) -> str | None:
+    return (
+        None
+        if data == "continue"
+        else f"is {data!r}, which comes with a later version; only continue is there"
+    )
+
+
+_STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
+_RULES = (
+    _Between(fields=("data.sources",), check=_one_source),
+    _Between(fields=("data.sources",), check=_local_sources),
+    _Between(fields=("data.tokenizer",), check=_local),
+    _Between(fields=("model.pretrained",), check=_local),
+    _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
+    _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
+    _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
+    _Between(fields=("model.config",), check=_model_type),
+    _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
+    _Between(
+        fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
+        check=_attention,
+    ),
+    _Between(fields=("pack.seq_len", "model.config"), check=_positions),
+    _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
+    _Between(fields=("cluster.num_workers",), check=_range),
+    _Between(fields=("resume.data",), check=_only_continue),
+)

@@ -1,0 +1,419 @@
+"""The configuration of a job: one frozen `JobConfig` from YAML and `key=value` words, all problems at once.
+
+A field stands in the section of the stage that reads it and declares what a resume may do with it; it knows
+no stage, and reads no file but the configuration itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from orchestrator.config.problems import cross_field_problems, describe
+from orchestrator.config.text import Problem, Reading, apply_overrides, read_mapping, read_yaml
+from orchestrator.errors import ConfigError
+
+Rule = Literal["same", "may_change", "free"]
+
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
+
+
+def _declare(rule: Rule, expected: str, constraints: dict[str, Any]) -> Any:
+    return Field(json_schema_extra={"resume": rule, "expected": expected}, **constraints)
+
+
+def same(expected: str, **constraints: Any) -> Any:
+    """A field that a resume must find unchanged. `expected` ends the sentence "expected …" in error texts."""
+    return _declare("same", expected, constraints)
+
+
+def may_change(expected: str, **constraints: Any) -> Any:
+    """A field that a resume may find changed; training goes on with the new value and says so."""
+    return _declare("may_change", expected, constraints)
+
+
+def free(expected: str, **constraints: Any) -> Any:
+    """A field that has no influence on what is trained."""
+    return _declare("free", expected, constraints)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, serialize_by_alias=True
+    )
+
+
+class RunConfig(_Section):
+    """What the run is called and where it lives."""
+
+    name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
+    """Name of the run; with the storage it is the run's identity."""
+    storage: Annotated[str, free("a path or URI", min_length=1)] = "./runs"
+    """Folder or URI that holds runs; the run lies in `<storage>/<name>`."""
+
+    @property
+    def run_uri(self) -> str:
+        """`<storage>/<name>`, as commands take it."""
+        return f"{self.storage.rstrip('/')}/{self.name}"
+
+
+class SourceConfig(_Section):
+    """One entry of `data.sources`."""
+
+    name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
+    """Name of the source; part of the order's key."""
+    path: Annotated[str, same("a path or glob", min_length=1)]
+    """File, folder or glob, relative to the current directory."""
+    format: Annotated[Literal["jsonl", "parquet", "text", "lines"], same("jsonl, parquet, text or lines")]
+    """`jsonl` and `parquet` (a document per record), `text` (per file), `lines` (per line)."""
+    text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
+    """Field or column that holds the text (`jsonl`, `parquet`)."""
+    weight: Annotated[float, same("a number > 0", gt=0)] = 1.0
+    """Share in a mixture; mixtures are not in this version."""
+
+
+class DataConfig(_Section):
+    """Which documents, in which order, as which tokens."""
+
+    sources: Annotated[
+        tuple[SourceConfig, ...], same("a list of {name, path, format, text_field, weight}", min_length=1)
+    ]
+    """The sources: name, path or glob, format `jsonl`, `parquet`, `text` or `lines`, text_field, weight."""
+    tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
+    """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
+    shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
+    """`block`: a keyed permutation of blocks and of the records inside windows; `none`: the files' order."""
+    seed: Annotated[int, same("a whole number >= 0", ge=0)] = 0
+    """Seed of the documents' order."""
+    num_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = 1
+    """Passes over the data; null: until a stop in `train`."""
+    num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
+    """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
+    bos: Annotated[Literal["auto"] | bool, same("auto, true or false")] = "auto"
+    """A BOS token before every document; `auto`: where the tokenizer itself adds one."""
+    eos: Annotated[bool, same("true or false")] = True
+    """An EOS token after every document."""
+    special_tokens_in_text: Annotated[Literal["text", "parse", "stop"], same("text, parse or stop")] = "text"
+    """Special tokens written out in a document: plain text, parsed as special, or a stop."""
+    on_bad_document: Annotated[Literal["stop", "skip"], same("stop or skip")] = "stop"
+    """A document that cannot be read: stop, or count and skip it."""
+    max_bad_share: Annotated[float, free("a number from 0 to 1", ge=0, le=1)] = 0.01
+    """Share of bad documents above which the run stops under `on_bad_document: skip`."""
+    window_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 16 << 20
+    """Documents are permuted within windows of at most this many decoded bytes."""
+    fragment_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 2 << 20
+    """Size of the pieces that files are read in, in bytes."""
+    replay_bytes: Annotated[int, free("a whole number >= 1, in bytes", ge=1)] = 256 << 20
+    """Bound of the feeder's memory for batches that may be asked for again, in bytes."""
+    encoder: Annotated[
+        Literal["auto", "gigatoken", "tokenizers"], may_change("auto, gigatoken or tokenizers")
+    ] = "auto"
+    """Library that encodes, another one from the next whole document on; `auto`: the run's own, at first
+    gigatoken where it agrees with tokenizers.
+    """
+
+
+class PackConfig(_Section):
+    """How tokens become samples."""
+
+    mode: Annotated[Literal["concat"], same("concat, the only mode of this version")] = "concat"
+    """`concat`: one stream cut at any place; every token but the first is a target once."""
+    seq_len: Annotated[int, may_change("a whole number >= 1", ge=1)]
+    """Tokens per sample."""
+
+
+class ModelConfig(_Section):
+    """What is trained; exactly one of `config`, `pretrained`, `factory`."""
+
+    config: Annotated[dict[str, Any] | None, same("a mapping with model_type, or null")] = None
+    """A transformers configuration with `model_type`; the weights start at random."""
+    pretrained: Annotated[str | None, same("a folder, or null", min_length=1)] = None
+    """Local folder in transformers' format with safetensors to start from."""
+    factory: Annotated[
+        str | None,
+        same("package.module:function, or null", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
+    ] = None
+    """`package.module:function` that returns the model; before a new run it is called once on torch's meta
+    device.
+    """
+    factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
+        "auto"
+    )
+    """How a transformers model computes attention; `auto`: `sdpa` where its architecture has it, else what
+    transformers takes for it; `eager` under invariant numerics on GPUs.
+    """
+
+
+class TrainConfig(_Section):
+    """Batches, length, optimizer and schedule."""
+
+    global_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
+    """Samples per step, over all workers."""
+    micro_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
+    """Samples per forward pass; need not divide the batch, the last micro-batch is smaller."""
+    max_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Stop after this many steps of the shape it was first given with; null: no such stop."""
+    max_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Stop after this many samples; null: no such stop."""
+    max_tokens: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Stop after this many tokens (positions); null: no such stop."""
+    lr: Annotated[float, may_change("a number > 0, e.g. 3e-4", gt=0)]
+    """Highest learning rate."""
+    min_lr_ratio: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.1
+    """Where a decay ends, as a share of `lr`."""
+    schedule: Annotated[Literal["constant", "cosine", "wsd"], may_change("constant, cosine or wsd")] = (
+        "constant"
+    )
+    """Learning rate over consumed tokens; `wsd`: warm up, stay, decay linearly."""
+    warmup_steps: Annotated[int, may_change("a whole number >= 0, in steps", ge=0)] = 0
+    """Steps of linear warm-up, turned into tokens when first given."""
+    decay_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Steps of the decay at the end (`wsd` only), turned into tokens when first given."""
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        may_change("two numbers >= 0 and < 1, e.g. [0.9, 0.95]"),
+    ] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, may_change("a number > 0", gt=0)] = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: Annotated[float, may_change("a number >= 0", ge=0)] = 0.1
+    """AdamW's weight decay."""
+    max_grad_norm: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = 1.0
+    """Gradients are clipped to this norm; null: never."""
+    seed: Annotated[int, may_change("a whole number >= 0", ge=0)] = 0
+    """Seed of the initial weights and of dropout."""
+    precision: Annotated[
+        Literal["float32", "bf16", "pure_bf16"], may_change("float32, bf16 or pure_bf16")
+    ] = "float32"
+    """`bf16`: products in bfloat16 (autocast); weights, gradients and moments stay float32. `pure_bf16`: all
+    in bfloat16: steps below about 1/256 of a weight are lost (at usual rates most, and norms never move), and
+    no resume changes to or from it.
+    """
+    numerics: Annotated[Literal["auto", "invariant", "fast"], may_change("auto, invariant or fast")] = "auto"
+    """`invariant`: the same bits on any number of workers; `auto`: invariant on CPU, fast on GPU."""
+
+
+class ClusterConfig(_Section):
+    """How many workers, on what."""
+
+    num_workers: Annotated[
+        Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
+        free("a whole number >= 1, or [min, max]"),
+    ] = 1
+    """Workers; while some are missing the run goes on with the others. Or [min, max]: begins with min, waits
+    below it.
+    """
+    use_gpu: Annotated[bool, free("true or false")] = False
+    """One GPU per worker."""
+    address: Annotated[
+        str | None,
+        free(
+            "null, auto, or host:port of a Ray cluster",
+            pattern=r"^(auto|(\[[0-9A-Fa-f:]+\]|[^\s:/]+):[0-9]{1,5})$",
+        ),
+    ] = None
+    """Ray cluster to join; null: the one that a Ray job runs in, else a new local one."""
+    wait_s: Annotated[float, free("a number >= 0, in seconds", ge=0)] = 600.0
+    """How long the run waits below the minimum of workers before it stops, in seconds."""
+    max_failures: Annotated[int, free("a whole number >= 0", ge=0)] = 3
+    """Failures without a finished step between them before the run stops."""
+    cpus_per_worker: Annotated[int, free("a whole number >= 1", ge=1)] = 1
+    """Logical CPUs that a worker takes."""
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers that may train: one, unless a minimum is given."""
+        return 1 if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def start_workers(self) -> int:
+        """The fewest workers that must fit on the cluster when the run starts."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The number of workers that is aimed at."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+
+class ResumeConfig(_Section):
+    """When to save, what to keep, where to go on."""
+
+    every_steps: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = 50
+    """Save a resume point every so many steps; null: not by steps."""
+    every_minutes: Annotated[float | None, free("a number > 0, or null", gt=0)] = None
+    """Save a resume point every so many minutes; null: not by time."""
+    keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
+    """Resume points that are kept."""
+    data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
+    """`continue`: exactly at the next unread token."""
+    from_: Annotated[
+        str,
+        free(
+            "latest, or a point's name such as 00000480-a0003-g0007",
+            alias="from",
+            pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
+        ),
+    ] = "latest"
+    """Point to resume from: `latest`, or a name; an older one rewinds the run."""
+    accept_changed: Annotated[bool, free("true or false")] = False
+    """Go on although files of the sources have changed."""
+
+
+class MonitorConfig(_Section):
+    """What is shown while it runs."""
+
+    progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
+    """Time between two lines of progress, in seconds."""
+
+
+class JobConfig(_Section):
+    """A whole job, valid and frozen. Made by `load_config` or `parse_config`; pickles."""
+
+    run: RunConfig
+    data: DataConfig
+    pack: PackConfig
+    model: ModelConfig
+    train: TrainConfig
+    cluster: ClusterConfig = ClusterConfig()
+    resume: ResumeConfig = ResumeConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    def to_json(self) -> dict[str, Any]:
+        """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""
+        return self.model_dump(mode="json")
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted path of every field (`train.lr`, `resume.from`) to its JSON value, in declared order."""
+        return {f"{s}.{f}": value for s, fields in self.to_json().items() for f, value in fields.items()}
+
+
+def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration that any version has stored, under the names and values of this one; a field that
+    did not exist then is left out (it had what is its default now).
+    """
+    now = dict(flat)
+    weights = now.pop("model.dtype", None)
+    if weights is not None:
+        now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
+    return now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldRule:
+    """What a field means and what a resume may do with it. `default` is a JSON value, None if `required`."""
+
+    path: str
+    rule: Rule
+    doc: str
+    default: Any
+    required: bool
+    expected: str
+
+
+def field_rules() -> list[FieldRule]:
+    """The declaration of every field, in the order and with the paths of `JobConfig.flat`."""
+    return [
+        _rule(f"{section}.{info.alias or name}", info)
+        for section, kind in _sections()
+        for name, info in kind.model_fields.items()
+    ]
+
+
+def _sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    for name, info in JobConfig.model_fields.items():
+        assert isinstance(info.annotation, type), f"section {name} is a class"
+        yield name, info.annotation
+
+
+def _rule(path: str, info: FieldInfo) -> FieldRule:
+    declared = info.json_schema_extra
+    assert isinstance(declared, dict), f"{path} declares its resume rule"
+    assert info.description, f"{path} has a docstring"
+    required = info.is_required()
+    default = None if required else json.loads(json.dumps(info.get_default(call_default_factory=True)))
+    rule: Any = declared["resume"]
+    return FieldRule(
+        path=path,
+        rule=rule,
+        doc=info.description,
+        default=default,
+        required=required,
+        expected=str(declared["expected"]),
+    )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The configuration in the YAML file `path` with `section.field=value` words set on top.
+
+    Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
+    every problem, one per line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read as a UTF-8 text: {error}; give the path of a YAML file"
+        ) from error
+    return _finish(read_yaml(text), overrides, str(path))
+
+
+def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The same for a mapping made in Python, or read back from a `config.json`."""
+    return _finish(read_mapping(mapping), overrides, "configuration")
+
+
+def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
+    """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    if reading.unread:
+        raise ConfigError(_message(reading, title))
+    apply_overrides(reading, overrides)
+    config = None
+    try:
+        # by way of JSON: strict there means exact types, while a list still makes a tuple
+        config = JobConfig.model_validate_json(json.dumps(reading.value, allow_nan=False))
+    except ValidationError as error:
+        told = {problem.path for problem in reading.problems}
+        reading.problems += [p for p in describe(error, reading.value, JobConfig) if p.path not in told]
+    rules = {rule.path: rule for rule in field_rules()}
+    reading.problems += cross_field_problems(reading, {path: rule.default for path, rule in rules.items()})
+    if reading.problems or config is None:
+        raise ConfigError(_message(reading, title))
+    return config
+
+
+def _message(reading: Reading, title: str) -> str:
+    lines = [_problem_line(problem, reading) for problem in reading.problems]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{title}: {count}", *(f"  {line}" for line in lines)])
+
+
+def _problem_line(problem: Problem, reading: Reading) -> str:
+    path = ".".join(map(str, problem.path))
+    place = reading.place(problem.path)
+    text = f"{path} {problem.text}" if path else problem.text
+    return f"{text} ({place})" if place and place not in text else text
+
+
+def resume_table() -> str:
+    """Every field as a Markdown table: field, default, what a resume may do with it, meaning."""
+    words = {"same": "same", "may_change": "may change", "free": "free"}
+    lines = ["| field | default | on resume | meaning |", "|---|---|---|---|"]
+    for rule in field_rules():
+        default = "(required)" if rule.required else f"`{json.dumps(rule.default)}`"
+        doc = rule.doc.replace("|", "\\|").replace("\n", " ")
+        lines.append(f"| `{rule.path}` | {default} | {words[rule.rule]} | {doc} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(resume_table() + "\n")

@@ -1,0 +1,579 @@
+"""The coordinator actor: it carries out what the launch machine (who trains, when the run ends) and the
+commit machine (which points exist) decide, keeps time for them, and is the only writer of the journal.
+
+It decides nothing itself, knows neither model nor data, and is not on the step path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from orchestrator.cluster.ray_state import ray_says
+from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator.launch_machine import (
+    Action,
+    Answer,
+    End,
+    Fenced,
+    Kill,
+    LaunchMachine,
+    Note,
+    Warn,
+)
+from orchestrator.elastic.failure_budget import FailureBudget
+from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
+from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.errors import FencedError, StorageError
+from orchestrator.faults import hook
+from orchestrator.history import sentences
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.journal import GROUP_FORMED, JournalWriter
+from orchestrator.records import (
+    PHASE_LIMITS_S,
+    Cursor,
+    GenerationView,
+    GroupChange,
+    JoinRequest,
+    MemberInfo,
+    Refusal,
+    RunOver,
+    RunStatus,
+    StateKey,
+    StepRecord,
+    StillWaiting,
+    Vote,
+    Wishes,
+    encode,
+)
+from orchestrator.resume.commit_driver import Commits
+from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick, VoterGone
+from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import PointCommitter
+from orchestrator.storage.files import Storage
+
+TICK_S = 0.05
+FLUSH_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 2.0
+VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+LIVENESS_EVERY_S = 0.05
+# an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
+# coordinator that is frozen from one that waits
+ANSWER_S = 10.0
+END_WRITTEN_S = 15.0  # how long the end of a run may take to be written down
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorStart:
+    """What the driver hands to coordinator: the attempt it claimed, and what the run needs from then on."""
+
+    attempt: Attempt
+    storage: str
+    min_workers: int
+    max_workers: int
+    expected: int
+    max_failures: int
+    keep_latest: int
+    run: str
+    global_batch_size: int
+    seq_len: int
+    flat_config: dict[str, Any]
+    rng: dict[str, Any]
+    fault_plan: str = ""
+    storage_limit_s: float = STORAGE_LIMIT_S
+    rendezvous: RendezvousSettings = RendezvousSettings()
+
+
+class Coordinator:
+    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another
+    launch is refused.
+
+    A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
+    meet again at their next step boundary (membership rules 8 and 10).
+    """
+
+    def __init__(
+        self, start: CoordinatorStart, why_dead: Callable[[MemberInfo], str | None] | None = None
+    ) -> None:
+        """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
+        has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
+        default Ray does.
+        """
+        self._start, self._fault = start, hook(start.fault_plan)
+        self._why_dead = why_dead or ray_says
+        self._store = RunStore(Storage(start.storage))
+        attempt = self._attempt = continue_launch(
+            self._store, start.attempt, socket.gethostname(), self._fault
+        )
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id
+        )
+        note_beginning(self._journal, attempt, start.flat_config)
+        self._journal.flush()
+        self._heartbeat = self._store.heartbeat(attempt.number)
+        point = attempt.point
+        rendezvous = Rendezvous(
+            attempt=attempt.number,
+            launch=attempt.launch,
+            min_workers=start.min_workers,
+            max_workers=start.max_workers,
+            expected=start.expected,
+            settings=start.rendezvous,
+            previous=attempt.previous,
+            first_attempt=start.attempt.number,
+            rebase=lambda parent, cursor: attempt.step_label,  # noqa: ARG005
+        )
+        if point is not None:
+            rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        self._launch = LaunchMachine(
+            rendezvous,
+            FailureBudget(start.max_failures, attempt.failures, attempt.step_label),
+            StorageTrouble(start.storage_limit_s),
+            last_step=attempt.last_step,
+            previous=attempt.previous.members if attempt.previous else (),
+            infos=attempt.members,
+            finished={member: (reason, step) for member, reason, step in attempt.finished},
+            ended=attempt.ended,
+        )
+        machine = CommitMachine(
+            attempt=attempt.number,
+            keep_latest=start.keep_latest,
+            vote_limit_s=VOTE_LIMIT_S,
+            points=attempt.inherited,
+            pinned=point.name if point else None,
+        )
+        committer = PointCommitter(
+            self._store,
+            self._journal,
+            attempt.number,
+            start.flat_config,
+            start.rng,
+            time.monotonic,
+            self._fault,
+            attempt.run_id,
+        )
+        self._commits = Commits(machine, committer, self._journal, point, self, start.storage_limit_s)
+        # The sign of life must not wait behind a long commit: another start would think that this attempt is
+        # dead.
+        self._pulse = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
+        self._beating: Future[bool] | None = None
+        self._joins: dict[str, asyncio.Future[Any]] = {}
+        self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
+        self._end_is_written = attempt.ended is not None
+        self._view: GenerationView | None = None
+        self._acknowledged = -1
+        self._version = 0
+        # what the supervisor has to hear, with the version in which it came; what the first attempt's start
+        # found, it has seen itself
+        restarted = attempt.number != start.attempt.number
+        self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
+        self._kills: list[tuple[int, MemberInfo]] = []
+        self._changes: list[tuple[int, GroupChange]] = []
+        self._roster = Roster(start.max_workers, attempt.members)
+        self._changed = asyncio.Condition()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ calls of members
+    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
+        """Waits until the member is in a generation; `RunOver` when the run has ended, `Refusal` when it has
+        no place here, `StillWaiting` after a while: it asks again.
+        """
+        self._ensure_running()
+        if request.launch != self._attempt.launch:
+            return Refusal(reason=self._other_launch(request.launch))
+        member = request.member
+        old = self._joins.pop(member, None)
+        if old is not None and not old.done():
+            old.set_result(StillWaiting())  # a call that nobody waits for any more
+        future = self._joins[member] = asyncio.get_running_loop().create_future()
+        self._take_records(request.records)
+        self._roster.came(request, time.monotonic())
+        self._note_join(replace(request, records=()))
+        await self._do(self._launch.join(request, time.monotonic()))
+        self._wake.set()
+        await asyncio.wait([future], timeout=ANSWER_S)
+        if not future.done():
+            return StillWaiting()
+        found: GenerationView | Refusal | RunOver = future.result()
+        return found
+
+    async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
+        """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least
+        every few seconds.
+        """
+        self._check(launch)
+        deadline = time.monotonic() + ANSWER_S
+        while True:
+            wishes = self._launch.wishes(attempt, generation, self._acknowledged)
+            if wishes != known or time.monotonic() > deadline:
+                return wishes
+            await self._wait_for_change(deadline - time.monotonic())
+
+    async def report(
+        self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
+    ) -> None:
+        """Step records of a running generation, in batches by one member. Equal copies of what came before
+        change nothing.
+        """
+        self._check(launch)
+        self._take_records(records)
+        if attempt == self._attempt.number and records:
+            self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
+        await self._notify()
+
+    async def phase(self, launch: str, member: str, phase: str) -> None:
+        """`member` has been in `phase` for a while, or has left it: how long may the others wait for it?"""
+        self._check(launch)
+        self._launch.busy(member, time.monotonic() + PHASE_LIMITS_S[phase])
+
+    async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
+        """One rank's part of a save is written; answers True once the point is committed, False if the save
+        was given up, `StillWaiting` after a while: it asks again.
+        """
+        self._check(launch)
+        if vote.key.attempt != self._attempt.number:
+            return False  # no half-collected save is adopted from an older coordinator
+        self._take_records(vote.records)
+        self._launch.voted()
+        return await self._commits.vote(vote, ANSWER_S)
+
+    async def save_failed(self, launch: str, key: StateKey, rank: int, world_size: int, reason: str) -> None:
+        """A rank could not write its part of the save of `key`; it trains on."""
+        self._check(launch)
+        self._launch.voted()
+        self._commits.tell_soon(
+            PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
+        )
+
+    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
+        """A member's part of the run is over (`done` or `stopped`); it may go when that is durable, and asks
+        again until then.
+        """
+        self._check(launch)
+        await self._do(self._launch.finished(member, key, reason, time.monotonic()))
+        if await self._flush(ANSWER_S) or self._launch.ended is not None:
+            return None
+        await asyncio.sleep(FLUSH_EVERY_S)
+        return StillWaiting()
+
+    async def failed(self, launch: str, member: str, kind: str, text: str, fatal: bool) -> None:
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat, ends run."""
+        self._check(launch)
+        self._roster.gone(member, sentences.failure(kind, text))
+        await self._do(self._launch.failed(member, kind, text, fatal))
+
+    # ------------------------------------------------------------ calls of the supervisor
+    async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
+        """The run's status, as soon as it is newer than `seen` (attempt and version of the last answer), at
+        latest after `wait_s` seconds.
+        """
+        self._ensure_running()
+        version = seen[1] if seen[0] == self._attempt.number else -1
+        deadline = time.monotonic() + wait_s
+        while self._version <= version and time.monotonic() < deadline:
+            await self._wait_for_change(deadline - time.monotonic())
+        view, newest, launch = self._view, self._commits.newest, self._launch
+        # whoever hears of the end may end this process
+        news = range(version + 1, self._version + 1)
+        ended, reason = launch.ended if launch.ended and self._end_is_written else (None, "")
+        below = launch.rendezvous.below_minimum_since
+        return RunStatus(
+            version=self._version,
+            attempt=self._attempt.number,
+            generation=launch.rendezvous.generation,
+            world_size=view.world_size if view else 0,
+            last_step=launch.last_step,
+            newest_point=newest.name if newest else None,
+            committed=newest.cursor if newest else Cursor(),
+            waiting_since=None if below is None else time.monotonic() - below,
+            ended=ended,
+            reason=reason,
+            left_out=tuple(info for at, info in self._kills if at in news),
+            members=tuple(launch.infos[m] for m in (view.members if view else ()) if m in launch.infos),
+            failures=tuple((failure.step, failure.reason) for failure in launch.failures),
+            warnings=tuple(text for at, text in self._warnings if at in news),
+            stopping=launch.stopping,
+            changes=tuple(change for at, change in self._changes if at in news),
+            lost=self._roster.losses,
+        )
+
+    async def expect(self, num_workers: int) -> None:
+        """How many workers the supervisor has started or is starting."""
+        self._ensure_running()
+        self._launch.rendezvous.expect(num_workers)
+        self._wake.set()
+
+    async def wish(self, what: str) -> None:
+        """`stop`: save and stop at the next step boundary; `save`: save."""
+        self._ensure_running()
+        if what == "stop" and self._launch.stopping:
+            return
+        self._journal.event("wish", what=what)
+        if what == "stop":
+            self._launch.wish_stop()
+        else:
+            self._launch.wish_save()
+        self._wake.set()
+        await self._notify()
+
+    async def group_failed(self, node: str, reason: str) -> None:
+        """The group of a node ended without having been asked to."""
+        self._ensure_running()
+        await self._do(self._launch.group_failed(node, reason))
+
+    async def note(self, kind: str, fields: dict[str, Any]) -> None:
+        """An event of the supervisor for the journal, whose only writer is here."""
+        self._ensure_running()
+        self._journal.event(kind, **fields)
+
+    async def feed_notes(self, notes: Any) -> None:
+        """What the feeder noticed (`data.feed.feeder.FeedNotes`): bad documents that were skipped, documents
+        that the encoders differ about, cursors.
+        """
+        self._ensure_running()
+        for text in notes.bad_documents:
+            self._journal.event("bad document", text=text)
+        for text in notes.encoder_differences:
+            self._journal.event("encoders differ", text=text)
+        for cursor in notes.cursors:
+            self._journal.event("cursor", cursor=encode(cursor))
+
+    async def end(self, outcome: str, reason: str) -> None:
+        """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
+        self._ensure_running()
+        await self._do(self._launch.end(outcome, reason))
+
+    # ------------------------------------------------------------ inside
+    def _check(self, launch: str) -> None:
+        self._ensure_running()
+        if launch != self._attempt.launch:
+            raise FencedError(self._other_launch(launch))
+
+    def _other_launch(self, launch: str) -> str:
+        current = self._attempt.launch
+        return f"this is a call of launch {launch}, the run is now launch {current}; the caller exits"
+
+    def _ensure_running(self) -> None:
+        """The first call starts the loops: a restarted actor has no caller that would."""
+        if not self._tasks:
+            loops = (self._act, self._watch_members, self._keep_journal, self._beat)
+            self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop())) for loop in loops]
+
+    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
+        try:
+            await loop
+        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
+            reason = f"the coordinator failed: {type(error).__name__}: {error}"
+            await self._do(self._launch.end("failed", reason))
+
+    async def _notify(self) -> None:
+        self._version += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        async with self._changed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, seconds))
+
+    def _take_records(self, records: tuple[StepRecord, ...]) -> None:
+        for record in records:
+            self._journal.step(record)
+            self._launch.recorded(record, time.monotonic())
+
+    async def _do(self, actions: Iterable[Action]) -> None:
+        """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
+        gone: list[VoterGone] = []
+        for action in actions:
+            match action:
+                case Answer():
+                    future = self._joins.pop(action.member, None)
+                    if future is not None and not future.done():
+                        future.set_result(action.answer)
+                case Note():
+                    self._journal.event(action.kind, **action.fields)
+                case Kill():
+                    self._kills.append((self._version + 1, action.member))
+                    self._roster.gone(action.member.member, sentences.SILENT)
+                case Warn():
+                    await self.warned(action.text)
+                case VoterGone():
+                    gone.append(action)
+                case End():
+                    await self._write_end(action)
+                case Fenced():
+                    self._commits.refuse_all()
+                    self._end_is_written = True
+        await self._notify()
+        for event in gone:
+            # not awaited: a commit that waits for storage must keep nobody from joining
+            self._commits.tell_soon(event)
+
+    def _note_join(self, request: JoinRequest) -> None:
+        if self._journalled.get(request.member) == request:
+            return  # it asks again
+        self._journalled[request.member] = request
+        self._journal.event(
+            "join",
+            member=request.member,
+            actor=request.actor_id,
+            node=request.node_id,
+            pid=request.pid,
+            host=request.host,
+            key=_text(request.key),
+            leaves=request.leaves,
+            unreached=request.unreached,
+            reason=request.reason,
+        )
+
+    async def _act(self) -> None:
+        """Ticks the launch machine and forms the generations that it decides on."""
+        while True:
+            async with self._commits.lock:
+                actions = self._launch.tick(time.monotonic())
+                await self._do(action for action in actions if not isinstance(action, Form))
+                for action in actions:
+                    if isinstance(action, Form):
+                        await self._form(action.formation)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), timeout=TICK_S)
+            self._wake.clear()
+
+    async def _form(self, formation: Formation) -> None:
+        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
+        are given up. While storage fails it tries again, until the launch machine ends the run.
+        """
+        cursor = formation.cursor or Cursor()
+        self._journal.generation(
+            GenerationStart(
+                attempt=formation.attempt,
+                generation=formation.generation,
+                parent=formation.parent,
+                step=formation.step,
+                consumed_samples=cursor.consumed_samples,
+                consumed_tokens=cursor.consumed_tokens,
+                target_tokens=cursor.target_tokens,
+                world_size=len(formation.members),
+                global_batch_size=self._start.global_batch_size,
+                seq_len=self._start.seq_len,
+                members=formation.members,
+            )
+        )
+        while not await self._flush():
+            await self._do(self._launch.tick(time.monotonic()))
+            if self._launch.ended is not None:
+                return
+            await asyncio.sleep(FLUSH_EVERY_S)
+        self._fault("generation_journalled", formation.step, -1)
+        await self._commits.advance(
+            GenerationFormed(generation=formation.generation, parent=formation.parent)
+        )
+        answers = self._launch.formed(formation, time.monotonic())
+        self._acknowledged = formation.step
+        for answer in answers:
+            if isinstance(answer, Answer) and isinstance(answer.answer, GenerationView):
+                self._view = answer.answer
+        if answers:
+            self._note_change(formation)
+        await self._do(answers)
+
+    def _note_change(self, formation: Formation) -> None:
+        """For people: how this generation differs from the one before it."""
+        before = self._launch.last_step
+        change = self._roster.formed(
+            formation.attempt,
+            formation.generation,
+            formation.members,
+            formation.step,
+            before.step if before else 0,
+            time.monotonic(),
+        )
+        self._changes.append((self._version + 1, change))
+        self._journal.event(GROUP_FORMED, **encode(change))
+
+    async def _watch_members(self) -> None:
+        """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
+        while True:
+            began = time.monotonic()
+            for info in self._launch.to_ask(self._commits.under_way, began):
+                why = await asyncio.to_thread(self._why_dead, info)
+                if why is not None:
+                    self._roster.gone(info.member, why)
+                    await self._do(self._launch.dead(info.member, why, time.monotonic()))
+                    self._joins.pop(info.member, None)
+                    self._wake.set()
+            await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))  # about 1 ms a member
+
+    async def _keep_journal(self) -> None:
+        """Keeps the journal durable, and looks for a newer claim."""
+        while True:
+            if self._launch.ended is None:
+                await self._flush()
+                await self._commits.tell(Tick(now_s=time.monotonic()))
+            await asyncio.sleep(FLUSH_EVERY_S)
+
+    async def _flush(self, limit_s: float | None = None) -> bool:
+        """Whether all that was noted before is durable now, within `limit_s` (default: storage's own)."""
+        began = time.monotonic()
+        try:
+            durable = await self._commits.on_disk(self._journal.flush, limit_s)
+        except StorageError as error:
+            await self._do(self._launch.storage_failed(str(error), began))
+            return False
+        await self._do(self._launch.storage_worked())
+        self._acknowledge(durable)
+        return True
+
+    def _acknowledge(self, durable: StateKey | None) -> None:
+        view = self._view
+        if view is None or durable is None:
+            return
+        if (durable.attempt, durable.generation) == (view.attempt, view.generation):
+            self._acknowledged = max(self._acknowledged, durable.step)
+
+    async def _beat(self) -> None:
+        while True:
+            if self._beating is None or self._beating.done():  # while storage hangs none queue up
+                self._beating = self._pulse.submit(self._heartbeat.beat)
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+
+    async def _write_end(self, action: End) -> None:
+        self._journal.event("end", outcome=action.outcome, reason=action.reason)
+        # where storage is what failed, the reason says so, and the end stays unsaid
+        with suppress(StorageError):
+            await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
+            number, run_id = self._attempt.number, self._attempt.run_id
+            write = partial(self._store.write_end, number, action.outcome, action.reason, run_id)
+            await self._commits.on_disk(write, END_WRITTEN_S)
+        self._end_is_written = True
+
+    # ------------------------------------------------------------ what the commits tell
+    async def committed(self, point: Point) -> None:
+        """See `CommitListener`: members may be told to load it."""
+        self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        await self._notify()
+
+    async def warned(self, text: str) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        self._warnings.append((self._version + 1, text))
+        await self._notify()
+
+    async def fenced(self, reason: str) -> None:
+        """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
+        await self._do(self._launch.fence(reason))
+
+
+def _text(key: StateKey | None) -> str:
+    return key.point_name if key else ""

@@ -1,0 +1,398 @@
+"""One attempt of a run: look at what is there, claim the next number, choose the parent, write down what is
+inherited.
+
+The order of these is what fences (membership rule 6): first the claim, then the list of points, then the
+parent file. The driver begins a launch with it, the coordinator continues one after its own restart, and
+`plan` uses only the looking.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cluster.machine import machine_id, process_start
+from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.data.tokens.encoder import installed_encoders
+from orchestrator.elastic.failure_budget import FAILURE, MEMBER_DEAD, MEMBER_FINISHED, Failure
+from orchestrator.elastic.formation import PreviousGeneration
+from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
+from orchestrator.faults import Hook
+from orchestrator.history.claim_files import (
+    RESTARTED,
+    UNREADABLE,
+    UnreadableFile,
+    unreadable_claim,
+)
+from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
+from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
+from orchestrator.planning.encoders import EncoderSpan, with_encoder
+from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.resume_plan import PointInfo, ResumePlan, plan_resume
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.resume.commit_machine import LOST
+from orchestrator.resume.fates import Fates, point_fates
+from orchestrator.resume.leftovers import Leftover, remove_leftovers
+from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
+    oldest first. `missing` are all points that were committed, have no COMMIT, and nobody deleted; `lost` are
+    those on the history. `foreign` are points that lie there under a name of it, but belong to another run.
+    `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be
+    used, for the user to hear of.
+    """
+
+    journal: Journal
+    lineage: Lineage
+    points: tuple[str, ...]
+    missing: frozenset[str]
+    lost: tuple[str, ...]
+    foreign: tuple[str, ...]
+    fates: Fates
+    encoders: tuple[EncoderSpan, ...]
+    unreadable: tuple[UnreadableFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A claimed attempt and what it continues. It pickles: the driver hands it to the coordinator.
+
+    `step_label` is the label of the last step done as this launch counts. `previous` is the generation that
+    trains on while a restarted coordinator takes over, `members` where its members live, `finished` (member,
+    reason, step) those whose part is over; `leftovers` are
+    older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
+    (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
+    failure budget counts; `run_id` is run.json's.
+    """
+
+    number: int
+    launch: str
+    why: str
+    point: Point | None
+    inherited: tuple[str, ...]
+    step_label: int
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
+    damages: tuple[Damage, ...] = ()
+    unreadable: tuple[UnreadableFile, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
+    previous: PreviousGeneration | None = None
+    members: tuple[MemberInfo, ...] = ()
+    finished: tuple[tuple[str, str, int], ...] = ()
+    ended: tuple[str, str] | None = None
+    failures: tuple[Failure, ...] = ()
+    last_step: StepRecord | None = None
+    run_id: str = ""
+
+    @property
+    def parent(self) -> StateKey | None:
+        """The key of the point that it continues."""
+        return self.point.key if self.point else None
+
+
+def survey(store: RunStore, with_steps: bool = True) -> Survey:
+    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
+    itself.
+
+    Without `with_steps` it takes a fraction of the time: of the step records only the newest of each
+    generation is in `journal`, none in `lineage`, and what they alone could contradict is not found.
+    """
+    claims, (parents, cut_off) = store.claims(), store.parents()
+    run_id = _require_own(store, claims)
+    unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
+    if with_steps:
+        journal = read_journal(store.storage, run_id)
+        lineage = effective_history(claims, parents, journal.generations, journal.records)
+    else:
+        outline = read_outline(store.storage, run_id)
+        journal = Journal(
+            generations=outline.generations,
+            records=outline.last_records,
+            events=outline.events,
+            torn=outline.torn,
+        )
+        lineage = effective_chain(claims, parents, journal.generations)
+    require_sound(lineage)
+    there = store.point_names()
+    foreign = tuple(name for name in there if store.is_foreign(name))
+    fates = _fates(journal.events, parents)
+    if missing := fates.kept.difference(there):
+        # where the run is being written, they may have been deleted between the two looks
+        missing &= _fates(read_outline(store.storage, run_id).events, parents).kept
+    encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
+    return Survey(
+        journal=journal,
+        lineage=lineage,
+        points=_on_lineage(lineage, (name for name in there if name not in foreign)),
+        missing=missing,
+        lost=_on_lineage(lineage, missing),
+        foreign=_on_lineage(lineage, foreign),
+        fates=fates,
+        encoders=encoders,
+        unreadable=unreadable,
+    )
+
+
+def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
+    """The run's id (None without run.json), which every claim must have. Raises `ResumePointError`."""
+    run = store.read_run()
+    for claim in claims:
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise ResumePointError(
+                f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, and "
+                "nothing is decided from it; move those of the other one away"
+            )
+    return run.id if run else None
+
+
+def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:
+    inherited = (name for parent in parents for name in parent.inherited)
+    return point_fates(((event.kind, event.fields) for event in events), inherited)
+
+
+def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
+    """Of the points on one history those at or before `point`: what a history that continues it has. A point
+    behind it is an orphan from then on; it stays, but counts for nothing.
+    """
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if point and key and key <= point.key)
+
+
+def require_frozen(seen: Survey, data: DataSpec) -> None:
+    """Raises `DataIdentityError` where something was trained and the data that it was trained on are not
+    those that the run has frozen, because these are gone.
+    """
+    if seen.lineage.records and data.tokenizer_folder is None:
+        raise DataIdentityError(
+            f"{len(seen.lineage.records)} steps of this run are trained, and its frozen data are gone "
+            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/"
+        )
+
+
+def choose_point(
+    store: RunStore, seen: Survey, wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
+    """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
+
+    A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
+    """
+    if wanted == "latest":
+        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
+    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
+        listed = ", ".join(seen.points) or "none"
+        raise RefusedError(
+            f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
+            "or latest"
+        )
+    if damages := store.verify_point(wanted, fast=fast):
+        listed = "; ".join(map(str, damages))
+        raise ResumePointError(
+            f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"
+        )
+    return store.read_point(wanted), ()
+
+
+def point_info(store: RunStore, point: Point) -> PointInfo:
+    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt."""
+    parent = store.read_parent(point.key.attempt)
+    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
+    if isinstance(parent, ClaimParent):
+        budgets, encoders = parent.budgets or budgets, parent.encoders
+    return PointInfo(
+        name=point.name,
+        key=point.key,
+        cursor=point.cursor,
+        global_batch_size=point.config["train.global_batch_size"],
+        seq_len=point.config["pack.seq_len"],
+        world_size=point.commit.world_size,
+        optimizer_steps=point.commit.optimizer_steps,
+        budgets=budgets,
+        encoders=encoders,
+    )
+
+
+def decide(
+    store: RunStore,
+    config: JobConfig,
+    point: Point | None,
+    identities: tuple[RunIdentity, RunIdentity] | None,
+) -> ResumePlan:
+    """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    info, flat = (point_info(store, point), point.config) if point else (None, None)
+    return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
+
+
+def begin_launch(
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec
+) -> tuple[Attempt, ResumePlan]:
+    """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
+    run.json, `data` the job's data.
+
+    Raises `RefusedError` if the configuration may not continue the run (the claim then stays without
+    descendants and harms nobody).
+    """
+    number = claim.number
+    seen = survey(store)
+    require_frozen(seen, data)
+    point, damages = choose_point(store, seen, config.resume.from_)
+    plan = decide(store, config, point, (run.identity, data.identity()))
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    inherited, encoders = up_to(seen.points, point), plan.encoders
+    if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
+        begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
+        encoders = with_encoder(encoders, plan.encoder, begins)
+    store.write_parent(
+        ClaimParent(
+            attempt=number,
+            parent=point.key if point else None,
+            inherited=inherited,
+            budgets=plan.budgets,
+            differences=plan.differences,
+            encoders=encoders,
+        )
+    )
+    attempt = Attempt(
+        number=number,
+        launch=claim.launch,
+        why=claim.why,
+        point=point,
+        inherited=inherited,
+        step_label=plan.step_after,
+        budgets=plan.budgets,
+        encoders=encoders,
+        damages=damages,
+        unreadable=seen.unreadable,
+        leftovers=remove_leftovers(store, number, seen.fates),
+        run_id=run.id,
+    )
+    return attempt, plan
+
+
+def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any]) -> None:
+    """Journals that the attempt begins in this process, under this flat configuration, and all that its start
+    found and did.
+    """
+    journal.event(
+        "attempt",
+        launch=attempt.launch,
+        why=attempt.why,
+        pid=os.getpid(),
+        machine=machine_id(),
+        pid_start=process_start(os.getpid()) or "",
+        config=dict(config),
+    )
+    for damage in attempt.damages:
+        journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+    for file in attempt.unreadable:
+        journal.event("unreadable file", file=file.path, reason=file.reason)
+    for left in attempt.leftovers:
+        if left.kept:
+            journal.event("leftover kept", point=left.point, reason=left.kept)
+        else:
+            journal.event("leftover removed", point=left.point)
+
+
+def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) -> Attempt:
+    """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this
+    process is a restarted one.
+
+    It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
+    writes. Leftovers stay until the next start command, for members that live may still be writing into them.
+    Raises `FencedError` if another launch has taken the run over.
+    """
+    newest = store.newest_claim()
+    if lost := store.why_not_mine(first.run_id) or ("" if newest else "the claims of this launch are gone"):
+        raise FencedError(f"{lost}: {LOST}")
+    assert newest is not None, "looked at just before"
+    if newest.number == first.number and not store.storage.list(f"journal/a{first.number:04d}"):
+        return first
+    end = store.read_end(newest.number) if newest.launch == first.launch else None
+    if end is not None:
+        return replace(first, number=newest.number, why=RESTARTED, ended=(end.outcome, end.reason))
+    number = newest.number + 1
+    store.claim(number, first.launch, RESTARTED, host, first.run_id)
+    faults("claim_made", -1, -1)
+    seen = survey(store, with_steps=False)  # its members wait for it
+    try:
+        point, _ = choose_point(store, seen, "latest", fast=True)
+    except ResumePointError:
+        point = None  # the members hold a newer state than any point; without them the next start refuses
+    if point is None or (first.parent is not None and point.key < first.parent):
+        point = first.point
+    store.write_parent(
+        ClaimParent(
+            attempt=number,
+            parent=point.key if point else None,
+            inherited=seen.points,
+            budgets=first.budgets,
+            encoders=first.encoders,
+        )
+    )
+    return replace(
+        first,
+        number=number,
+        why=RESTARTED,
+        point=point,
+        inherited=seen.points,
+        damages=(),
+        unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
+        leftovers=(),
+        **_read_back(seen.journal, first.number),
+    )
+
+
+def _read_back(journal: Journal, first: int) -> dict[str, Any]:
+    """What the coordinators of a launch, whose first attempt is `first`, have journalled for the next one."""
+    mine = [event for event in journal.events if event.attempt >= first]
+    last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
+    # whose death is known is not waited for, and not counted again
+    dead = {event.fields["member"] for event in mine if event.kind == MEMBER_DEAD}
+    live = tuple(member for member in last.members if member not in dead) if last else ()
+    finished = [event.fields for event in mine if event.kind == MEMBER_FINISHED]
+    failures = [event.fields for event in mine if event.kind == FAILURE]
+    records = [record for record in journal.records if record.attempt >= first]
+    return {
+        "previous": last
+        and PreviousGeneration(attempt=last.attempt, generation=last.generation, members=live),
+        "members": _where_they_live(journal, live),
+        "finished": tuple((f["member"], f["reason"], f["step"]) for f in finished),
+        "failures": tuple(Failure(step=f["step"], reason=f["reason"]) for f in failures),
+        "last_step": max(records, key=lambda record: record.key, default=None),
+    }
+
+
+def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[MemberInfo, ...]:
+    """As they said when they last joined."""
+    joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == "join"}
+    return tuple(
+        MemberInfo(
+            member=m,
+            actor_id=joins[m]["actor"],
+            node_id=joins[m]["node"],
+            pid=joins[m]["pid"],
+            host=joins[m].get("host", ""),
+        )
+        for m in members
+        if m in joins
+    )

@@ -1,0 +1,372 @@
+"""The life of one launch as a pure machine: who joins and what they are answered, who is lost, what was asked
+of the run, and when and how it ends.
+
+It joins the rendezvous (who trains next) to the failure budget and to the commits (whose vote will never
+come), and knows no Ray, no clock and no storage: the coordinator tells it what happened, with the time in
+seconds, and carries out what it answers, in order.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrator.elastic.failure_budget import (
+    FAILURE,
+    MEMBER_DEAD,
+    MEMBER_FINISHED,
+    Failure,
+    FailureBudget,
+)
+from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun
+from orchestrator.elastic.rendezvous import Rendezvous
+from orchestrator.elastic.storage_trouble import StorageTrouble
+from orchestrator.errors import FencedError
+from orchestrator.records import (
+    GenerationView,
+    JoinRequest,
+    MemberInfo,
+    Refusal,
+    RunOver,
+    StateKey,
+    StepRecord,
+    Wishes,
+)
+from orchestrator.resume.commit_events import VoterGone
+
+SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
+_RECENT_STEPS = 31  # of which the median duration is taken
+
+
+# ---- actions
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Answer the member's open `join`."""
+
+    member: str
+    answer: GenerationView | Refusal | RunOver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """Journal an event about a member or a failure."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """Have this member's process killed: it was left out. It may be dead already, or out of reach."""
+
+    member: MemberInfo
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warn:
+    """Tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The run has ended: write it down. Everybody who waits is answered by actions of their own."""
+
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fenced:
+    """A newer attempt exists: acknowledge nothing, write nothing."""
+
+    reason: str
+
+
+Action = Answer | Note | Kill | Warn | End | Fenced | Form | VoterGone
+
+
+class LaunchMachine:
+    """One coordinator process's part of a launch. `previous` are the members of the generation that trains on
+    while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
+    with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
+    newest step that was recorded.
+
+    Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
+    newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
+    waits; for each way in which a member is lost there is one `VoterGone`.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        budget: FailureBudget,
+        trouble: StorageTrouble,
+        last_step: StepRecord | None = None,
+        previous: Iterable[str] = (),
+        infos: Iterable[MemberInfo] = (),
+        finished: Mapping[str, tuple[str, int]] | None = None,
+        ended: tuple[str, str] | None = None,
+    ) -> None:
+        self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
+        self.infos = {info.member: info for info in infos}
+        self.waiting: set[str] = set()  # whose `join` is unanswered
+        self.members = tuple(previous)  # of the newest generation that was answered, by rank
+        self.last_step: StepRecord | None = None
+        self.ended = ended
+        self.stopping = False
+        self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered
+        self._finished = dict(finished or {})  # member: reason, step
+        self._left_out: set[str] = set()  # and not known to be dead
+        self._dead: set[str] = set()
+        self._failed: set[int] = set()  # generations
+        self._failed_groups: set[tuple[int, str]] = set()  # generation, node
+        self._save = ""
+        self._num_saves = 0
+        self._durations: list[float] = []
+        self._heard = float("-inf")  # when the newest record came
+        if last_step is not None:
+            self.recorded(last_step, float("-inf"))
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Those of this launch."""
+        return self._budget.failures
+
+    # ---- members
+    def join(self, request: JoinRequest, now: float) -> list[Action]:
+        """A member asks for the next generation; it is answered now, or by a later action."""
+        member = request.member
+        if self.ended is not None:
+            return [Answer(member=member, answer=RunOver(reason=self.ended[1]))]
+        if member in self._dead:
+            return [Answer(member=member, answer=Refusal(reason=f"member {member} is dead"))]
+        try:
+            found = self.rendezvous.join(request, now)
+        except FencedError as error:
+            return [*self.fence(str(error)), Answer(member=member, answer=Refusal(reason=str(error)))]
+        if isinstance(found, Refused):
+            return [Answer(member=member, answer=Refusal(reason=found.reason))]
+        if isinstance(found, GenerationView):
+            return [Answer(member=member, answer=found)]
+        if isinstance(found, Ignored):
+            waits = member in self.waiting
+            return [] if waits else [Answer(member=member, answer=Refusal(reason=found.reason))]
+        self.infos[member] = MemberInfo(
+            member=member,
+            actor_id=request.actor_id,
+            node_id=request.node_id,
+            pid=request.pid,
+            host=request.host,
+        )
+        self._left_out.discard(member)
+        self.waiting.add(member)
+        return [*self._lost(member, voted=request.voted), *self._over()]
+
+    def dead(self, member: str, why: str, now: float) -> list[Action]:
+        """The process of `member` is gone; a call of it that comes later is not heeded."""
+        self._dead.add(member)
+        self._left_out.discard(member)
+        self.waiting.discard(member)
+        self.rendezvous.dead(member, now)
+        self.infos.pop(member, None)
+        actions: list[Action] = [Note(kind=MEMBER_DEAD, fields={"member": member, "reason": why})]
+        if member not in self._finished:
+            # members of one generation die of one cause; before the first one each death counts
+            alone = member not in self.members and self.rendezvous.generation == 0
+            actions += self._failure(f"member {member} died", alone)
+        return [*actions, *self._lost(member), *self._over()]
+
+    def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
+        """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered. It may
+        go when the note is durable: whoever takes over must know.
+        """
+        known = member in self._finished
+        self._finished[member] = (reason, key.step)
+        self.waiting.discard(member)
+        self.rendezvous.left(member, key, now)
+        note = Note(kind=MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step})
+        return [*(() if known else (note,)), *self._lost(member), *self._over()]
+
+    def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
+        """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
+        note = Note(kind="member failed", fields={"member": member, "error": kind, "text": text})
+        reason = f"{kind}: {text}"
+        return [note, *(self.end("failed", reason) if fatal else self._failure(reason))]
+
+    def group_failed(self, node: str, reason: str) -> list[Action]:
+        """The group of a node ended without having been asked to."""
+        group = (self.rendezvous.generation, node)
+        again = group in self._failed_groups
+        self._failed_groups.add(group)
+        return self._failure(reason, again)
+
+    def busy(self, member: str, until: float) -> None:
+        """`member` is in a phase with a limit of its own (rule 23)."""
+        self.rendezvous.excuse(member, until)
+
+    def recorded(self, record: StepRecord, now: float) -> None:
+        """A step record came, possibly a copy."""
+        self._heard = now
+        if self.last_step is None or record.key > self.last_step.key:
+            self.last_step = record
+            self._budget.applied(record.step)
+            self._durations = [*self._durations[1 - _RECENT_STEPS :], record.step_s]
+            self.rendezvous.median_step(statistics.median(self._durations))
+
+    def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
+        """The members of whom it matters now whether they live: those that form a group, wait, or are waited
+        for, and those that were left out. In training a peer's death shows in the collectives, so they are
+        asked for only when none has been heard of for a while: all may be gone at once.
+        """
+        trains = self.last_step is not None and (self.last_step.attempt, self.last_step.generation) == (
+            self.rendezvous.attempt,
+            self.rendezvous.generation,
+        )
+        heard = now - self._heard < SILENCE_S
+        quiet = trains and heard and not (self.waiting or committing or self._finished)
+        return [
+            info
+            for member, info in self.infos.items()
+            if info.actor_id
+            and (
+                member in self._left_out
+                or (not quiet and (member in self.waiting or not self.rendezvous.is_gone(member)))
+            )
+        ]
+
+    # ---- what is asked of the run
+    def wish_stop(self) -> None:
+        """Save and stop at the next step boundary."""
+        self.stopping = True
+        self.rendezvous.wish_stop()
+
+    def wish_save(self) -> None:
+        """Save at the next step boundary."""
+        self._num_saves += 1
+        self._save = f"save-{self._num_saves}"
+        self.rendezvous.wish_save(self._save)
+
+    def voted(self) -> None:
+        """A vote came: what was asked for as a save has begun."""
+        self.rendezvous.save_answered(self._save)
+
+    def wishes(self, attempt: int, generation: int, acknowledged_step: int) -> Wishes:
+        """What is wanted of a generation; see `Rendezvous.wishes`."""
+        found = self.rendezvous.wishes(attempt, generation, acknowledged_step)
+        if self.ended is None:
+            return found
+        return Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=acknowledged_step)
+
+    def end(self, outcome: str, reason: str) -> list[Action]:
+        """The run ends; nobody is waited for. The first reason stands."""
+        if self.ended is not None:
+            return []
+        self.ended = (outcome, reason)
+        over: list[Action] = [Answer(member=m, answer=RunOver(reason=reason)) for m in sorted(self.waiting)]
+        self.waiting.clear()
+        return [End(outcome=outcome, reason=reason), *over]
+
+    def fence(self, reason: str) -> list[Action]:
+        """A newer attempt exists: this one is over, and its end is not for it to write down."""
+        if self.ended is not None:
+            return []
+        self.ended = ("failed", reason)
+        refusal = Refusal(reason=reason)
+        refused: list[Action] = [Answer(member=m, answer=refusal) for m in sorted(self.waiting)]
+        self.waiting.clear()
+        return [Fenced(reason=reason), *refused]
+
+    # ---- storage
+    def storage_failed(self, reason: str, since: float) -> list[Action]:
+        """The journal could not be made durable by a try that began at `since`; it will be tried again."""
+        text = self._trouble.failed(reason, since)
+        return [Warn(text=text)] if text else []
+
+    def storage_worked(self) -> list[Action]:
+        """The journal is durable."""
+        text = self._trouble.worked()
+        return [Warn(text=text)] if text else []
+
+    # ---- time
+    def tick(self, now: float) -> list[Action]:
+        """What must be done now. Call it after every event and at least every 0.1 s."""
+        if self.ended is not None:
+            return []
+        if reason := self._trouble.verdict(now):
+            return self.end("failed", reason)
+        actions = self._over()
+        if self.ended is not None:
+            return actions
+        for action in self.rendezvous.tick(now):
+            match action:
+                case LeaveOut():
+                    actions += self._leave_out(action)
+                case StopRun():
+                    actions += self.end(action.outcome, action.reason)
+                case Form() if self.ended is None:
+                    actions.append(action)
+        return actions
+
+    def formed(self, formation: Formation, now: float) -> list[Action]:
+        """The formation is durable in the journal: its members are answered, unless one of them died or came
+        anew meanwhile; then the next tick forms another generation.
+        """
+        self.rendezvous.formed(formation.generation, now)
+        views = {member: self.rendezvous.view_for(member) for member in formation.members}
+        answers: list[Action] = []
+        for member, view in views.items():
+            if view is None:
+                return []
+            answers.append(Answer(member=member, answer=view))
+            self._place[member] = (view.generation, view.rank)
+        self.members = formation.members
+        self.waiting.difference_update(formation.members)
+        return answers
+
+    # ---- inside
+    def _leave_out(self, action: LeaveOut) -> list[Action]:
+        member = action.member
+        actions: list[Action] = [Note(kind="left out", fields={"member": member, "reason": action.reason})]
+        if member in self.infos:
+            self._left_out.add(member)
+            actions.append(Kill(member=self.infos[member], reason=action.reason))
+        return [*actions, *self._lost(member, writing=True), *self._over()]
+
+    def _lost(self, member: str, voted: StateKey | None = None, writing: bool = False) -> list[Action]:
+        """The one place that says whose vote will never come."""
+        if member not in self._place:
+            return []
+        generation, rank = self._place[member]
+        return [VoterGone(generation=generation, rank=rank, voted=voted, writing=writing)]
+
+    def _failure(self, reason: str, again: bool = False) -> list[Action]:
+        """One failure per generation, however many members it cost: a lost node, with all its members and its
+        group, is one. `again`: it counts nevertheless.
+        """
+        generation = self.rendezvous.generation
+        known = generation in self._failed
+        self._failed.add(generation)
+        if self.ended is not None or (known and not again):
+            return []
+        failure = self._budget.failed(reason)
+        note = Note(kind=FAILURE, fields={"step": failure.step, "reason": reason})
+        verdict = self._budget.verdict()
+        return [note, *(self.end("failed", verdict) if verdict else ())]
+
+    def _over(self) -> list[Action]:
+        """The run ends when every member of the newest generation has finished, or is gone, or came back,
+        after another one finished. Newcomers that wait change nothing.
+        """
+        here = {m: self._finished[m] for m in self.members if m in self._finished}
+        if not here or self.ended is not None:
+            return []
+        if any(
+            m not in here and m not in self.waiting and not self.rendezvous.is_gone(m) for m in self.members
+        ):
+            return []
+        reason, step = next(iter(here.values()))
+        return self.end(reason, f"{reason} at step {step}")

@@ -1,0 +1,439 @@
+"""The Feeder actor: takes the token chunks of the Ray Data pipeline in order, packs them, and hands out the
+ranks' shares of steps.
+
+It knows no model and no membership; everything it gives is a pure function of (the run's data, a cursor, a
+step's range), so it may be killed and opened again at any time. Ray Data itself is loaded only in the actor's
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import closing, suppress
+from typing import Any, TypeVar
+
+import ray
+
+from orchestrator.data.feed.feed_notes import FeederStats, FeedNotes, Notebook
+from orchestrator.data.feed.opening import Opening
+from orchestrator.data.feed.remote_feed import RayFeed, Reopen
+from orchestrator.data.feed.replay import HeldStep
+from orchestrator.data.feed.work import SignsOfWork
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import FeedError, FencedError, OrchestratorError
+from orchestrator.paused_gc import loading
+from orchestrator.planning.batches import rank_samples
+from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
+
+__all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
+
+Result = TypeVar("Result")
+
+# A slot that was begun so often kills its tokenizer each time.
+MAX_EXECUTIONS = 4
+# No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
+# hangs.
+STALL_S = 600.0
+# One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
+SLOTS_PER_DATASET = 256
+# What the threads of a pipeline are called: ours, and Ray Data's.
+_PIPELINE_THREADS = ("pipeline-", "StreamingExecutor")
+# Waiting calls at one time: the ranks' and the tokenizers'.
+MAX_CALLS = 20_000
+
+
+class Feeder:
+    """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read
+    by a thread.
+
+    Memory: about one step and one chunk of tokens, the pipeline's look-ahead in the object store, and
+    `replay_bytes` of steps that may be asked for again. An error of the data is final: every later `get`
+    raises it. After its process died it is blank, and answers `Reopen` until it is opened.
+    """
+
+    def __init__(
+        self,
+        launch: str,
+        spec: DataSpec,
+        num_tokenizers: int,
+        replay_bytes: int,
+        stall_s: float = STALL_S,
+        slots_per_dataset: int = SLOTS_PER_DATASET,
+        tokenizer_node: str | None = None,
+        tokenizer_cpus: float = 1.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._launch, self._spec = launch, spec
+        self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
+        self._now, self._work = now, SignsOfWork(stall_s, now)
+        self._where = (tokenizer_node, tokenizer_cpus)
+        self._slots_per_dataset = slots_per_dataset
+        self._generation = (0, 0)
+        self._run: Opening | None = None
+        self._error: OrchestratorError | None = None
+        self._changed = asyncio.Condition()
+        self._opens = self._waits = 0
+        self._wait_s = 0.0
+        self._threads: list[threading.Thread] = []
+        self._notebook = Notebook()
+
+    # -------------------------------------------------------------------------------- for ranks
+    async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
+        """Goes on at `cursor`: from memory if those steps are held, else the pipeline is opened there.
+        Returns before data is there.
+
+        Idempotent; a call of an older generation is ignored, and so is one for a place that this generation's
+        opening will come to. Generation (attempt, 0) opens ahead of the first one. Raises `FencedError` for
+        another launch.
+        """
+        if launch != self._launch:
+            raise self._fenced(launch)
+        async with self._changed:
+            same = generation == self._generation
+            if generation < self._generation:
+                return
+            self._generation = generation
+            run = self._run
+            held = run is not None and run.steps.serves(cursor)
+            coming = (
+                run is not None and same and cursor.consumed_samples > run.steps.next_cursor.consumed_samples
+            )
+            if not held and not coming:
+                self._start(cursor)
+            self._changed.notify_all()
+
+    async def get(
+        self,
+        launch: str,
+        generation: tuple[int, int],
+        step: StepRange,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+    ) -> BatchSlice | Reopen | OrchestratorError:
+        """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies
+        behind what is held.
+
+        An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
+        long, `FencedError` for another launch.
+        """
+        if launch != self._launch:
+            return self._fenced(launch)
+        began, waited = self._now(), False
+        async with self._changed:
+            while (found := self._find(generation, step)) is None:
+                waited = True
+                if not await self._await_change(began):
+                    found = self._stalled(step)
+                    break
+        if not isinstance(found, HeldStep):
+            return found
+        self._waits += waited
+        self._wait_s += self._now() - began
+        drawn = found.drawn
+        start, stop = rank_samples(
+            drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
+        )
+        return drawn.slice(start, stop)
+
+    async def committed(self, consumed_samples: int) -> None:
+        """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
+        if self._run is not None:
+            self._run.steps.committed(consumed_samples)
+
+    async def notes(self, consumed_samples: int) -> FeedNotes:
+        """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted
+        before the process died and was not asked for is lost; the counts in the cursor are not.
+        """
+        return self._notebook.give(consumed_samples)
+
+    async def stats(self) -> FeederStats:
+        """Counts; also the sign of life that a rank waits for after a restart."""
+        run = self._run
+        return FeederStats(
+            pid=os.getpid(),
+            generation=self._generation,
+            opens=self._opens,
+            steps_held=len(run.steps) if run else 0,
+            bytes_held=run.steps.held_bytes if run else 0,
+            first_sample_held=run.steps.first_sample if run else 0,
+            next_sample=run.steps.next_cursor.consumed_samples if run else 0,
+            buffered_tokens=run.packer.buffered_tokens if run else 0,
+            slots_taken=run.slot if run else 0,
+            slots_given=run.slots_given if run else 0,
+            bytes_passed=self._work.bytes_passed,
+            waits=self._waits,
+            wait_s=self._wait_s,
+            pipeline_threads=sum(
+                thread.name.startswith(_PIPELINE_THREADS) for thread in threading.enumerate()
+            ),
+        )
+
+    async def close(self) -> None:
+        """Ends the pipeline and waits until its thread is gone; the feeder is blank afterwards."""
+        self._run = None
+        await self._notify()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    # -------------------------------------------------------------------------------- for tokenizers
+    async def slot(self, run_id: int, slot: int) -> WindowTask | None:
+        """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead.
+        None: that run is over.
+        """
+        async with self._changed:
+            run = await self._room(run_id, lambda run: run.may_begin(slot))
+            if run is None:
+                return None
+            task, executions = run.begin(slot)
+            if executions <= MAX_EXECUTIONS:
+                return task
+            self._end(
+                FeedError(
+                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
+                    f"(epoch {task.epoch}); most often it is memory: make data.window_bytes smaller or give "
+                    "the tokenizers' machines more"
+                )
+            )
+            return None
+
+    async def room(self, run_id: int, slot: int, window: int) -> bool:
+        """Waits until `window` of a slot that was given may be handed over: a block of many windows is not
+        read ahead as a whole.
+
+        A slot that is not being taken yet may bring its first window only. False: that run is over.
+        """
+        async with self._changed:
+            return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
+
+    async def working(self, run_id: int, bytes_passed: int) -> bool:
+        """A tokenizer decodes what lies before its cursor, and has passed so many bytes more. False: that run
+        is over.
+        """
+        run = self._run
+        if run is None or run.run_id != run_id or self._error is not None:
+            return False
+        self._work.note(bytes_passed)
+        return True
+
+    async def failed(self, run_id: int, error: OrchestratorError) -> None:
+        """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at
+        once.
+        """
+        async with self._changed:
+            if self._run is not None and self._run.run_id == run_id:
+                self._end(error)
+
+    async def _room(self, run_id: int, near: Callable[[Opening], bool]) -> Opening | None:
+        """Waits, with the lock, until `near` holds; None: that run is over."""
+        while True:
+            run = self._run
+            if run is None or run.run_id != run_id or self._error is not None:
+                return None
+            if near(run):
+                self._work.note()
+                return run
+            await self._changed.wait()
+
+    # -------------------------------------------------------------------------------- inside
+    def _fenced(self, launch: str) -> FencedError:
+        return FencedError(
+            f"this is the feeder of launch {self._launch}, the caller belongs to {launch}; it has to end"
+        )
+
+    def _find(
+        self, generation: tuple[int, int], step: StepRange
+    ) -> HeldStep | Reopen | OrchestratorError | None:
+        """The step, drawn now if its turn has come; None: it is not there yet."""
+        if self._error is not None:
+            return self._error
+        run = self._run
+        if run is None:
+            return Reopen(
+                generation=self._generation, reason="the feeder has not been opened since its process started"
+            )
+        held = run.steps.find(step.first_sample)
+        if held is not None and held.asked == step:
+            return held
+        if held is not None:  # another shape than before: the stream is drawn again from there
+            run = self._start(held.before)
+            self._changed.notify_all()
+        next_sample = run.steps.next_cursor.consumed_samples
+        if step.first_sample == next_sample:
+            return self._draw(run, step)
+        if step.first_sample < next_sample or generation < self._generation:
+            return Reopen(
+                generation=self._generation,
+                reason=f"sample {step.first_sample} is asked for, the feeder holds those from "
+                f"{run.steps.first_sample} on and goes on with {next_sample}",
+            )
+        return None
+
+    def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
+        # so much stays buffered afterwards too: the step after this one is there before it is asked for
+        before, run.wanted_tokens = run.wanted_tokens, step.num_tokens + 1
+        drawn = run.packer.draw(step)
+        if drawn is not None or run.wanted_tokens != before:
+            self._changed.notify_all()  # there may be room for the next chunk
+        if drawn is None:
+            return None
+        self._notebook.drawn(drawn)
+        return run.steps.append(step, drawn)
+
+    async def _await_change(self, since: float) -> bool:
+        """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), max(0.0, self._work.left_s(since)))
+        return self._work.left_s(since) > 0
+
+    def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
+        run = self._run
+        if run is None or step.first_sample != run.steps.next_cursor.consumed_samples:
+            # it is not the pipeline that is waited for, but a rank that asks for the steps before
+            reason = f"nobody asked for what lies before sample {step.first_sample} in {self._stall_s:.0f} s"
+            return Reopen(generation=self._generation, reason=reason)
+        error = FeedError(
+            f"samples from {step.first_sample} on are waited for, and no tokenizer has done anything for "
+            f"{self._stall_s:.0f} s; the {self._num_tokenizers} tokenizers (data.num_tokenizers) need a CPU "
+            "each beside the training workers: are they free? does the storage answer?"
+        )
+        self._end(error)
+        return error
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, error: OrchestratorError) -> None:
+        """The first error is the one that every rank hears of; called with the lock."""
+        self._error = self._error or error
+        self._changed.notify_all()
+
+    # -------------------------------------------------------------------------------- the pipeline
+    def _start(self, cursor: Cursor) -> Opening:
+        """Opens the pipeline at `cursor`. The run before it, if any, ends by itself: its tokenizers are
+        refused and its thread goes.
+        """
+        self._opens += 1
+        run = self._run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
+        self._work.note()
+        reader = threading.Thread(
+            target=self._read,
+            args=(run, asyncio.get_running_loop()),
+            name=f"pipeline-{run.run_id}",
+            daemon=True,
+        )
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
+        reader.start()
+        return run
+
+    def _read(self, run: Opening, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the
+        end of data or of the run.
+        """
+
+        def call(what: Coroutine[Any, Any, Result]) -> Result:
+            return asyncio.run_coroutine_threadsafe(what, loop).result()
+
+        try:
+            # Ray Data reads these when it is loaded. The first: its other way hands a block on a round of its
+            # loop (0.1 s) later; the second: a helper process less while everything starts.
+            os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
+            os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+            with loading():
+                from orchestrator.data.feed.pipeline import read_chunks
+
+            feeder = ray.get_runtime_context().current_actor
+            while slots := call(self._list_slots(run)):
+                items = read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers, *self._where)
+                with closing(items):
+                    for item in items:
+                        if item is None or not call(self._take(run, *item)):
+                            return
+        except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
+            call(self._failed_run(run, error))
+
+    async def _list_slots(self, run: Opening) -> range:
+        slots = run.list_slots(self._slots_per_dataset)
+        await self._notify()  # the end of the data may be known now
+        return slots if self._run is run else range(0)
+
+    async def _take(self, run: Opening, slot: int, chunk: TokenChunk) -> bool:
+        """Hands a chunk to the packer once it is wanted; False: the run is over."""
+        async with self._changed:
+            while self._run is run and self._error is None and not run.wants:
+                await self._changed.wait()
+            if self._run is not run or self._error is not None:
+                return False
+            run.take(slot, chunk)
+            self._notebook.differences(chunk.encoder_differences)
+            self._work.note()
+            self._changed.notify_all()
+            return True
+
+    async def _failed_run(self, run: Opening, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        ours = (
+            error
+            if isinstance(error, OrchestratorError)
+            else FeedError(f"the data pipeline ended: {error}\n{text}")
+        )
+        async with self._changed:
+            if self._run is run:
+                self._end(ours)
+
+
+def feeder_name(launch: str) -> str:
+    """The actor's name within the launch's namespace."""
+    return f"feeder-{launch}"
+
+
+def start_feeder(
+    launch: str,
+    spec: DataSpec,
+    *,
+    num_tokenizers: int,
+    replay_bytes: int,
+    stall_s: float = STALL_S,
+    slots_per_dataset: int = SLOTS_PER_DATASET,
+    tokenizer_node: str | None = None,
+    tokenizer_cpus: float = 1.0,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
+    more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
+    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself.
+    """
+    wanted: dict[str, Any] = {
+        "name": feeder_name(launch),
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,  # the ranks ask again themselves
+        "max_concurrency": MAX_CALLS,
+        **(options or {}),
+    }
+
+    class FeederOfLaunch(Feeder):
+        """Brings the specification along. Ray keeps an actor's class until the job ends, but a large argument
+        only while somebody holds it, and an actor that is started again needs it once more.
+        """
+
+        def __init__(self) -> None:
+            super().__init__(
+                launch,
+                spec,
+                num_tokenizers,
+                replay_bytes,
+                stall_s,
+                slots_per_dataset,
+                tokenizer_node,
+                tokenizer_cpus,
+            )
+
+    FeederOfLaunch.__name__ = Feeder.__name__
+    return ray.remote(FeederOfLaunch).options(**wanted).remote()

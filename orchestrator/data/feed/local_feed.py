@@ -1,0 +1,128 @@
+"""The feed of a process without Ray (plain torchrun): a thread tokenizes ahead, the caller packs and takes
+its rank's share.
+
+It knows no feeder and no other rank; every rank of such a group reads and tokenizes the whole stream for
+itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+from orchestrator.data.feed.replay import HeldStep, ReplayBuffer
+from orchestrator.data.packing.stream import Packer
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import FeedError
+from orchestrator.planning.batches import rank_samples
+from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange, TokenChunk
+
+# Chunks of about a million tokens that wait for the packer.
+CHUNKS_AHEAD = 2
+_POLL_S = 0.2
+
+
+class _Reader:
+    """A thread that puts chunks, at last None or the error that ended it, into a short queue."""
+
+    def __init__(self, chunks: Iterator[TokenChunk]) -> None:
+        self.queue: queue.Queue[TokenChunk | Exception | None] = queue.Queue(CHUNKS_AHEAD)
+        self._chunks, self._over = chunks, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chunks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread after the chunk at hand."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last: Exception | None = None
+        try:
+            for chunk in self._chunks:
+                if not self._put(chunk):
+                    return
+        except Exception as error:  # noqa: BLE001  the caller's thread raises it
+            last = error
+        self._put(last)
+
+    def _put(self, item: TokenChunk | Exception | None) -> bool:
+        while not self._over.is_set():
+            try:
+                self.queue.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+class InProcessFeed:
+    """`trainer.membership.Feed` of one rank without any other process. `replay_bytes` bounds the steps kept
+    for being asked for again.
+
+    Gives the same slices as the Feeder does. Not for several threads.
+    """
+
+    def __init__(self, spec: DataSpec, replay_bytes: int = 64 << 20) -> None:
+        self._spec, self._replay_bytes = spec, replay_bytes
+        self._reader: _Reader | None = None
+        self._packer: Packer | None = None
+        self._steps = ReplayBuffer(Cursor(), replay_bytes)
+
+    def open(self, view: GenerationView, cursor: Cursor) -> None:
+        """Goes on at `cursor`: from memory if that is held, else by reading from there. Idempotent."""
+        del view
+        if self._packer is None or not self._steps.serves(cursor):
+            self._reopen(cursor)
+
+    def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
+        """Nothing to ask for: the thread reads ahead by itself."""
+
+    def get(
+        self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
+    ) -> BatchSlice:
+        """This rank's share of `step`; `cursor` is the one at `step.first_sample`. Raises the error that the
+        data ended with.
+        """
+        held = self._steps.find(step.first_sample)
+        if self._packer is None or held is None or held.asked != step:
+            if self._packer is None or self._steps.next_cursor != cursor:
+                self._reopen(cursor)
+            held = self._draw(step)
+        drawn = held.drawn
+        start, stop = rank_samples(
+            drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
+        )
+        return drawn.slice(start, stop)
+
+    def close(self) -> None:
+        """Ends the reading thread."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._packer = None
+
+    def _reopen(self, cursor: Cursor) -> None:
+        self.close()
+        self._packer = self._spec.packer(cursor)
+        self._steps = ReplayBuffer(cursor, self._replay_bytes)
+        self._reader = _Reader(self._spec.chunks(cursor))
+
+    def _draw(self, step: StepRange) -> HeldStep:
+        packer, reader = self._packer, self._reader
+        assert packer is not None, "the feed is open"
+        assert reader is not None, "the feed is open"
+        if step.first_sample != self._steps.next_cursor.consumed_samples:
+            raise FeedError(
+                f"samples from {step.first_sample} on were asked for with the cursor of sample "
+                f"{self._steps.next_cursor.consumed_samples}; a step begins where its cursor stands"
+            )
+        while (drawn := packer.draw(step)) is None:
+            chunk = reader.queue.get()
+            if isinstance(chunk, Exception):
+                raise chunk
+            if chunk is None:
+                packer.finish()
+            else:
+                packer.feed(chunk)
+        return self._steps.append(step, drawn)

@@ -1,0 +1,216 @@
+"""The Ray Data pipeline: slot numbers go in, the token chunks of the windows behind them come out in the
+order of the slots.
+
+It knows no packing, no step and no rank; what a slot is, and when there is room for it, it asks the feeder.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Generator, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.cluster.data_share import take_own_share
+from orchestrator.data.feed.work import WorkReports
+from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.chunks import tokenize_block
+from orchestrator.errors import FeedError, OrchestratorError
+from orchestrator.records import TokenChunk, WindowTask
+
+# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that
+# waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.
+SLOTS_PER_TOKENIZER = 1
+# Training processes come first on a shared machine.
+TOKENIZER_NICENESS = 19
+
+_ARRAYS = dict.fromkeys(
+    ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file"), "<i4"
+) | {"place": "<i8"}
+_TEXTS = ("bad_reasons", "encoder_differences")
+_SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
+_ROW = pa.schema(
+    [
+        ("slot", pa.int64()),
+        ("source", pa.string()),
+        ("epoch", pa.int64()),
+        ("block", pa.int64()),
+        ("window", pa.int64()),
+        ("ends_window", pa.bool_()),
+        ("ends_block", pa.bool_()),
+        *((name, pa.list_(pa.string())) for name in _TEXTS),
+        *((name, pa.large_binary()) for name in _ARRAYS),
+    ]
+)
+
+
+class SlotSource(Datasource):
+    """Slot numbers, one block each. Reading one opens no file; Ray does it inside the tokenizer."""
+
+    def __init__(self, slots: range) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slots = slots
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Bytes of all slot numbers."""
+        return 8 * len(self._slots)
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        """A task per slot, whatever parallelism Ray proposes: the blocks must not depend on the cluster."""
+        del parallelism, per_task_row_limit, data_context
+        one = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
+        return [ReadTask(partial(_slot_block, slot), one) for slot in self._slots]
+
+
+def _slot_block(slot: int) -> list[pa.Table]:
+    return [pa.table({"slot": [slot]})]
+
+
+class Tokenizer:
+    """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk,
+    as room is given.
+
+    Whatever goes wrong is told to the feeder first, as an error of ours with its full text; the exception
+    then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
+    """
+
+    def __init__(self, spec: DataSpec, feeder: Any, run_id: int) -> None:
+        self._spec, self._feeder, self._run_id = spec, feeder, run_id
+        os.nice(TOKENIZER_NICENESS)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
+
+    @cached_property
+    def _encoders(self) -> Any:
+        # at the first slot, not at the start: an error here must be reported, not restarted
+        return self._spec.build_encoders()
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """The chunks of one slot, a table of one row each."""
+        slot = int(batch["slot"][0].as_py())
+        try:
+            yield from self._slot(slot)
+        except Exception as error:
+            ray.get(self._feeder.failed.remote(self._run_id, _of_ours(error)))
+            raise
+
+    def _slot(self, slot: int) -> Iterator[pa.Table]:
+        task: WindowTask | None = ray.get(self._feeder.slot.remote(self._run_id, slot))
+        if (
+            task is None
+        ):  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
+            yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
+            return
+        passed = WorkReports(lambda num_bytes: ray.get(self._feeder.working.remote(self._run_id, num_bytes)))
+        plan = self._spec.source_plan(task.source)
+        for chunk in tokenize_block(task, plan, self._encoders, self._spec.settings, passed):
+            # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new
+            # window only
+            if not ray.get(self._feeder.room.remote(self._run_id, slot, chunk.window)):
+                return
+            yield chunk_to_row(slot, chunk)
+
+
+def _of_ours(error: Exception) -> OrchestratorError:
+    """The error itself if its class says who acts; any other as a `FeedError` with the traceback, because its
+    class may not pickle.
+    """
+    if isinstance(error, OrchestratorError):
+        return error
+    return FeedError(
+        f"a tokenizer failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+    )
+
+
+def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
+    """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
+    values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
+    values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
+    values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
+    return pa.table({"slot": [slot], **values}, schema=_ROW)
+
+
+def _bytes(array: npt.NDArray[Any], kind: str) -> Any:
+    return np.ascontiguousarray(array, dtype=kind).view(np.uint8)
+
+
+def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
+    """The inverse of `chunk_to_row`: (slot, chunk), None for a refused slot. The arrays are read-only views
+    of the table's memory.
+    """
+    if row["source"][0].as_py() is None:
+        return None
+    scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(row[name][0].as_buffer(), dtype=kind) for name, kind in _ARRAYS.items()
+    }
+    texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
+    return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
+
+
+def _configure(num_cpus: float) -> None:
+    """How Ray Data has to run for us, in this process, which is the feeder's and runs no other dataset."""
+    take_own_share(num_cpus)
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.target_max_block_size = 1  # every chunk is a block: it leaves the actor as soon as it is there
+    context.execution_no_progress_timeout_s = -1  # waiting for room is no fault: training may pause for hours
+    context.max_errored_blocks = 0
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+
+
+def read_chunks(
+    spec: DataSpec,
+    feeder: Any,
+    run_id: int,
+    slots: range,
+    num_tokenizers: int,
+    node_id: str | None = None,
+    tokenizer_cpus: float = 1.0,
+) -> Generator[tuple[int, TokenChunk] | None]:
+    """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
+    the run is over.
+
+    Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside others, at its low priority.
+    Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go
+    after the chunk at hand. Raises whatever ended the dataset; a killed tokenizer does not: it is replaced
+    and its slots are repeated.
+    """
+    _configure(num_tokenizers * tokenizer_cpus)
+    # where the launch has kept room for them, so that they take no worker's place; elsewhere when that node
+    # is gone The same for reading and encoding: else Ray does not fuse the two, and reading, in tasks of its
+    # own, waits for a CPU that nobody has counted.
+    placed: dict[str, Any] = {"num_cpus": tokenizer_cpus}
+    if node_id is not None:
+        placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node_id, soft=True)
+    reading = ray.data.read_datasource(
+        SlotSource(slots), override_num_blocks=len(slots), ray_remote_args=dict(placed)
+    )
+    dataset = reading.map_batches(
+        Tokenizer,
+        batch_size=None,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        compute=ray.data.ActorPoolStrategy(
+            size=min(num_tokenizers, len(slots)), max_tasks_in_flight_per_actor=SLOTS_PER_TOKENIZER
+        ),
+        fn_constructor_args=(spec, feeder, run_id),
+        **placed,
+    )
+    for bundle in dataset.iter_internal_ref_bundles():
+        for reference in bundle.block_refs:
+            block = ray.get(reference)
+            for i in range(block.num_rows):
+                yield row_to_chunk(block.slice(i, 1))

@@ -1,0 +1,89 @@
+"""The steps that may be asked for again: a bounded row of drawn steps, each beginning where the one before it
+ends.
+
+It knows no pipeline, no Ray and no rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from orchestrator.data.packing.stream import DrawnStep
+from orchestrator.records import Cursor, StepRange
+
+# However small the limit, these stay: the step being trained and the one fetched ahead of it.
+MIN_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldStep:
+    """A drawn step beside what was asked for (more than it holds at the end of the data) and the cursor
+    before it.
+    """
+
+    asked: StepRange
+    before: Cursor
+    drawn: DrawnStep
+
+
+class ReplayBuffer:
+    """Holds drawn steps in order, at most about `limit_bytes` of them: the oldest go first.
+
+    `start` is the cursor from which the first step will be drawn. A step that is asked for again gives the
+    same bytes, because it is the same object.
+    """
+
+    def __init__(self, start: Cursor, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._steps: deque[HeldStep] = deque()
+        self._next = start
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def next_cursor(self) -> Cursor:
+        """Where the next step will be drawn."""
+        return self._next
+
+    @property
+    def first_sample(self) -> int:
+        """The oldest sample that can still be given."""
+        return self._steps[0].before.consumed_samples if self._steps else self._next.consumed_samples
+
+    def append(self, asked: StepRange, drawn: DrawnStep) -> HeldStep:
+        """Takes the step drawn at `next_cursor`; drops the oldest ones beyond the limit."""
+        assert asked.first_sample == self._next.consumed_samples, (
+            f"{asked} does not follow {self._next.consumed_samples}"
+        )
+        held = HeldStep(asked=asked, before=self._next, drawn=drawn)
+        self._steps.append(held)
+        self._next = drawn.cursor
+        self.held_bytes += drawn.nbytes
+        while self.held_bytes > self._limit_bytes and len(self._steps) > MIN_STEPS:
+            self._drop_oldest()
+        return held
+
+    def find(self, first_sample: int) -> HeldStep | None:
+        """The held step that begins at `first_sample`, if it is still held."""
+        return next((held for held in self._steps if held.before.consumed_samples == first_sample), None)
+
+    def serves(self, cursor: Cursor) -> bool:
+        """Whether the stream from `cursor` on can be given: a held step, or the next one, begins exactly
+        there.
+        """
+        return cursor == self._next or any(held.before == cursor for held in self._steps)
+
+    def committed(self, consumed_samples: int) -> None:
+        """Drops the steps that end at or before a committed point: nothing goes back behind it while the
+        group lives.
+        """
+        while (
+            len(self._steps) > MIN_STEPS and self._steps[0].drawn.cursor.consumed_samples <= consumed_samples
+        ):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self.held_bytes -= self._steps.popleft().drawn.nbytes

@@ -1,0 +1,1 @@
+"""From tokens to samples: one stream per source, cut into steps."""

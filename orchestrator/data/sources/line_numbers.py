@@ -1,0 +1,44 @@
+"""The number of a line from its byte offset: newlines are counted once per file and process, never again.
+
+It knows no record; what is counted stays, so that many bad records cost one reading of the file, not many.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right, insort
+from functools import cache
+
+from orchestrator.data.sources.readers import READ_BYTES
+
+# For one record at most so much is read: a tokenizer may not stand still for its sake.
+LIMIT_BYTES = 16 << 30
+
+
+class LineNumbers:
+    """How many newlines lie before places of a file that does not change. Not for several threads."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._known = [(0, 0)]  # (offset, newlines before it), sorted
+
+    def newlines_before(self, offset: int, limit_bytes: int = LIMIT_BYTES) -> int | None:
+        """Newlines in the file's first `offset` bytes; None if more than `limit_bytes` would have to be read:
+        the next call goes on where this one has stopped. Reads from the nearest place asked for before.
+        """
+        at, found = self._known[bisect_right(self._known, (offset, offset)) - 1]
+        stop = min(offset, at + limit_bytes)
+        with open(self._path, "rb") as file:
+            while at < stop and (piece := os.pread(file.fileno(), min(READ_BYTES, stop - at), at)):
+                found += piece.count(b"\n")
+                at += len(piece)
+        if (at, found) != self._known[bisect_right(self._known, (at, at)) - 1]:
+            insort(self._known, (at, found))
+        return found if at == offset else None
+
+
+@cache
+def line_numbers(path: str, size: int, probe: str) -> LineNumbers:
+    """Those of this process for the file that has this size and probe (`manifest.FileRow`)."""
+    del size, probe
+    return LineNumbers(path)

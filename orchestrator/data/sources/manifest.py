@@ -1,0 +1,257 @@
+"""Which files a source has: a list that is frozen once, and whether the files are still those.
+
+It reads names, sizes, a probe of 4 KiB at both ends and Parquet footers, never a document; it knows no token.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import orjson
+import xxhash
+from blake3 import blake3
+
+from orchestrator.data.sources.listing import Listing, list_files, require_regular
+from orchestrator.errors import ConfigError, DataError, DataIdentityError
+
+VERSION = 1
+PROBE_BYTES = 4096
+COMPRESSED = (".gz", ".zst")
+_THREADS = 8
+# In an error text; the rest is counted.
+_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRow:
+    """One file: path relative to the source's base, size, and what tells whether it is still the same.
+
+    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB. `group_rows` and `group_bytes`
+    (decoded) describe the row groups of a Parquet file.
+    """
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    probe: str
+    group_rows: tuple[int, ...] = ()
+    group_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute
+    folder.
+    """
+
+    source: str
+    base: str
+    format: str
+    text_field: str
+    files: tuple[FileRow, ...]
+
+    @property
+    def digest(self) -> str:
+        """blake3 of what the files contain, as far as the list knows; neither base nor mtime is in it, so a
+        copy has the same digest.
+        """
+        rows = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in self.files]
+        return blake3(orjson.dumps([VERSION, self.format, self.text_field, rows])).hexdigest()
+
+    def path(self, file: int) -> str:
+        """The absolute path of a file by its number."""
+        return os.path.join(self.base, self.files[file].path)
+
+
+# ---------------------------------------------------------------------------------------- listing and freezin
+def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
+    """The manifest of the files that `path` (a file, a folder or a glob) means now.
+
+    Raises `ConfigError` if there are none, or a Parquet file lacks the column; `DataError` if one cannot be
+    read.
+    """
+    return freeze_listed(name, list_files(name, path, format_), format_, text_field)
+
+
+def freeze_listed(name: str, listing: Listing, format_: str, text_field: str) -> Manifest:
+    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
+    require_regular(name, listing)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        files = tuple(pool.map(partial(_row, listing.base, format_, text_field), listing.names))
+    return Manifest(source=name, base=listing.base, format=format_, text_field=text_field, files=files)
+
+
+def _row(base: str, format_: str, text_field: str, path: str) -> FileRow:
+    full = os.path.join(base, path)
+    try:
+        with open(full, "rb") as file:
+            status = os.fstat(file.fileno())
+            rows, sizes = _row_groups(full, text_field) if format_ == "parquet" else ((), ())
+            return FileRow(
+                path=path,
+                bytes=status.st_size,
+                mtime_ns=status.st_mtime_ns,
+                probe=_probe(file.fileno(), status.st_size),
+                group_rows=rows,
+                group_bytes=sizes,
+            )
+    except OSError as error:
+        raise DataError(f"{full}: cannot be read: {error}; mend its rights or leave it out") from error
+
+
+def _probe(handle: int, size: int) -> str:
+    ends = os.pread(handle, PROBE_BYTES, 0) + os.pread(handle, PROBE_BYTES, max(0, size - PROBE_BYTES))
+    return xxhash.xxh3_64_hexdigest(ends)
+
+
+def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows and decoded bytes of each row group, and a check that the text column is there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            schema, facts = file.schema_arrow, file.metadata
+            groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a whole Parquet file: {error}; replace it or leave it out") from error
+    if text_field not in schema.names:
+        raise ConfigError(
+            f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
+        )
+    kind = schema.field(text_field).type
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(test(plain) for test in _text_types(pa)):
+        raise ConfigError(f"{path}: column {text_field!r} is {kind}, text is expected; set text_field")
+    return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+
+
+def _text_types(pa: Any) -> Iterator[Any]:
+    for name in ("is_string", "is_large_string", "is_binary", "is_large_binary"):
+        yield getattr(pa.types, name)
+
+
+# ---------------------------------------------------------------------------------------- unchanged?
+def difference(row: FileRow, handle: int) -> str | None:
+    """How the open file differs from its row, with both values; None if it is the same (data rule 13)."""
+    status = os.fstat(handle)
+    if (status.st_size, status.st_mtime_ns) == (row.bytes, row.mtime_ns):
+        return None
+    if status.st_size != row.bytes:
+        return f"it had {row.bytes} bytes and has {status.st_size}"
+    probe = _probe(handle, status.st_size)
+    return None if probe == row.probe else f"its ends had digest {row.probe} and have {probe}"
+
+
+def require_unchanged(row: FileRow, path: str, handle: int) -> None:
+    """Raises `DataIdentityError` with both values if the open file is not what the run was started with."""
+    found = difference(row, handle)
+    if found is not None:
+        raise DataIdentityError(changed_text([f"{path}: {found}"]))
+
+
+def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
+    """The refusal for these changed files, and those that are gone: nothing can stand for them."""
+    texts = [*gone, *changes]
+    more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    advice = (
+        "put them back; a file that is gone cannot be accepted as a changed one can: without it this run "
+        "cannot go on, and a new run (under another run.name) is the only way"
+        if gone
+        else "put them back, start a new run, or go on with them by resume.accept_changed=true"
+    )
+    return (
+        "files of the data are not those that the run was started with:\n  "
+        + "\n  ".join(texts[:_NAMED])
+        + f"{more}\n{advice}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
+    differ, and which are gone, in words.
+    """
+
+    now: Manifest
+    changed: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def changes_since(manifest: Manifest) -> Changes:
+    """How the files at the manifest's base differ from it. Raises `DataError` if one cannot be read."""
+
+    def look(row: FileRow) -> tuple[FileRow | None, str | None]:
+        path = os.path.join(manifest.base, row.path)
+        try:
+            with open(path, "rb") as file:
+                found = difference(row, file.fileno())
+        except (FileNotFoundError, NotADirectoryError):
+            return None, f"{path}: it had {row.bytes} bytes and is gone"
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error}; mend its rights") from error
+        if found is None:
+            return row, None
+        return _row(manifest.base, manifest.format, manifest.text_field, row.path), f"{path}: {found}"
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        looks = list(pool.map(look, manifest.files))
+    return Changes(
+        now=replace(manifest, files=tuple(row for row, _ in looks if row is not None)),
+        changed=tuple(text for row, text in looks if row is not None and text is not None),
+        gone=tuple(text for row, text in looks if row is None and text is not None),
+    )
+
+
+# ---------------------------------------------------------------------------------------- in storage
+def to_parquet(manifest: Manifest) -> bytes:
+    """The manifest as a Parquet file of one row per file, its other fields as metadata of the schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {
+        "path": pa.string(),
+        "bytes": pa.int64(),
+        "mtime_ns": pa.int64(),
+        "probe": pa.string(),
+        "group_rows": pa.list_(pa.int64()),
+        "group_bytes": pa.list_(pa.int64()),
+    }
+    facts = {"version": str(VERSION), "digest": manifest.digest}
+    facts |= {name: getattr(manifest, name) for name in ("source", "base", "format", "text_field")}
+    columns = {name: [getattr(row, name) for row in manifest.files] for name in kinds}
+    out = io.BytesIO()
+    pq.write_table(pa.table(columns, schema=pa.schema(list(kinds.items()), metadata=facts)), out)
+    return out.getvalue()
+
+
+def from_parquet(data: bytes, where: str) -> Manifest:
+    """The inverse of `to_parquet`. Raises `DataIdentityError` if the file was altered; `where` names it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(io.BytesIO(data))
+        facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+        rows = table.to_pylist()
+        lists = ("group_rows", "group_bytes")
+        columns: list[dict[str, Any]] = [
+            {name: tuple(value) if name in lists else value for name, value in row.items()} for row in rows
+        ]
+        files = tuple(FileRow(**values) for values in columns)
+        fields = {name: facts[name] for name in ("source", "base", "format", "text_field")}
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
+    manifest = Manifest(files=files, **fields)
+    if manifest.digest != facts.get("digest"):
+        raise DataIdentityError(
+            f"{where}: the run's manifest was written with digest {facts.get('digest')} and has "
+            f"{manifest.digest}; restore the file"
+        )
+    return manifest

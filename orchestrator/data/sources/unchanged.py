@@ -1,0 +1,95 @@
+"""Whether the path that a job names still means the files that its run was started with.
+
+It compares lists and decides; which files a path means says `listing`, how they differ says `manifest`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.data.sources.listing import Listing, list_files, real_file, same_files
+from orchestrator.data.sources.manifest import Manifest, changed_text, changes_since
+from orchestrator.errors import DataIdentityError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import SourceConfig
+
+
+def compare_files(
+    source: SourceConfig, frozen: Manifest, path: str | None, accept_changed: bool
+) -> tuple[Manifest, Manifest, tuple[str, ...]]:
+    """(the frozen list at the path that the job names, what of it lies there now, notes).
+
+    `path` is the absolute one that the run was started with, None if it was not recorded then. Another folder
+    with the same files is the same data. Raises `DataIdentityError` with both values if the path leaves out
+    files of the run or means more than it did, if files are gone, and, without `accept_changed`, if files are
+    changed.
+    """
+    listing = list_files(source.name, source.path, frozen.format)
+    manifest = replace(frozen, base=listing.base)
+    found = changes_since(manifest)
+    here, then = {row.path for row in found.now.files}, {row.path for row in frozen.files}
+    left_out = _left_out(here.difference(listing.names, listing.others), listing)
+    known = then | {listing.others[name] for name in then if name in listing.others}
+    later = sorted(set(listing.names) - known)
+    other_pattern = path is not None and os.path.relpath(path, frozen.base) != listing.pattern
+    if left_out or (later and other_pattern):
+        raise DataIdentityError(_other_path(frozen, listing, path, left_out, later))
+    if found.gone or (found.changed and not accept_changed):
+        text = changed_text(() if accept_changed else found.changed, found.gone)
+        raise DataIdentityError(_other_folder(frozen, listing) + text)
+    return manifest, found.now, (*listing.notes(source.name), *_notes(listing, frozen, found.changed, later))
+
+
+def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
+    """Those of the names that lead to none of the listed files. Older versions froze a file by paths, too,
+    that are not listed any more, because a link on the way leads back.
+    """
+    names = sorted(names)
+    listed = {real_file(os.path.join(listing.base, name)) for name in listing.names} if names else set()
+    return [name for name in names if real_file(os.path.join(listing.base, name)) not in listed]
+
+
+def _other_path(
+    frozen: Manifest, listing: Listing, path: str | None, left_out: Sequence[str], later: Sequence[str]
+) -> str:
+    what = (
+        f"leaves out {len(left_out)} of these {len(frozen.files)} files, e.g. {left_out[0]}"
+        if left_out
+        else f"means {len(later)} files besides, e.g. {later[0]}"
+    )
+    return (
+        f"data.sources {frozen.source}: the run was started with the {len(frozen.files)} files of path "
+        f"{path or f'(not recorded, below {frozen.base})'}, the job asks for {listing.path}, which {what}; a "
+        "run reads the files that it was started with and no others: put the path back, or start a new run "
+        "under another run.name"
+    )
+
+
+def _other_folder(frozen: Manifest, listing: Listing) -> str:
+    if listing.base == frozen.base:
+        return ""
+    return (
+        f"data.sources {frozen.source} names another folder: the run was started with {frozen.base}, the job "
+        f"asks for {listing.base}, and there "
+    )
+
+
+def _notes(listing: Listing, frozen: Manifest, changed: Sequence[str], later: Sequence[str]) -> list[str]:
+    notes = [f"going on with a changed file (resume.accept_changed): {text}" for text in changed]
+    if later:
+        notes.append(
+            f"{len(later)} files of source {frozen.source} came after the run's start and are not read, e.g. "
+            f"{later[0]}"
+        )
+    twice = same_files(listing.base, [row.path for row in frozen.files])
+    if twice:
+        name = min(twice)
+        notes.append(
+            f"warning: the run was started with {len(twice)} paths of source {frozen.source} that lead to "
+            f"files which it has under another path, too, e.g. {name} and {twice[name]}: it trains them again"
+        )
+    return notes

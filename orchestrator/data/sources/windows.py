@@ -1,0 +1,186 @@
+"""A block's records in windows, and a record as a document's text or as a reason why it is bad.
+
+It knows no tokens. The order in a window is `planning.order`'s; a record keeps its number whatever becomes of
+it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import orjson
+
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.line_numbers import line_numbers
+from orchestrator.data.sources.readers import Part, read_fragment
+from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
+from orchestrator.planning.order import block_at, window_order
+
+_BOM = b"\xef\xbb\xbf"
+# Of a record's fields so many are named, each so far.
+_NUM_NAMES, _NAME_LENGTH = 12, 60
+
+
+class BadRecordError(Exception):
+    """A record that is no document; the text is the reason."""
+
+
+class WrongFieldError(BadRecordError):
+    """A JSON object without text where `text_field` looks for it; the text ends with what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Records that are permuted together, as parts in file order. `last`: nothing follows it in the block."""
+
+    number: int
+    last: bool
+    parts: tuple[Part, ...]
+
+
+class OrderedWindow:
+    """A window's records in the order in which an epoch takes them; `position` counts in that order."""
+
+    def __init__(self, window: Window, plan: SourcePlan, settings: StreamSettings, epoch: int) -> None:
+        self._window, self._plan, self._settings = window, plan, settings
+        self._ends = list(accumulate(len(part.records) for part in window.parts))
+        runs = [(part.fragment, part.number, len(part.records)) for part in window.parts]
+        self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
+        # what was found last: each position is asked several things
+        self._found_at = -1
+        self._found: tuple[Part, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def size(self, position: int) -> int:
+        """Decoded bytes of the record, line end included; a document's text has at most so many in UTF-8."""
+        part, index = self._find(position)
+        return part.records.size(index)
+
+    def text(self, position: int) -> str | None:
+        """The document's text; None for a blank line, which is no document. Raises `BadRecordError`."""
+        part, index = self._find(position)
+        record, manifest = part.records[index], self._plan.manifest
+        if record is None and (size := part.records.size(index)):
+            raise BadRecordError(
+                f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several"
+            )
+        if record is None:
+            raise BadRecordError(f"{manifest.text_field!r} is null")
+        if manifest.format == "parquet":
+            return _utf8(record)
+        if index == part.place == 0:
+            record = record.removeprefix(_BOM)
+        if manifest.format == "text":
+            return _utf8(record)
+        if not record.strip():
+            return None
+        if manifest.format == "lines":
+            return _utf8(record.removesuffix(b"\r"))
+        return json_text(record, manifest.text_field)
+
+    def is_drawn(self, position: int, one_in: int) -> bool:
+        """Whether the record belongs to a fixed sample of about one record in `one_in`."""
+        part, index = self._find(position)
+        return (part.fragment * 389 + part.number + index) % one_in == 0
+
+    def origin(self, position: int) -> tuple[int, int]:
+        """Where the record lies: (number of the file in the manifest, byte offset or row in it)."""
+        part, index = self._find(position)
+        return part.file, part.place_of(index)
+
+    def place(self, position: int) -> str:
+        """Where the record lies, for people: file, byte offset and line, or file and row."""
+        part, index = self._find(position)
+        path = self._plan.manifest.path(part.file)
+        if self._plan.manifest.format == "parquet":
+            return f"{path}: row {part.place_of(index)}"
+        first = part.line
+        if first is None:  # its lines follow each other: one place is counted for all of them
+            row = self._plan.manifest.files[part.file]
+            before = line_numbers(path, row.bytes, row.probe).newlines_before(part.place)
+            first = None if before is None else before + 1
+        return (
+            f"{path}: byte {part.place_of(index)}, line {'not counted' if first is None else first + index}"
+        )
+
+    def _find(self, position: int) -> tuple[Part, int]:
+        if self._found is None or position != self._found_at:
+            record = self._order.item(position)
+            number = bisect_right(self._ends, record)
+            before = self._ends[number - 1] if number else 0
+            self._found_at, self._found = position, (self._window.parts[number], record - before)
+        return self._found
+
+
+def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> Iterator[Window]:
+    """The windows of the block that stands at `position` in the epoch's order; at least one, maybe empty.
+
+    A window takes records while they fit into `window_bytes`; a longer one is a window alone. It is known to
+    be the last when the block is read to its end, so two windows are never held at a time.
+    """
+    block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
+    held: list[Part] = []
+    number = total = 0
+    for fragment in plan.fragments(block):
+        for whole in read_fragment(plan, fragment, settings.accept_changed):
+            part = whole
+            while len(part.records):
+                ends = total + np.cumsum(part.records.sizes)
+                fits = int(np.searchsorted(ends, settings.window_bytes, side="right"))
+                if not held:
+                    fits = max(fits, 1)
+                if fits:
+                    held.append(part.cut(0, fits))
+                    total = int(ends[fits - 1])
+                    part = part.cut(fits, len(part.records))
+                if len(part.records):  # the next record does not fit
+                    yield Window(number=number, last=False, parts=tuple(held))
+                    held, number, total = [], number + 1, 0
+    yield Window(number=number, last=True, parts=tuple(held))
+
+
+def _utf8(record: bytes) -> str:
+    try:
+        return record.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
+
+
+def json_text(line: bytes, field: str) -> str:
+    """The text of a line of JSON. Raises `BadRecordError`: `WrongFieldError` if `field` holds no text."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise BadRecordError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
+    if field not in value:
+        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}. Set text_field")
+    text = value[field]
+    if text is None:
+        raise BadRecordError(f"{field!r} is null")
+    if not isinstance(text, str):
+        raise WrongFieldError(
+            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}. "
+            "Set text_field"
+        )
+    return text
+
+
+def _names(record: dict[str, object]) -> str:
+    """The record's fields, for people; of many the first."""
+    names = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in record]
+    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
+    return (", ".join(names[:_NUM_NAMES]) or "none") + more
+
+
+def _json_kind(value: object) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")

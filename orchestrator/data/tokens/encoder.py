@@ -1,0 +1,295 @@
+"""Text to token ids: gigatoken where it gives the same ids as `tokenizers`, else `tokenizers`; and pieces.
+
+It adds no BOS and no EOS and knows no document: those are the chunks' business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import orjson
+
+from orchestrator.data.settings import CUT_SHARE
+from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, TokenizerModel
+from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
+from orchestrator.records import Int32Array
+
+GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
+# gigatoken's cache of words grows without bound: the object is made anew after so much text (UTF-8 bytes).
+RENEW_BYTES = 256 << 20
+# Texts on which encoders have been seen to differ, or might.
+HOSTILE = (
+    "",
+    " ",
+    "\n",
+    "\r\n\r\n \t \u00a0\u2003x",
+    "a" * 3000,
+    "ab" * 1500 + "  " * 500,
+    "\x00\x01\x7f\u0085",
+    "\ufeffbom \ufffd \ufffe \U0010ffff \ue000",
+    "don't DON'T I'LL we\u2019ve 'tis it'sn't",
+    "1234567890 3.14159 1e-10 0x1F ٣٤٥ ①②",
+    "e\u0301 é ﬁ ﷽ İ ı ß ẞ ǅ",
+    "日本語とカタカナ 한국어 한글 ไทย हिन्दी עברית العربية",
+    "🏳️‍🌈👩‍👩‍👧‍👦🇩🇪 👍🏽",
+    "x\u200b\u200d\u2028\u2029\u00ady",
+    "def f(x):\n\treturn  {'a': [1,2,3]}  # ß→あ \r\n",
+    "https://example.org/a?b=c&d=%20#e user@example.org",
+    "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
+)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of the library on this machine, None if it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_encoders() -> dict[str, str | None]:
+    """Both libraries' versions on this machine, None where one is not there."""
+    return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS)}
+
+
+class UnencodableTextError(Exception):
+    """The tokenizer has no ids for a text: `index` among those given, and why, in words."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index, self.reason = index, reason
+
+
+class Encoder:
+    """Encodes with one library. Not for several threads; does not pickle: build it where it is used."""
+
+    def __init__(self, model: TokenizerModel, choice: EncoderChoice, special_tokens_in_text: str) -> None:
+        """`special_tokens_in_text`: `parse` makes ids of special tokens written out, `text` and `stop` text.
+
+        Raises `DataIdentityError` if this machine has another version of the library.
+        """
+        found = installed_version(choice.name)
+        if found != choice.version:
+            raise DataIdentityError(
+                f"the run encodes with {choice}, this machine has {choice.name} "
+                f"{found or '(not installed)'}; "
+                f"install {choice.name}=={choice.version} on every machine, or start a new run"
+            )
+        self.choice = choice
+        self._parse = special_tokens_in_text == "parse"
+        self._json = model.model_json
+        self._reference: Any = None
+        self._fast: Any = None
+        self._encoded_bytes = 0
+        self._special = SpecialTexts(model.special_tokens)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        """(ids of all texts one behind the other, number of ids of each); no special token is added.
+
+        Raises `UnencodableTextError` for a text that the tokenizer has no ids for.
+        """
+        if not texts:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        return self._encode_fast(texts) if self.choice.name == GIGATOKEN else self.encode_reference(texts)
+
+    def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        """The same by `tokenizers`, whatever the choice is. Raises `UnencodableTextError`."""
+        if self._reference is None:
+            from tokenizers import Tokenizer
+
+            self._reference = Tokenizer.from_str(self._json)
+            self._reference.encode_special_tokens = not self._parse
+        try:
+            encoded = self._reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise self._unencodable(texts, error) from error
+        ids = [e.ids for e in encoded]
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        total = int(lengths.sum(dtype=np.int64))
+        return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
+
+    def _unencodable(self, texts: Sequence[str], error: Exception) -> UnencodableTextError:
+        """Which of the texts it is, and why."""
+        for index, text in enumerate(texts):
+            try:
+                self._reference.encode(text, add_special_tokens=False)
+            except Exception as own:  # noqa: BLE001  whatever it is, this is the text
+                return UnencodableTextError(index, f"{_shown(text)}: {own}")
+        return UnencodableTextError(0, f"{len(texts)} texts together: {error}")
+
+    def count_special(self, text: str) -> int:
+        """How many special tokens stand written out in the text."""
+        return self._special.count(text)
+
+    def _encode_fast(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
+        if self._fast is None or self._encoded_bytes > RENEW_BYTES:
+            self._fast, self._encoded_bytes = _load_gigatoken(self._json, self._parse), 0
+        self._encoded_bytes += sum(map(len, texts))
+        # one thread: a tokenizer process has one CPU
+        layout = self._fast.backend.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(layout.offsets.data)
+        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
+        return ids.view(np.int32), np.diff(offsets).astype(np.int32)
+
+
+class Encoders:
+    """The encoders that made a stream and make it on, each built when its first document comes."""
+
+    def __init__(
+        self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
+    ) -> None:
+        self._model, self._spans, self._mode = model, spans, special_tokens_in_text
+        self._built: dict[EncoderChoice, Encoder] = {}
+
+    def at(self, source: str, place: Place) -> Encoder:
+        """The one of the document there. Raises as `Encoder` does."""
+        choice = encoder_at(self._spans, source, place)
+        if choice not in self._built:
+            self._built[choice] = Encoder(self._model, choice, self._mode)
+        return self._built[choice]
+
+
+def _load_gigatoken(model_json: str, parse: bool) -> Any:
+    import gigatoken
+
+    content = orjson.loads(model_json)
+    if not parse:  # it has no switch for this: a token that is not listed is text
+        content["added_tokens"] = [t for t in content.get("added_tokens") or () if not t.get("special")]
+    return gigatoken.Tokenizer.from_json(orjson.dumps(content).decode())
+
+
+class SpecialTexts:
+    """Counts the special tokens written out in a text, the longest one at each place, without overlaps."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        longest_first = sorted(filter(None, tokens), key=lambda token: (-len(token), token))
+        self._starts = sorted({token[:2] for token in longest_first})
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def count(self, text: str) -> int:
+        """How many there are. Fast where none of the tokens' first two characters occur."""
+        if not any(start in text for start in self._starts):
+            return 0
+        return sum(1 for _ in self._pattern.finditer(text))
+
+
+def choose_encoder(
+    model: TokenizerModel, wanted: str, special_tokens_in_text: str, documents: Sequence[str]
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's
+    own.
+
+    Both are compared on the documents and on hostile texts; a difference means `tokenizers`, or a
+    `ConfigError` if gigatoken was asked for by name.
+    """
+    reference = EncoderChoice(name=TOKENIZERS, version=installed_version(TOKENIZERS) or "")
+    if wanted == TOKENIZERS:
+        return reference, ()
+    fast_version = installed_version(GIGATOKEN)
+    if fast_version is None:
+        problem: str | None = "it is not installed"
+        choice = reference
+    else:
+        choice = EncoderChoice(name=GIGATOKEN, version=fast_version)
+        try:
+            problem = find_difference(
+                Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents]
+            )
+        except UnencodableTextError as error:
+            raise ConfigError(
+                f"data.tokenizer: it cannot encode {error.reason}; {UNKNOWN_TEXT}, or set "
+                "data.encoder=tokenizers if the documents hold no such text"
+            ) from error
+    if problem is None:
+        return choice, ()
+    if wanted == GIGATOKEN:
+        raise ConfigError(f"data.encoder=gigatoken cannot be used: {problem}; set data.encoder=auto")
+    return reference, (f"encoding with {reference}, not with gigatoken ({fast_version}): {problem}",)
+
+
+def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
+    """The first text for which the encoder and `tokenizers` give other ids, with both; None if they agree.
+
+    Also a text if the encoder cannot take this tokenizer at all.
+    """
+    expected, expected_lengths = encoder.encode_reference(texts)
+    try:
+        ids, lengths = encoder.encode(texts)
+    except Exception as error:  # noqa: BLE001  whatever it is, the other encoder does without it
+        return f"it does not take this tokenizer: {type(error).__name__}: {error}"
+    if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
+        return None
+    ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
+    for i, text in enumerate(texts):
+        one = ids[ends[i] - lengths[i] : ends[i]]
+        other = expected[expected_ends[i] - expected_lengths[i] : expected_ends[i]]
+        if not np.array_equal(one, other):
+            return difference_text(text, one, other)
+    raise AssertionError("equal texts make equal arrays")
+
+
+def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
+    """A difference between two encodings in words: the place, the ids there by the encoder and by
+    `tokenizers`.
+    """
+    common = min(len(ids), len(expected))
+    first = next((i for i in range(common) if ids[i] != expected[i]), common)
+    here = slice(max(0, first - 2), first + 6)
+    return (
+        f"for {_shown(text)} ({len(text)} characters) its ids from {here.start} on are {ids[here].tolist()}, "
+        f"those of tokenizers {expected[here].tolist()}"
+    )
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:80] + "…")
+
+
+def _hostile(model: TokenizerModel) -> list[str]:
+    special = [f"a{token} {token}b{token}{token}" for token in model.special_tokens[:32]]
+    return [*HOSTILE, *special]
+
+
+# ---------------------------------------------------------------------------------------- pieces
+class Pieces:
+    """The pieces whose tokens are the document's tokens (data rule 7); `size` bounds its UTF-8 length.
+
+    At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
+    last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A
+    text of several pieces is held as UTF-8, and a piece of it made when it is asked for.
+    """
+
+    def __init__(self, text: str, size: int, piece_bytes: int) -> None:
+        self._text, self._data, self._cuts = text, b"", [0]
+        if size > piece_bytes:
+            self._text, self._data = "", text.encode()
+            while len(self._data) - self._cuts[-1] > piece_bytes:
+                start = self._cuts[-1]
+                self._cuts.append(_cut(self._data, start, start + piece_bytes, piece_bytes // CUT_SHARE))
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, number: int) -> str:
+        if not self._data:
+            return self._text
+        stop = self._cuts[number + 1] if number + 1 < len(self._cuts) else len(self._data)
+        return self._data[self._cuts[number] : stop].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[number] for number in range(len(self)))
+
+
+def _cut(data: bytes, start: int, stop: int, back: int) -> int:
+    for border in (b"\n", b" "):
+        found = data.rfind(border, max(start, stop - back), stop)
+        if found >= 0:
+            return found + 1
+    while data[stop] & 0xC0 == 0x80:  # not inside a character
+        stop -= 1
+    return stop

@@ -1,0 +1,219 @@
+"""The newest generation, what became of it, and who has come since: when may the next one be formed, and who
+is to blame.
+
+It knows neither states nor points: which state the next generation continues is `rendezvous.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from orchestrator.elastic.failure_backoff import Blame
+from orchestrator.elastic.formation import (
+    Arrival,
+    Generation,
+    LeaveOut,
+    PreviousGeneration,
+    RendezvousSettings,
+    Waiting,
+)
+from orchestrator.records import JoinRequest, StateKey
+
+# why a member of the current generation is not waited for
+DEAD, SILENT, LEFT = "dead", "silent", "left"
+
+
+class Gathering:
+    """Members come, go, and are missed. All times are seconds."""
+
+    def __init__(self, settings: RendezvousSettings, previous: PreviousGeneration | None) -> None:
+        self.waiting: dict[str, Arrival] = {}
+        self.current: Generation | None = (
+            None  # the newest whose members were answered, or the older attempt's
+        )
+        self.ended_at: float | None = None
+        self.gone: dict[str, str] = {}  # members of `current` that are not waited for, and why
+        self.median_step_s = 0.0
+        self._settings = settings
+        self._excused: dict[str, float] = {}  # member: not silent before
+        self._reached = -1  # the newest step known to be applied in `current`
+        self._agreed = False  # some member is known to have agreed on its state
+        self._judged = previous is not None
+        if previous is not None:
+            self.current = Generation(
+                attempt=previous.attempt, number=previous.generation, members=previous.members, formation=None
+            )
+
+    # ---- what happens
+    def arrive(self, request: JoinRequest, now: float) -> None:
+        """A member came; a repeated request replaces its earlier one."""
+        self.gone.pop(request.member, None)
+        earlier = self.waiting.get(request.member)
+        if earlier is None or earlier.request != request:
+            since = now if earlier is None else earlier.since
+            self.waiting[request.member] = Arrival(request=request, since=since)
+
+    def forget(self, member: str, why: str) -> None:
+        """A member is gone; the first reason stands."""
+        self.waiting.pop(member, None)
+        self._excused.pop(member, None)
+        if self.is_inside(member):
+            self.gone.setdefault(member, why)
+
+    def forgive(self, member: str) -> None:
+        """What a waiting member could not reach once is not held against it for ever."""
+        arrival = self.waiting[member]
+        self.waiting[member] = replace(arrival, request=replace(arrival.request, unreached=()))
+
+    def excuse(self, member: str, until: float) -> None:
+        """It is not silent before `until`."""
+        self._excused[member] = until
+
+    def end(self, now: float) -> None:
+        """The current generation is over, if it was not already."""
+        if self.ended_at is None:
+            self.ended_at = now
+
+    def begin(self, generation: Generation) -> None:
+        """Its members were answered."""
+        for member in generation.members:
+            del self.waiting[member]
+            self._excused.pop(member, None)
+        self.current, self.ended_at, self.gone, self._judged = generation, None, {}, False
+        self._reached, self._agreed = generation.start, False
+
+    def observe(self, key: StateKey | None, blame: Blame) -> None:
+        """Somebody holds `key`: what does it say about the current generation?"""
+        current = self.current
+        if key is None or current is None or (key.attempt, key.generation) != current.identity:
+            return
+        self._agreed = True
+        if key.step > self._reached:
+            self._reached = key.step
+            blame.progressed(key.step, [current.requests[m].node_id for m in current.newcomers])
+
+    # ---- what is so
+    def is_inside(self, member: str) -> bool:
+        """Is it, or was it, a member of the current generation?"""
+        return self.current is not None and member in self.current.members
+
+    @property
+    def is_running(self) -> bool:
+        """The current generation has not ended."""
+        return self.current is not None and self.ended_at is None
+
+    @property
+    def num_live(self) -> int:
+        """Members that wait, and those of the current generation that may still come."""
+        members = self.current.members if self.current else ()
+        return len({m for m in members if m not in self.gone} | set(self.waiting))
+
+    @property
+    def missing(self) -> list[str]:
+        """Members of the current generation that are waited for."""
+        members = self.current.members if self.current else ()
+        return [m for m in members if m not in self.waiting and m not in self.gone]
+
+    def is_trusted(self, member: str) -> bool:
+        """A member of the current generation, and not one of its newcomers."""
+        current = self.current
+        return current is not None and member in current.members and member not in current.newcomers
+
+    # ---- when it closes (rule 17)
+    def leave_out_silent(self, now: float) -> list[LeaveOut]:
+        """Gives up those that had their time to come."""
+        left_out = []
+        for member in self.missing:
+            assert self.ended_at is not None, "members are missed after the end of a generation"
+            until = max(self.ended_at + self._grace_s(), self._excused.get(member, float("-inf")))
+            if now >= until:
+                self.gone[member] = SILENT
+                took, allowed = now - self.ended_at, until - self.ended_at
+                reason = (
+                    f"member {member} did not come for {took:.1f} s after its generation ended "
+                    f"(allowed {allowed:.1f} s); it is left out and killed"
+                )
+                left_out.append(LeaveOut(member=member, reason=reason))
+        return left_out
+
+    def too_early(self, expected: int, now: float) -> Waiting | None:
+        """Why the next generation cannot be formed yet, None if it can.
+
+        With survivors it is formed once all of them have come. A group without survivors starts together: it
+        waits for the expected number, for a while.
+        """
+        missing = self.missing
+        if missing:
+            since = now if self.ended_at is None else self.ended_at
+            return Waiting(reason=f"the generation ended; {', '.join(missing)} still to come", since=since)
+        if not self.waiting:
+            return Waiting(reason="no member is there", since=now if self.ended_at is None else self.ended_at)
+        if any(self.is_inside(member) for member in self.waiting):
+            return None
+        first = min(arrival.since for arrival in self.waiting.values())
+        survivors = [a.since for a in self.waiting.values() if a.request.leaves is not None]
+        until = min(survivors) + self._grace_s() if survivors else first + self._settings.start_grace_s
+        if len(self.waiting) < expected and now < until:
+            return Waiting(
+                reason=f"{len(self.waiting)} of {expected} expected members have come", since=first
+            )
+        return None
+
+    def is_silent_as_a_whole(self, now: float) -> bool:
+        """Newcomers wait, but nobody of an older attempt's generation came within the start grace."""
+        if self.current is None or self.current.formation is not None or not self.waiting:
+            return False
+        return now - min(a.since for a in self.waiting.values()) >= self._settings.start_grace_s
+
+    def _grace_s(self) -> float:
+        return max(self._settings.missing_grace_s, 2 * self.median_step_s)
+
+    # ---- the lesson (rules 18 and 25)
+    def judge(self, blame: Blame, now: float) -> bool:
+        """Draws the lesson from the generation that ended, once; True if it came to nothing."""
+        current = self.current
+        if current is None or self._judged:
+            return False
+        self._judged = True
+        if current.formation is not None and current.formation.probe_ports:
+            return False  # it was not meant to train
+        lost = [m for m, why in self.gone.items() if why != LEFT]
+        if lost and self._agreed:
+            blame.lost_member(self._reached)
+        if self._reached > current.start or len(self.gone) == len(current.members):
+            return False
+        silent = [m for m in current.newcomers if self.gone.get(m) == SILENT]
+        blamed = silent if lost else list(current.newcomers)
+        if blamed:
+            blame.blame([current.requests[m].node_id for m in blamed], now)
+        elif not lost:
+            blame.came_to_nothing()
+        return True
+
+    # ---- searches
+    def copy(self) -> Gathering:
+        """An independent copy."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.waiting, twin.gone, twin._excused = dict(self.waiting), dict(self.gone), dict(self._excused)
+        return twin
+
+    def snapshot(self, blame: Blame) -> tuple[Hashable, dict[str, Hashable]]:
+        """What later answers depend on: what concerns nobody in particular, then each member by name."""
+        current = self.current
+        names = {*self.waiting, *(current.members if current else ())}
+        identity = current.identity if current else None
+        everyone = (identity, self.ended_at, self._judged, self._reached, self._agreed)
+        return everyone, {name: self._told_of(name, blame) for name in names}
+
+    def _told_of(self, name: str, blame: Blame) -> Hashable:
+        current, arrival = self.current, self.waiting.get(name)
+        inside = self.is_inside(name)
+        request = arrival.request if arrival else current.requests.get(name) if current and inside else None
+        waits = (
+            (arrival.since, request.key, request.leaves, request.prepared) if arrival and request else None
+        )
+        delay = blame.not_before(request.node_id) if request else None
+        new = bool(current and name in current.newcomers)
+        return inside, new, self.gone.get(name), self._excused.get(name), waits, delay

@@ -1,0 +1,278 @@
+"""The files of attempts: claims, what each inherits, how it ended, and its heartbeat (membership rules 6
+to 12).
+
+It knows which process may claim which number; not what a point contains, nor which one should be the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import orjson
+
+from orchestrator.cluster.machine import machine_id, process_start
+from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
+from orchestrator.history.busy import Busy, Free, Look, Watch, judge
+from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.heartbeat import Heartbeat
+from orchestrator.records import decode, encode
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import SealError, seal, unseal
+
+ATTEMPTS, JOURNAL = "attempts", "journal"
+START, RESUME, REWIND, RESTARTED = "start", "resume", "rewind", "coordinator_restarted"
+UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
+WATCH_S = 0.25
+_CLAIM_NAME = re.compile(r"(\d{4,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnd:
+    """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
+    people, `run_id` is run.json's.
+    """
+
+    attempt: int
+    outcome: str
+    reason: str
+    ended: str
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadableFile:
+    """An attempt's file that is there, but not as it was written: to be told to the user."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is not as it was written: {self.reason}"
+
+
+class ClaimFiles:
+    """Claims of one run. Every method may raise `StorageError`; then nothing was decided."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    # ---------------------------------------------------------------------- reading
+    def claim_numbers(self) -> list[int]:
+        """The numbers that are taken, ascending."""
+        matches = (_CLAIM_NAME.fullmatch(name) for name in self.storage.list(ATTEMPTS))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def newest_claim(self) -> Claim | None:
+        """The claim with the highest number, None if there is none."""
+        numbers = self.claim_numbers()
+        return self.read_claim(numbers[-1]) if numbers else None
+
+    def claims(self) -> tuple[Claim, ...]:
+        """All claims by number."""
+        return tuple(self.read_claim(number) for number in self.claim_numbers())
+
+    def read_claim(self, number: int) -> Claim:
+        """The claim `number`. One whose content is not as written still counts as taken: launch and host are
+        empty, why is `unreadable`.
+        """
+        try:
+            found = decode(Claim, unseal(self.storage.read(_claim_path(number))), _claim_path(number))
+        except FileNotFoundError:
+            found = None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            found = None
+        if found is None or found.number != number:
+            return Claim(number=number, launch="", why=UNREADABLE, host="", created="")
+        return found
+
+    def read_parent(self, number: int) -> ClaimParent | UnreadableFile | None:
+        """What claim `number` inherits; None while there is no such file. In both other cases the claim has
+        no descendants.
+        """
+        path = _parent_path(number)
+        try:
+            found = decode(ClaimParent, unseal(self.storage.read(path)), path)
+            if found.attempt != number:
+                raise SealError(f"it is that of attempt {found.attempt}")
+            return found
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            reason = f"{error}; what this attempt trained is continued by none"
+            return UnreadableFile(path=path, reason=reason)
+
+    def parents(self) -> tuple[tuple[ClaimParent, ...], tuple[UnreadableFile, ...]]:
+        """The readable parent files by number, and the unreadable ones, which must be told to the user: their
+        attempts are cut off.
+        """
+        found = [self.read_parent(number) for number in self.claim_numbers()]
+        return (
+            tuple(parent for parent in found if isinstance(parent, ClaimParent)),
+            tuple(parent for parent in found if isinstance(parent, UnreadableFile)),
+        )
+
+    def next_claim_exists(self, number: int) -> bool:
+        """Whether the claim after `number` is taken: asked by name, before anything is acknowledged or
+        deleted (rule 7).
+        """
+        return self.storage.exists(_claim_path(number + 1))
+
+    def read_end(self, number: int) -> AttemptEnd | None:
+        """How attempt `number` ended; None if it did not say, or another run's did."""
+        try:
+            end = decode(AttemptEnd, unseal(self.storage.read(_end_path(number))), _end_path(number))
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            return None
+        return end if end.run_id == self.read_claim(number).run_id else None
+
+    # ---------------------------------------------------------------------- writing
+    def claim(self, number: int, launch: str, why: str, host: str, run_id: str = "") -> Claim:
+        """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
+        `write_parent`; never the other way.
+
+        `why` is start, resume, rewind or coordinator_restarted. Raises `BusyError` if a start command lost
+        the race for the number. A restarted coordinator may only follow a claim of its own launch: else
+        `FencedError`, and it ends its launch (rule 8).
+        """
+        newest = self.newest_claim()
+        taken = newest.number if newest else 0
+        if why == RESTARTED and (newest is None or newest.launch != launch):
+            raise FencedError(
+                f"attempt {taken} belongs to launch {newest.launch if newest else 'nobody'}, "
+                f"this is launch {launch}; "
+                "another launch has taken the run over, so this one ends"
+            )
+        if taken >= number:
+            raise _lost(number, newest, launch, why)
+        assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
+        pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
+        claim = Claim(
+            number=number,
+            launch=launch,
+            why=why,
+            host=host,
+            created=now_text(),
+            pid=pid,
+            machine=machine_id() if pid else "",
+            pid_start=(pid and process_start(pid)) or "",
+            run_id=run_id,
+        )
+        if not self.storage.create(_claim_path(number), seal(encode(claim))):
+            raise _lost(number, self.read_claim(number), launch, why)
+        return claim
+
+    def write_parent(self, parent: ClaimParent) -> None:
+        """Write what the claim inherits, once. Raises `StorageError` if it is written already."""
+        if not self.storage.create(_parent_path(parent.attempt), seal(encode(parent))):
+            raise StorageError(
+                f"{_parent_path(parent.attempt)} exists already, but an attempt's parent "
+                "is written once; run the command again"
+            )
+
+    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "") -> None:
+        """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
+        nothing.
+        """
+        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id)
+        self.storage.create(_end_path(number), seal(encode(end)))
+
+    def heartbeat(self, number: int) -> Heartbeat:
+        """The sign of life of attempt `number`: beat every 2 s or so, while the attempt lives."""
+        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.heartbeat")
+
+    def start_heartbeat(self, number: int) -> Heartbeat:
+        """That of the process that claims attempt `number`, from the claim on: the coordinator has its own
+        when it begins, which may be long after.
+        """
+        return Heartbeat(self.storage, f"{ATTEMPTS}/{number:04d}.start-heartbeat")
+
+    # ---------------------------------------------------------------------- busy
+    def watch_busy(
+        self,
+        seconds: float,
+        clock: Callable[[], float],
+        wait: Callable[[float], None],
+        is_dead: Callable[[Claim], bool] = lambda claim: False,
+        watch_s: float = WATCH_S,
+    ) -> Free | Busy:
+        """Whether somebody is at work on the run: `history.busy.judge`, fed with looks at the newest
+        attempt's end record, journal and heartbeats, every `watch_s` after `wait(watch_s)`, on this process's
+        own `clock` (seconds). `is_dead`: whether all processes that could write for it are known to have
+        ended.
+        """
+        watch: Watch | None = None
+        while True:
+            verdict = judge(watch, self._look(is_dead), clock(), seconds)
+            if not isinstance(verdict, Watch):
+                return verdict
+            watch = verdict
+            wait(watch_s)
+
+    def _look(self, is_dead: Callable[[Claim], bool]) -> Look:
+        newest = self.newest_claim()
+        if newest is None:
+            return Look(newest=0, over=False, signs=b"")
+        over = self.read_end(newest.number) is not None or is_dead(newest)
+        signs = b"" if over else self._signs_of_life(newest.number)
+        return Look(newest=newest.number, over=over, signs=signs)
+
+    def _signs_of_life(self, number: int) -> bytes:
+        folder = f"{JOURNAL}/a{number:04d}"
+        paths = [f"{folder}/{name}" for name in self.storage.list(folder)]
+        attempt = f"{number:04d}."
+        paths += [f"{ATTEMPTS}/{name}" for name in self.storage.list(ATTEMPTS) if name.startswith(attempt)]
+        return orjson.dumps([[path, self._size(path)] for path in paths])
+
+    def _size(self, path: str) -> int:
+        try:
+            return self.storage.size(path)
+        except FileNotFoundError:
+            return -1
+
+
+def unreadable_claim(number: int) -> UnreadableFile:
+    """What to tell of a claim whose `why` is `unreadable`."""
+    return UnreadableFile(
+        path=_claim_path(number), reason="nobody knows whose claim it is; its number counts as taken"
+    )
+
+
+def now_text() -> str:
+    """The time in UTC, for people to read: no decision compares it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _lost(number: int, holder: Claim | None, launch: str, why: str) -> BusyError | FencedError:
+    who = (
+        f"launch {holder.launch or 'unknown'} on host {holder.host or 'unknown'}"
+        if holder
+        else "another launch"
+    )
+    text = f"attempt {number} of this run was claimed by {who}, this is launch {launch}; "
+    if why == RESTARTED:
+        return FencedError(text + "this one ends")
+    return BusyError(text + "wait until it has ended, or stop it, then run the command again")
+
+
+def _claim_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.json"
+
+
+def _parent_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.parent.json"
+
+
+def _end_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:04d}.end.json"

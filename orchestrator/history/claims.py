@@ -1,0 +1,83 @@
+"""Who may write a run's history, and what each writer continues: the records that claims and generations
+leave behind.
+
+They are values and decide nothing; `lineage` makes a history of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume_plan import Difference
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import StateKey
+
+GenerationId = tuple[int, int]  # (attempt, generation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """`attempts/<number>.json`, created exclusively: it fences all older attempts. `launch` is the random id
+    of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim); `machine`
+    and `pid_start` make it one process of all times (`orchestrator.cluster.machine`; empty: unknown).
+
+    `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
+    decided by it. `run_id` is run.json's.
+    """
+
+    number: int
+    launch: str
+    why: str
+    host: str
+    created: str
+    pid: int = 0
+    machine: str = ""
+    pid_start: str = ""
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimParent:
+    """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and which points
+    it inherits.
+
+    `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
+    is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
+    too (empty: the run's first encoder, all of them).
+    """
+
+    attempt: int
+    parent: StateKey | None
+    inherited: tuple[str, ...] = ()
+    budgets: Budgets | None = None
+    differences: tuple[Difference, ...] = ()
+    encoders: tuple[EncoderSpan, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationStart:
+    """A generation's journal record, durable before members hear of it.
+
+    `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as this
+    generation counts, which differs from `parent.step` where labels were re-based. The counts are the
+    parent's; the shape is what the generation trains with.
+    """
+
+    attempt: int
+    generation: int
+    parent: StateKey | None
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    target_tokens: int
+    world_size: int
+    global_batch_size: int
+    seq_len: int
+    members: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def id(self) -> GenerationId:
+        """(attempt, generation)."""
+        return self.attempt, self.generation

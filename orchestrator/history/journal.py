@@ -1,0 +1,261 @@
+"""The journal: what a run did, one JSON object per line, written by one process per attempt and read by
+anyone.
+
+It knows lines, segments and which step records are durable; not who sends records, nor which of them count in
+the end (plan.lineage).
+
+Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
+the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they
+mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members
+that outlived a coordinator bring records). Kind `generation`: the fields of `history.claims.GenerationStart`.
+Any other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf",
+"-inf"). `run_id` is that of run.json, and absent where that has none. A segment is closed before the next
+begins, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import StorageError, TrainingError
+from orchestrator.history.claims import GenerationStart
+from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.storage.disk import AppendHandle
+from orchestrator.storage.files import Storage
+
+FOLDER = "journal"
+STEP, GENERATION = "step", "generation"
+GROUP_FORMED = "group formed"  # an event: the fields of `records.GroupChange`
+UNRESPONSIVE = "unresponsive"  # an event: no step came for long; `reason` is the sentence
+OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
+SEGMENT_BYTES = 16 << 20
+REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
+# What all ranks know alike of a step; the other fields are one rank's own measurements.
+_SHARED = ("consumed_samples", "consumed_tokens", "target_tokens", "loss", "lr", "digest")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chain:
+    """The durable records of one generation: all steps from `first` to `reached`, and those in `beyond`
+    further on.
+    """
+
+    parent: StateKey | None
+    reached: int
+    beyond: set[int] = field(default_factory=set)
+
+    def add(self, step: int) -> None:
+        self.beyond.add(step)
+        while self.reached + 1 in self.beyond:
+            self.reached += 1
+            self.beyond.remove(self.reached)
+
+
+class JournalWriter:
+    """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
+
+    `event`, `step` and `generation` never wait for a disk. After a `StorageError` the next `flush` tries
+    again, in a new segment, from the first line that is not known to be durable: so a segment may end in
+    lines that stand in the next one, too, and in a part of one.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: int,
+        run: str | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        run_id: str = "",
+    ) -> None:
+        """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
+        segment is closed when it has reached this size. `run_id`: that of run.json.
+        """
+        self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
+        self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
+        self._lock = threading.Lock()  # over what is collected and known
+        self._disk_lock = threading.Lock()  # over the file: held while a disk is waited for
+        self._pending: list[bytes] = []
+        self._pending_facts: list[StepRecord | GenerationStart] = []
+        self._seen: OrderedDict[StateKey, StepRecord] = OrderedDict()
+        self._chains: dict[int, _Chain] = {}
+        self._seq = 0
+        self._segments = 0
+        self._file: AppendHandle | None = None
+        self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Note an event with JSON fields (`step`, `rank` where known); `kind` is its name."""
+        assert kind not in (STEP, GENERATION), f"an event of kind {kind!r} would be read as a record"
+        with self._lock:
+            self._append(kind, fields)
+
+    def generation(self, start: GenerationStart) -> None:
+        """Note that a generation begins and what it continues; `flush` before any member hears of it (rule
+        2).
+        """
+        with self._lock:
+            self._append(GENERATION, encode(start))
+            self._pending_facts.append(start)
+
+    def step(self, record: StepRecord) -> bool:
+        """Note a step and return True; an equal copy of a known record changes nothing (False). What a rank
+        measures for itself may differ.
+
+        Raises `TrainingError` if it differs from the known one in what all ranks must agree on.
+        """
+        with self._lock:
+            known = self._seen.get(record.key)
+            if known is not None:
+                check_copy(known, record)
+                return False
+            self._seen[record.key] = record
+            if len(self._seen) > REMEMBERED:
+                self._seen.popitem(last=False)
+            self._append(STEP, {name: _json_float(value) for name, value in encode(record).items()})
+            self._pending_facts.append(record)
+            return True
+
+    def flush(self) -> StateKey | None:
+        """Make everything noted so far durable, and return the newest state of the newest generation whose
+        records are all durable.
+
+        That key's step may be acknowledged to members of its generation. None before the first generation.
+        Raises `StorageError`.
+        """
+        with self._disk_lock:
+            with self._lock:
+                lines, self._pending = self._pending, []
+                facts, self._pending_facts = self._pending_facts, []
+            try:
+                self._write(lines)
+            except StorageError:
+                with self._lock:
+                    self._pending = [*lines, *self._pending]
+                    self._pending_facts = [*facts, *self._pending_facts]
+                raise
+            with self._lock:
+                for fact in facts:
+                    self._note_durable(fact)
+                return self._newest()
+
+    def covers(self, key: StateKey) -> bool:
+        """Whether every step of this attempt on the chain up to `key` has a durable record (rule 14).
+
+        Records of older attempts are not looked for: they were durable, or brought and journalled, before
+        this attempt's first generation.
+        """
+        with self._lock:
+            at: StateKey | None = key
+            while at is not None and at.attempt == self._attempt:
+                chain = self._chains.get(at.generation)
+                if chain is None or chain.reached < at.step:
+                    return False
+                at = chain.parent
+            return at is not key
+
+    def why_lost(self) -> str:
+        """How it shows that the newest segment's name does not lead to what was written here any more,
+        because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
+        told.
+        """
+        with self._disk_lock:
+            return self._newest_file.why_lost() if self._newest_file else ""
+
+    def close(self) -> None:
+        """Flush and close the segment."""
+        self.flush()
+        with self._disk_lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    # ---------------------------------------------------------------------- inside
+    def _append(self, kind: str, fields: dict[str, Any]) -> None:
+        clash = {*OWN_FIELDS} & set(fields)
+        assert not clash, f"journal fields {sorted(clash)} are the journal's own"
+        self._seq += 1
+        line = {
+            "seq": self._seq,
+            "time": self._now().isoformat(timespec="milliseconds"),
+            "run": self._run,
+            **({"run_id": self._run_id} if self._run_id else {}),
+            "attempt": self._attempt,
+        }
+        self._pending.append(orjson.dumps({**line, "kind": kind, **fields}, option=orjson.OPT_APPEND_NEWLINE))
+
+    def _write(self, lines: list[bytes]) -> None:
+        """Append the lines and sync, beginning a new segment whenever one is full. Takes out of `lines` what
+        is durable.
+        """
+        try:
+            while lines:
+                if self._file is None:
+                    self._file = self._newest_file = self._new_segment()
+                room = self._segment_bytes - self._file.num_bytes
+                sizes = itertools.accumulate(map(len, lines), initial=0)
+                taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
+                self._file.write(b"".join(lines[:taken]))
+                self._file.sync()
+                del lines[:taken]
+                if self._file.num_bytes >= self._segment_bytes:
+                    self._file.close()
+                    self._file = None
+        except StorageError:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            raise
+
+    def _new_segment(self) -> AppendHandle:
+        path = f"{FOLDER}/a{self._attempt:04d}/{self._segments + 1:06d}.jsonl"
+        try:
+            file = self._storage.append(path)
+        except StorageError:
+            # segments are numbered without gaps: one that was created although that failed keeps its number
+            with suppress(StorageError):
+                self._segments += self._storage.exists(path)
+            raise
+        self._segments += 1
+        return file
+
+    def _note_durable(self, fact: StepRecord | GenerationStart) -> None:
+        if fact.attempt != self._attempt:
+            return
+        if isinstance(fact, GenerationStart):
+            self._chains[fact.generation] = _Chain(parent=fact.parent, reached=fact.step)
+        elif fact.generation in self._chains:
+            self._chains[fact.generation].add(fact.step)
+
+    def _newest(self) -> StateKey | None:
+        if not self._chains:
+            return None
+        generation = max(self._chains)
+        return StateKey(attempt=self._attempt, generation=generation, step=self._chains[generation].reached)
+
+
+def check_copy(known: StepRecord, copy: StepRecord) -> None:
+    """Raise `TrainingError` if two records of one step differ in what all ranks must agree on."""
+    for name in _SHARED:
+        first, second = getattr(known, name), getattr(copy, name)
+        if _json_float(first) != _json_float(second):
+            raise TrainingError(
+                f"two records of step {known.step} (attempt {known.attempt}, generation {known.generation}) "
+                f"differ in {name}: "
+                f"{first} and {second}; the ranks did not train the same step, so do not go on from it"
+            )
+
+
+def _json_float(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,281 @@
+"""Reads a run's journal back: what generations began, which steps were recorded, what else happened.
+
+It needs no cluster and takes no lock: the writer may be writing, or may have died in the middle of a line.
+`read_journal` reads all of it; `read_outline` all but the contents of step records, which are nearly all
+lines: only the newest of each generation is decoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history.claims import GenerationId, GenerationStart
+from orchestrator.history.journal import FOLDER, GENERATION, STEP, check_copy
+from orchestrator.records import StepRecord, decode
+from orchestrator.storage.files import Storage
+
+_ATTEMPT = re.compile(r"a(\d{4,})")
+_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
+_FLOATS = tuple(f.name for f in dataclasses.fields(StepRecord) if f.type == "float")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalEvent:
+    """A line that is neither a step nor a generation. `fields` are the kind's own; `seq` counts within the
+    attempt; `time` is for people.
+    """
+
+    attempt: int
+    seq: int
+    time: str
+    kind: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """All that a run's journal holds, in the order of attempts and lines. Each step record is there once;
+    orphans are included.
+
+    `torn` names the segments that end in the middle of a line: the rest of that line was never durable, so
+    nothing was decided from it.
+    """
+
+    generations: tuple[GenerationStart, ...]
+    records: tuple[StepRecord, ...]
+    events: tuple[JournalEvent, ...]
+    torn: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalOutline:
+    """What a journal holds beside its step records, in the order of attempts and lines; `torn` as in
+    `Journal`.
+
+    `last_records` has the step record with the highest label of each generation that has any. What the others
+    say was not looked at: neither their fields nor whether two copies of one agree.
+    """
+
+    generations: tuple[GenerationStart, ...]
+    last_records: tuple[StepRecord, ...]
+    events: tuple[JournalEvent, ...]
+    torn: tuple[str, ...]
+
+    @property
+    def last_steps(self) -> dict[GenerationId, int]:
+        """The highest label with a step record of each generation that has any."""
+        return {(record.attempt, record.generation): record.step for record in self.last_records}
+
+
+class _Outline:
+    """Gathers the lines of a journal; a step's only by its name."""
+
+    def __init__(self) -> None:
+        self.generations: dict[GenerationId, GenerationStart] = {}
+        self.last_lines: dict[GenerationId, dict[str, Any]] = {}
+        self.events: list[JournalEvent] = []
+
+    def add(self, line: dict[str, Any]) -> None:
+        kind = line["kind"]
+        if kind == STEP:
+            self.add_step(line)
+            return
+        del line["kind"]
+        seq, time = line.pop("seq"), line.pop("time")
+        del line["run"]
+        line.pop("run_id", None)
+        if kind == GENERATION:
+            start = decode(GenerationStart, line)
+            known = self.generations.setdefault(start.id, start)
+            if known != start:
+                raise OrchestratorError(
+                    f"two different starts of generation {start.generation}: {known} and {start}"
+                )
+        else:
+            self.events.append(
+                JournalEvent(attempt=line.pop("attempt"), seq=seq, time=time, kind=kind, fields=line)
+            )
+
+    def add_step(self, line: dict[str, Any]) -> None:
+        generation = line["attempt"], line["generation"]
+        if generation not in self.last_lines or line["step"] > self.last_lines[generation]["step"]:
+            self.last_lines[generation] = line
+
+    def last_records(self) -> Iterator[StepRecord]:
+        """Of each generation. Raises `StorageError`."""
+        for (attempt, generation), line in self.last_lines.items():
+            try:
+                yield _step(line)
+            except (OrchestratorError, KeyError, TypeError, ValueError) as error:
+                raise StorageError(
+                    f"{FOLDER}/a{attempt:04d}: the newest step record of generation {generation} is not as "
+                    f"the journal wrote it: {error}; restore the file"
+                ) from error
+
+
+def _step(line: dict[str, Any]) -> StepRecord:
+    for name in ("kind", "seq", "time", "run"):
+        del line[name]
+    line.pop("run_id", None)
+    for name in _FLOATS:
+        if isinstance(line.get(name), str):  # not finite
+            line[name] = float(line[name])
+    return decode(StepRecord, line)
+
+
+class _Whole(_Outline):
+    """Gathers the step records, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: dict[tuple[int, int, int], StepRecord] = {}
+
+    def add_step(self, line: dict[str, Any]) -> None:
+        record = _step(line)
+        known = self.records.setdefault((record.attempt, record.generation, record.step), record)
+        if known is not record:
+            check_copy(known, record)
+
+
+def read_journal(storage: Storage, run_id: str | None = None) -> Journal:
+    """The whole journal of a run; empty if there is none. `run_id`: that of run.json, which every segment
+    must have (None: whatever they have).
+
+    Tolerates an unfinished last line in the last segment of an attempt, and in any whose next segment begins
+    with that line or an earlier one: storage failed there, and the writer began anew. Raises `StorageError`
+    naming file and line for anything else that is no line of a journal, for a missing segment, and for two
+    records of one step that differ.
+    """
+    whole = _Whole()
+    torn = _read_lines(storage, whole.add, run_id)
+    return Journal(
+        generations=tuple(whole.generations.values()),
+        records=tuple(whole.records.values()),
+        events=tuple(whole.events),
+        torn=torn,
+    )
+
+
+def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
+    """The journal without the contents of its step records, at a fraction of the time and memory
+    (benchmarks/journal.py); as strict as `read_journal` with all other lines, segments and line numbers.
+    """
+    outline = _Outline()
+    torn = _read_lines(storage, outline.add, run_id)
+    return JournalOutline(
+        generations=tuple(outline.generations.values()),
+        last_records=tuple(outline.last_records()),
+        events=tuple(outline.events),
+        torn=torn,
+    )
+
+
+def journal_keeper(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
+    """(machine, pid, start) of the process that keeps an attempt's journal, as its first line says; None
+    while there is none, or if it does not say. Raises `StorageError`.
+    """
+    try:
+        first, end, _ = storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl").partition(b"\n")
+        line = orjson.loads(first) if end else {}
+        return str(line["machine"]), int(line["pid"]), str(line["pid_start"])
+    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _read_lines(
+    storage: Storage, add: Callable[[dict[str, Any]], None], run_id: str | None
+) -> tuple[str, ...]:
+    """Gives every line to `add`, and returns the segments that are torn."""
+    torn = []
+    for attempt in sorted(
+        (name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)), key=lambda name: int(name[1:])
+    ):
+        folder = f"{FOLDER}/{attempt}"
+        segments = sorted(
+            (name for name in storage.list(folder) if _SEGMENT.fullmatch(name)),
+            key=lambda name: int(name[:-6]),
+        )
+        numbers = [int(name[:-6]) for name in segments]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise StorageError(
+                f"the journal {folder} has segments {numbers}, expected 1 to "
+                f"{len(numbers)}; restore the missing ones"
+            )
+        lines = _Lines(add)
+        for segment in segments:
+            path = f"{folder}/{segment}"
+            data = storage.read(path)
+            _require_own(path, data, run_id)
+            lines.read(path, data)
+        if lines.torn:
+            torn.append(lines.torn)
+    return tuple(torn)
+
+
+def _require_own(path: str, data: bytes, run_id: str | None) -> None:
+    """Every line says whose it is; the first speaks for its segment, unless it was cut off before its end."""
+    first, end, _ = data.partition(b"\n")
+    try:
+        found = orjson.loads(first).get("run_id", "") if end and run_id is not None else run_id
+    except (orjson.JSONDecodeError, AttributeError):
+        return  # reading its lines says what is wrong
+    if found != run_id:
+        raise StorageError(
+            f"{path} belongs to run {found or 'without an id'}, run.json says {run_id or 'without an id'}: "
+            "the folder holds pieces of two runs, and nothing is decided from it; move those of the other "
+            "one away"
+        )
+
+
+class _Lines:
+    """The lines of one attempt, each given to `add` once: a segment may begin with lines that stand at the
+    end of those before it (see `JournalWriter`). `torn`: the newest segment whose last line is not whole, and
+    does not stand in a later one.
+    """
+
+    def __init__(self, add: Callable[[dict[str, Any]], None]) -> None:
+        self.torn = ""
+        self._add = add
+        self._next = 1  # the sequence number that has not been seen
+        self._known: dict[int, bytes] = {}  # lines that may come again
+
+    def read(self, path: str, data: bytes) -> None:
+        *lines, rest = data.split(b"\n")
+        repeats, begin = True, self._next
+        known = self._known
+        for number, text in enumerate(lines, start=1):
+            try:
+                line = orjson.loads(text)
+                seq = line["seq"]
+                repeats = repeats and seq in known
+                if repeats and known[seq] != text:
+                    raise OrchestratorError(f"it differs from line {seq} in the segment before it")
+                if not repeats:
+                    self._take(seq, line)
+            except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+                raise StorageError(
+                    f"{path} line {number} is not as the journal wrote it: {error}; restore the file"
+                ) from error
+        new = dict(enumerate(lines[begin - self._next :], start=begin)) if self._next > begin else {}
+        if new and len(new) == len(lines):
+            self._known = new
+        else:
+            self._known = {**known, **new}
+        if rest:
+            self.torn = path
+        elif new:
+            self.torn = ""
+
+    def _take(self, seq: int, line: dict[str, Any]) -> None:
+        if seq != self._next:
+            cut = f"; {self.torn} is cut off after line number {self._next - 1}" if self.torn else ""
+            raise OrchestratorError(f"expected line number {self._next} of the attempt, found {seq}{cut}")
+        self._add(line)
+        self._next += 1

@@ -1,0 +1,323 @@
+"""The effective history of a run: which steps and points follow from one another, by following parents back
+from the newest claim.
+
+It reads no storage: claims, parent files and journal records are given to it as values. It decides by names
+and keys alone, never by clocks, step labels or the order in which things were found (membership rules 1, 2
+and 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.records import StateKey, StepRecord
+
+__all__ = [
+    "Claim",
+    "ClaimParent",
+    "GenerationStart",
+    "Lineage",
+    "Segment",
+    "effective_chain",
+    "effective_history",
+    "require_sound",
+]
+
+# What every holder of a step measured for itself: copies of a step's record may differ in these.
+_TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """The part of a generation that belongs to the history: the states with labels from `start.step` up to,
+    not including, `stop_step`.
+
+    The first of them is the parent's state under the generation's own name; the steps trained are those of
+    `steps`.
+    """
+
+    start: GenerationStart
+    stop_step: int
+    open: bool  # nothing branched off: what this generation does further belongs to the history too
+
+    @property
+    def steps(self) -> range:
+        """The labels of the steps that were trained here."""
+        return range(self.start.step + 1, self.stop_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """The effective history, oldest first. With `errors` it is not to be trusted: nothing may be resumed or
+    deleted by it.
+
+    `gaps` name steps that belong to the history but have no record; `orphans` counts records off the history.
+    `attempts` are the claims on the chain, oldest first, with the names that each inherited.
+    """
+
+    attempt: int | None  # the newest claim with a parent file
+    segments: tuple[Segment, ...]
+    records: tuple[StepRecord, ...]
+    attempts: tuple[ClaimParent, ...]
+    orphans: int
+    gaps: tuple[str, ...]
+    errors: tuple[str, ...]
+
+    def on_lineage(self, key: StateKey) -> bool:
+        """Whether a committed point with this key belongs to the history."""
+        return not self.why_orphan(key)
+
+    def why_orphan(self, key: StateKey) -> str:
+        """Why a committed point with this key does not belong to the history; empty if it does."""
+        name = f"generation {key.generation} of attempt {key.attempt}"
+        segment = next((s for s in self.segments if s.start.id == (key.attempt, key.generation)), None)
+        if segment is None:
+            return f"the history does not pass through {name}"
+        if key.step < segment.start.step:
+            return f"{name} began after step {segment.start.step}"
+        if not segment.open and key.step >= segment.stop_step:
+            return f"the history left {name} after step {segment.stop_step - 1}"
+        for claim in self.attempts:
+            if claim.attempt > key.attempt and key.point_name not in claim.inherited:
+                return f"attempt {claim.attempt} did not inherit it: it was not committed before that claim"
+        return ""
+
+
+def effective_history(
+    claims: Iterable[Claim],
+    parents: Iterable[ClaimParent],
+    generations: Iterable[GenerationStart],
+    records: Iterable[StepRecord],
+) -> Lineage:
+    """The history as the chain of parents from the newest claim with a parent file back to the first state.
+
+    It begins at that claim's newest generation, or, before it has formed one, at the claim's parent. Of each
+    generation only what lies at or before the branch to its child counts. Equal copies of a record count
+    once; unequal copies, a missing link, and a link that no honest writer makes are in `errors`, and the
+    history then ends there.
+    """
+    chain = _Chain(claims, parents, generations)
+    segments = chain.follow()
+    by_key = _unique(records, chain.errors)
+    segments = [_closed(s, by_key) for s in segments]
+    history: list[StepRecord] = []
+    gaps: list[str] = []
+    for previous, segment in zip([None, *segments], segments, strict=False):
+        found = [by_key.get(_key(segment.start, step)) for step in segment.steps]
+        gaps += _gaps(segment, found)
+        chain.errors += _discontinuity(segment.start, previous, by_key)
+        history += [record for record in found if record is not None]
+    chain.errors += _backwards(history)
+    return Lineage(
+        attempt=chain.newest,
+        segments=tuple(segments),
+        records=tuple(history),
+        attempts=tuple(chain.claims_on(segments)),
+        orphans=len(by_key) - len(history),
+        gaps=tuple(gaps),
+        errors=tuple(chain.errors),
+    )
+
+
+def effective_chain(
+    claims: Iterable[Claim], parents: Iterable[ClaimParent], generations: Iterable[GenerationStart]
+) -> Lineage:
+    """The effective history without its steps: which points, generations and attempts are on it, by the same
+    rules as `effective_history`, at a cost that does not grow with the steps trained.
+
+    `records`, `orphans` and `gaps` stay empty, and the open segment ends with its start. What only step
+    records can contradict is not found: unequal copies, gaps, counts that go back.
+    """
+    chain = _Chain(claims, parents, generations)
+    segments = chain.follow()
+    for previous, segment in zip([None, *segments], segments, strict=False):
+        chain.errors += _discontinuity(segment.start, previous, {})
+    return Lineage(
+        attempt=chain.newest,
+        segments=tuple(segments),
+        records=(),
+        attempts=tuple(chain.claims_on(segments)),
+        orphans=0,
+        gaps=(),
+        errors=tuple(chain.errors),
+    )
+
+
+class _Chain:
+    """Claims and generations by number, and the walk along their parents."""
+
+    def __init__(
+        self, claims: Iterable[Claim], parents: Iterable[ClaimParent], generations: Iterable[GenerationStart]
+    ) -> None:
+        self.errors: list[str] = []
+        self.claims = self._by(claims, lambda c: c.number, "claim")
+        self.parents = self._by(parents, lambda p: p.attempt, "parent file of attempt")
+        self.generations = self._by(generations, lambda g: g.id, "start of generation")
+        self.errors += [
+            f"attempt {number} has a parent file but no claim"
+            for number in self.parents
+            if number not in self.claims
+        ]
+        self.errors += [
+            f"attempt {number} has a journal but no claim (attempts/{number:04d}.json); restore the file"
+            for number in sorted({attempt for attempt, _ in self.generations} - set(self.claims))
+        ]
+        self.newest = max((number for number in self.parents if number in self.claims), default=None)
+
+    def _by(self, values: Iterable[Any], name: Any, what: str) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for value in values:
+            if found.setdefault(name(value), value) != value:
+                self.errors.append(
+                    f"two unequal copies of {what} {name(value)}: {found[name(value)]} and {value}"
+                )
+        return found
+
+    def follow(self) -> list[Segment]:
+        """The segments, oldest first. An open one stops after its start, until its records are known."""
+        if self.newest is None:
+            return []
+        head = max((id_ for id_ in self.generations if id_[0] == self.newest), default=None)
+        segments: list[Segment] = []
+        if head is not None:
+            start = self.generations[head]
+            segments.append(Segment(start=start, stop_step=start.step + 1, open=True))
+            parent = self._parent_of(start)
+        else:
+            parent = self._claimed(self.parents[self.newest])
+        while parent is not None:
+            segment = self._segment(parent)
+            if segment is None:
+                break
+            segments.append(segment)
+            parent = self._parent_of(segment.start)
+        return segments[::-1]
+
+    def claims_on(self, segments: Iterable[Segment]) -> list[ClaimParent]:
+        """The parent files of the attempts on the chain, the newest claim's included, oldest first."""
+        numbers = {self.newest, *(segment.start.attempt for segment in segments)}
+        return [self.parents[number] for number in sorted(self.parents) if number in numbers]
+
+    def _segment(self, end: StateKey) -> Segment | None:
+        """The part of a generation up to the state `end`, at which its child branched off."""
+        start = self.generations.get((end.attempt, end.generation))
+        if start is not None and end.step >= start.step:
+            return Segment(start=start, stop_step=end.step + 1, open=False)
+        why = "has no start record in the journal" if start is None else f"began after step {start.step}"
+        self.errors.append(f"the state {end.point_name} is somebody's parent, but its generation {why}")
+        return None
+
+    def _claimed(self, claim: ClaimParent) -> StateKey | None:
+        """The claim's parent, if it can have inherited it (else None, and an error)."""
+        parent = claim.parent
+        if parent is None or (parent.attempt < claim.attempt and parent.point_name in claim.inherited):
+            return parent
+        self.errors.append(f"attempt {claim.attempt} continues {parent.point_name}, but did not inherit it")
+        return None
+
+    def _parent_of(self, start: GenerationStart) -> StateKey | None:
+        """The generation's parent, if an honest coordinator can have written it (else None, and an error)."""
+        wrong = self._wrong_parent(start)
+        if wrong:
+            self.errors.append(f"generation {start.generation} of attempt {start.attempt} {wrong}")
+        return None if wrong else start.parent
+
+    def _wrong_parent(self, start: GenerationStart) -> str:
+        claim, parent = self.parents.get(start.attempt), start.parent
+        if claim is None or start.attempt not in self.claims:
+            return "was formed under a claim without a parent file, which can have no descendants"
+        if parent is None:
+            continued = claim.parent.point_name if claim.parent else ""
+            return f"begins from nothing, but its claim continues {continued}" if continued else ""
+        if (parent.attempt, parent.generation) >= start.id:
+            return f"names the parent {parent.point_name}, which is not older than itself"
+        handed_down = parent.point_name in claim.inherited or parent.attempt == start.attempt
+        if handed_down or self._same_launch(parent.attempt, start.attempt):
+            return ""
+        return f"continues {parent.point_name}, which its claim did not inherit and another launch made"
+
+    def _same_launch(self, older: int, newer: int) -> bool:
+        """Whether one launch made all claims from `older` to `newer`: only then can members carry a state
+        over (membership rule 8).
+        """
+        launches = {self.claims[n].launch if n in self.claims else None for n in range(older, newer + 1)}
+        return len(launches) == 1 and None not in launches
+
+
+def _key(start: GenerationStart, step: int) -> StateKey:
+    return StateKey(attempt=start.attempt, generation=start.generation, step=step)
+
+
+def _unique(records: Iterable[StepRecord], errors: list[str]) -> dict[StateKey, StepRecord]:
+    """The records by key; copies that differ in more than their holder's own timings are errors, and the
+    first one counts.
+    """
+    found: dict[StateKey, StepRecord] = {}
+    for record in records:
+        first = found.setdefault(record.key, record)
+        if first is not record and _substance(first) != _substance(record):
+            errors.append(f"two unequal records of step {record.key.point_name}: {first} and {record}")
+    return found
+
+
+def _substance(record: StepRecord) -> list[str]:
+    # by text, since a grad_norm that is not a number equals its copy too
+    return [repr(getattr(record, f.name)) for f in fields(record) if f.name not in _TIMINGS]
+
+
+def _closed(segment: Segment, by_key: Mapping[StateKey, StepRecord]) -> Segment:
+    """An open segment with the end that its records give it; a closed one as it is."""
+    if not segment.open:
+        return segment
+    last = max((key.step for key in by_key if (key.attempt, key.generation) == segment.start.id), default=0)
+    return Segment(start=segment.start, stop_step=max(last, segment.start.step) + 1, open=True)
+
+
+def _gaps(segment: Segment, found: list[StepRecord | None]) -> list[str]:
+    return [
+        f"step {_key(segment.start, step).point_name} belongs to the history, but the journal has no record"
+        for step, record in zip(segment.steps, found, strict=True)
+        if record is None
+    ]
+
+
+def _discontinuity(
+    start: GenerationStart, previous: Segment | None, by_key: Mapping[StateKey, StepRecord]
+) -> list[str]:
+    """A generation must begin with the counts at which its parent stood, as far as they are known."""
+    at: GenerationStart | StepRecord | None = None
+    if start.parent is not None and previous is not None:
+        # the parent is a trained step, or the state with which the parent's generation began
+        at = previous.start if start.parent.step == previous.start.step else by_key.get(start.parent)
+    before = _counts(at) if at is not None else (0, 0, 0)
+    if (at is None and start.parent is not None) or _counts(start) == before:
+        return []
+    return [
+        f"generation {start.generation} of attempt {start.attempt} begins at (samples, tokens, targets) = "
+        f"{_counts(start)}, but its parent stood at {before}"
+    ]
+
+
+def _counts(at: GenerationStart | StepRecord) -> tuple[int, int, int]:
+    return at.consumed_samples, at.consumed_tokens, at.target_tokens
+
+
+def _backwards(history: list[StepRecord]) -> list[str]:
+    """Every step must consume something; a history that goes back or stands still trains a token twice."""
+    return [
+        f"step {b.key.point_name} ends at consumed_tokens={b.consumed_tokens}, "
+        f"the step before it, {a.key.point_name}, at {a.consumed_tokens}"
+        for a, b in zip(history, history[1:], strict=False)
+        if b.consumed_tokens <= a.consumed_tokens
+    ]
+
+
+def require_sound(lineage: Lineage) -> Lineage:
+    """`lineage` itself; raises `OrchestratorError` with all its errors if it has any."""
+    if lineage.errors:
+        raise OrchestratorError("the run's history contradicts itself:\n" + "\n".join(lineage.errors))
+    return lineage

@@ -1,0 +1,153 @@
+"""What people read of a run's events, one sentence each: who was lost and why, who came, who does not
+answer.
+
+Pure functions from facts to text, for the screen, the log file, `status` and whatever shows a run later, so
+that all of them say the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from orchestrator.records import GroupChange, GroupMember, Loss, Stall
+
+DOT = " · "
+SILENT = "it did not answer any more and was left out and killed"
+SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
+STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
+_PROCESS_STATES = {
+    "T": "its process is stopped (SIGSTOP)",
+    "t": "its process is stopped by a debugger",
+    "D": "its process waits for a disk or a network file system",
+    "Z": "its process is dead",
+    "": "its process is gone",
+}
+
+
+def worker(member: GroupMember) -> str:
+    """`worker 1 (10.0.0.7, pid 22506)`; without what is not known."""
+    rank = "a worker that was joining" if member.rank is None else f"worker {member.rank}"
+    place = [member.host] if member.host else []
+    place += [f"pid {member.pid}"] if member.pid else []
+    return f"{rank} ({', '.join(place)})" if place else rank
+
+
+def workers(members: Sequence[GroupMember]) -> str:
+    """Several workers of one host in a few words: `3 workers on 10.0.0.7 (ranks 4, 5, 6)`."""
+    if len(members) == 1:
+        return worker(members[0])
+    hosts = dict.fromkeys(member.host for member in members if member.host)
+    ranks = [str(member.rank) for member in members if member.rank is not None]
+    place = f" on {', '.join(hosts)}" if hosts else ""
+    return f"{len(members)} workers{place}" + (f" (ranks {', '.join(ranks)})" if ranks else "")
+
+
+def losses(lost: Sequence[Loss]) -> str:
+    """Who was lost and why; those of one host with one reason together."""
+    groups: dict[tuple[str, str], list[GroupMember]] = {}
+    for loss in lost:
+        groups.setdefault((loss.worker.host, loss.reason), []).append(loss.worker)
+    return "; ".join(f"{workers(members)} lost: {reason}" for (_, reason), members in groups.items())
+
+
+def group_change(change: GroupChange) -> str:
+    """The line for a generation that was formed."""
+    there = f"{change.world_size} of {change.wanted}"
+    next_step = f"step {change.step + 1}"
+    if change.paused_s is None and not change.lost and not change.restarted:
+        return f"{there} workers are ready{DOT}starting at {next_step}"
+    parts = [f"the coordinator was restarted (attempt {change.attempt})"] if change.restarted else []
+    if change.lost:
+        parts.append(losses(change.lost))
+    if change.joined:
+        parts.append(f"{workers(change.joined)} joined")
+    if change.lost and not change.joined:
+        parts.append(f"{there} left, continuing at {next_step}")
+    elif change.joined or change.restarted:
+        parts.append(f"{there} workers, continuing at {next_step}")
+    else:
+        after = f" after: {first_sentence(change.reason)}" if change.reason else ""
+        parts.append(f"re-formed with {there} workers (generation {change.generation}){after}")
+        parts.append(f"continuing at {next_step}")
+    again = change.step_before - change.step
+    if again > 0:
+        parts.append(
+            f"no worker that is left holds step {change.step_before}: "
+            f"{again} step{'s' if again > 1 else ''} are trained again"
+        )
+    if change.paused_s is not None:
+        parts.append(f"paused {change.paused_s:.1f} s")
+    return DOT.join(parts)
+
+
+def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
+    """The line for a run that cannot go on: fewer workers than its minimum are there."""
+    parts = [losses(lost)] if lost else []
+    parts.append(f"fewer than {minimum} workers are left" if minimum > 1 else "no worker is left")
+    parts.append(f"waiting up to {wait_s:g} s for a replacement (cluster.wait_s)")
+    return DOT.join(parts)
+
+
+def stall(seen: Stall) -> list[str]:
+    """The lines for a group without a step for long: the workers that cannot answer. If all seem to work, one
+    line says so, after max(30 s, 5 × median step).
+    """
+    held_up = [each for each in seen.held if each.state is None or each.state in _PROCESS_STATES]
+    others = "the others wait for it" if len(held_up) < len(seen.held) else "nobody trains"
+    lines = []
+    for each in held_up:
+        why = "its node does not answer" if each.state is None else _PROCESS_STATES[each.state]
+        who = f"{worker(each.worker)} has not answered for {seen.quiet_s:.1f} s"
+        lines.append(f"{who}: {why}{DOT}{others}")
+    if not lines and seen.quiet_s >= max(STILL_LEAST_S, STILL_MEDIANS * seen.median_s):
+        lines.append(
+            f"no step was finished for {seen.quiet_s:.0f} s (median {seen.median_s:.1f} s){DOT}no worker's "
+            "process is stopped: they wait for data or storage, or for each other"
+        )
+    return lines
+
+
+def failure(kind: str, text: str) -> str:
+    """Why a worker ended that had the time to say so: the error's own last line."""
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    last = lines[-1].strip()
+    return first_sentence(last if last.startswith(kind) else f"{kind}: {last}")
+
+
+def ended(outcome: str, reason: str) -> str:
+    """How a run ended (`done`, `stopped` or `failed`), and why."""
+    return reason if reason.startswith(outcome) else f"{outcome}: {reason}"
+
+
+def first_sentence(text: str, limit: int = SCREEN_CHARS) -> str:
+    """The beginning of a long text on one line: its first sentence, at most `limit` characters of it."""
+    line = " ".join(text.split())
+    first = re.split(r"(?<=[.!?])\s", line, maxsplit=1)[0]
+    return first if len(first) <= limit else first[: limit - 1] + "…"
+
+
+def shortened(text: str, where: str) -> str:
+    """A reason of many lines as the screen shows it: without the frames of tracebacks, at most `SCREEN_LINES`
+    lines, each at most `SCREEN_CHARS` long; all of it lies in the file `where` ("": there is none).
+    """
+    lines = [line for line in text.splitlines() if not re.match(r"\s+File \"|\s{4,}", line)]
+    kept = [line if len(line) <= SCREEN_CHARS else line[: SCREEN_CHARS - 1] + "…" for line in lines]
+    short = "\n".join(kept[:SCREEN_LINES])
+    return short if short == text or not where else f"{short}\n(all of it in {where})"
+
+
+def foreign(who: str, text: str, where: str) -> str:
+    """The one line on the screen for what another program says at length; all of it lies in the file
+    `where` ("": there is none).
+    """
+    line = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
+    pid = re.search(r"Worker PID: (\d+).*?Worker exit type: (\w+)", line, re.DOTALL)
+    host = re.search(r"Worker IP address: (\S+)", line)
+    if pid is not None:
+        on = f" on {host.group(1)}" if host else ""
+        short = f"process {pid.group(1)}{on} died ({pid.group(2)})"
+    else:
+        short = first_sentence(line)
+    more = len(" ".join(line.split())) - len(short)
+    return f"{who}: {short}" + (f" ({more:,} more characters in {where})" if more > 0 and where else "")

@@ -1,0 +1,280 @@
+"""Joins the stages: what `train`, `plan` and the reading commands do, from configuration to result.
+
+The driver's side only. Importing it loads neither Ray nor torch; they are imported where a cluster is really
+used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.errors import ResourceError
+from orchestrator.launch import start as starting
+from orchestrator.launch.progress import Progress
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.records import Cursor, RunStatus
+from orchestrator.resume.points import parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.trial import require_model
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import Sample
+    from orchestrator.elastic.policy import Limits, NodeFacts
+    from orchestrator.launch.needs import Needs
+
+_FREED_S = 10.0  # how long a start waits for resources that a launch before it held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """How a launch ended. `outcome` is done (budget or data exhausted), stopped (on request, after saving) or
+    failed (`reason`).
+    """
+
+    outcome: str
+    reason: str
+    run_uri: str
+    attempt: int
+    step: int | None
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float | None
+    point: str | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def train(
+    config: JobConfig | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = ""
+) -> RunResult:
+    """Starts the run, or continues it at exactly the next unread token; returns when it is done, stopped or
+    has failed.
+
+    Raises `ConfigError`, `RefusedError`, `BusyError` or `ResourceError` within seconds, before anything is
+    written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards
+    the same call continues. `fault_plan` is for tests.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    began = time.monotonic()
+    folder = starting.run_folder(job)
+    store = RunStore(Storage(str(folder)))
+    starting.check_writable(folder)
+    with (
+        Progress.shown(job.monitor.progress_s) as progress,
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher,
+    ):
+        busy = watcher.submit(starting.refuse_busy, store, progress.say)
+        spec = starting.prepare(job, folder, freeze=False)
+        plan = starting.look_ahead(store, job, spec)
+        if starting.reached(plan):
+            return _already_done(job, plan, time.monotonic() - began, progress)
+        from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
+        from orchestrator.launch.needs import needs_of
+
+        limits, needs = _limits(job), needs_of(job)
+        if local := starts_local_ray(job):
+            _check_this_machine(needs, limits)
+        require_model(job, plan, spec.vocab_size)
+        cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
+        with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
+            watched = busy.result()
+            limits = _preflight(job, needs, limits, folder, () if local else _memories())
+            from orchestrator.launch.on_cluster import supervise
+
+            with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+                spec = starting.freeze(job, folder, attempt.encoders)
+                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
+    return _result(job, status, time.monotonic() - began)
+
+
+def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+    """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
+    nothing, writes nothing.
+
+    The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    folder = starting.run_folder(job)
+    spec = starting.prepare(job, folder, freeze=False)
+    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    return replace(found, notes=(*found.notes, *spec.notes))
+
+
+def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+    """`plan`, and what `train` looks at without a cluster: the model without its weights, the run's folder,
+    the disk, and where it would start a Ray here, this machine's memory.
+
+    Raises what would refuse the start. It starts nothing, writes nothing and does not watch for another
+    launch; what a cluster has is looked at by `train` alone.
+    """
+    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    folder = starting.run_folder(job)
+    starting.check_writable(folder)
+    spec = starting.prepare(job, folder, freeze=False)
+    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
+    if found.action == "refuse":
+        return found
+    from orchestrator.cluster.connection import starts_local_ray
+    from orchestrator.elastic.policy import disk_problems
+    from orchestrator.launch.needs import needs_of
+
+    needs = needs_of(job)
+    if local := starts_local_ray(job):
+        _check_this_machine(needs, _limits(job))
+    _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
+    untried = require_model(job, found, spec.vocab_size)
+    unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
+    return replace(found, notes=(*found.notes, *spec.notes, *untried, *unseen))
+
+
+def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
+    """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
+    this process, no cluster.
+
+    Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape
+    (seq_len,), label -100 where
+    there is no loss, and the cursor behind the sample. The same samples, in this order, are what a run
+    trains.
+    """
+    from orchestrator.data.spec import public_stream
+
+    return public_stream(config if isinstance(config, JobConfig) else load_config(config), cursor)
+
+
+# ------------------------------------------------------------ before anything starts
+def _limits(job: JobConfig) -> Limits:
+    from orchestrator.elastic.policy import Limits
+
+    cluster = job.cluster
+    return Limits(
+        start_workers=cluster.start_workers,
+        min_workers=cluster.min_workers,
+        max_workers=cluster.max_workers,
+        cpus_per_worker=float(cluster.cpus_per_worker),
+        gpus_per_worker=1.0 if cluster.use_gpu else 0.0,
+        num_tokenizers=job.data.num_tokenizers,
+        wait_s=cluster.wait_s,
+        max_failures=cluster.max_failures,
+    )
+
+
+def _check_this_machine(needs: Needs, limits: Limits) -> None:
+    """Memory, before a Ray is started here: what others hold now is not subtracted, for they may end."""
+    import socket
+
+    from orchestrator.cluster import machine
+    from orchestrator.launch.needs import memory_problems
+
+    here = (socket.gethostname(), machine.memory_bytes() or 0)
+    _refuse(memory_problems(needs, limits.start_workers, [here]))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ResourceError("the job does not fit:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _preflight(
+    job: JobConfig, needs: Needs, limits: Limits, folder: Path, memories: Sequence[tuple[str, int]]
+) -> Limits:
+    """The limits with which the job fits: with a CPU for each tokenizer, else without. Raises `ResourceError`
+    with all that is missing. `memories`: (host, bytes in all) of each node, where memory has not been looked
+    at yet.
+    """
+    from orchestrator.elastic.policy import preflight, without_tokenizer_cpus
+    from orchestrator.launch.needs import memory_problems
+    from orchestrator.launch.node_facts import node_facts
+
+    memory = memory_problems(needs, limits.start_workers, memories)
+
+    def look(nodes: tuple[NodeFacts, ...], limits: Limits) -> list[str]:
+        free, needed = _disk_bytes(job, needs, folder)
+        return memory + preflight(
+            nodes,
+            limits,
+            disk_free_bytes=free,
+            disk_needed_bytes=needed,
+            object_store_needed_bytes=needs.object_store_bytes,
+        )
+
+    problems: list[str] = []
+    for asked in (limits, without_tokenizer_cpus(limits)):
+        # A killed launch's processes keep their CPUs until Ray has noticed: what would fit is waited for.
+        deadline = time.monotonic() + _FREED_S
+        while problems := look(nodes := node_facts(), asked):
+            empty = tuple(replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in nodes)
+            if look(empty, asked) or time.monotonic() > deadline:
+                break
+            time.sleep(0.25)
+        if not problems:
+            return asked
+    _refuse(problems)
+    return limits
+
+
+def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
+    """Free where the run lies, and needed for the points that it keeps and one more."""
+    from orchestrator.cluster.machine import free_disk_bytes
+
+    return free_disk_bytes(str(folder)), (job.resume.keep_latest + 1) * needs.point_bytes
+
+
+def _memories() -> list[tuple[str, int]]:
+    from orchestrator.cluster.connection import nodes
+
+    # Ray splits what it found available between these two; tokens in the object store are part of the need
+    return [(n.host, n.memory_bytes and n.memory_bytes + n.object_store_bytes) for n in nodes()]
+
+
+# ------------------------------------------------------------ how it ended
+def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
+    """A stop that was reached before is no failure, and nothing is started for it."""
+    assert plan.point is not None, "a resume has a point"
+    reason = starting.stop_is_reached(plan)
+    progress.say(f"done: {reason}")
+    return RunResult(
+        outcome="done",
+        reason=reason,
+        run_uri=job.run.run_uri,
+        attempt=_attempt_of(plan.point),
+        step=plan.step_before,
+        consumed_samples=plan.consumed_samples,
+        consumed_tokens=plan.consumed_tokens,
+        loss=None,
+        point=plan.point,
+        seconds=seconds,
+    )
+
+
+def _result(job: JobConfig, status: RunStatus, seconds: float) -> RunResult:
+    step = status.last_step
+    at = step or status.committed
+    return RunResult(
+        outcome=status.ended or "failed",
+        reason=status.reason,
+        run_uri=job.run.run_uri,
+        attempt=status.attempt,
+        step=step.step if step else None,
+        consumed_samples=at.consumed_samples,
+        consumed_tokens=at.consumed_tokens,
+        loss=step.loss if step else None,
+        point=status.newest_point,
+        seconds=seconds,
+    )
+
+
+def _attempt_of(point: str) -> int:
+    key = parse_point_name(point)
+    assert key is not None, f"{point} is a point's name"
+    return key.attempt

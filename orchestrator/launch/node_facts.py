@@ -1,0 +1,23 @@
+"""The cluster's nodes as the policy looks at them."""
+
+from __future__ import annotations
+
+from orchestrator.cluster.connection import nodes
+from orchestrator.elastic.policy import NodeFacts
+
+
+def node_facts() -> tuple[NodeFacts, ...]:
+    """The nodes as placing and preflight look at them."""
+    return tuple(
+        NodeFacts(
+            node_id=node.node_id,
+            host=node.host,
+            is_head=node.is_head,
+            cpus=node.cpus,
+            gpus=node.gpus,
+            free_cpus=node.free_cpus,
+            free_gpus=node.free_gpus,
+            object_store_bytes=node.object_store_bytes,
+        )
+        for node in nodes()
+    )

@@ -1,0 +1,198 @@
+"""One launch on a cluster: coordinator, feeder and node groups are started, supervised and ended here.
+
+The driver's side. Whether a launch may begin, and from which point, is decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.spec import DataSpec
+from orchestrator.elastic.policy import Limits, tokenizer_node
+from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.history import sentences
+from orchestrator.history.journal import UNRESPONSIVE
+from orchestrator.launch import start as starting
+from orchestrator.launch.node_facts import node_facts
+from orchestrator.launch.progress import Progress
+from orchestrator.launch.worker import WorkerTask, train_function
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.records import Cursor, Loss, RunStatus, Stall
+
+
+def supervise(
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    folder: Path,
+    limits: Limits,
+    fault_plan: str,
+    progress: Progress,
+) -> RunStatus:
+    """Starts what the attempt needs and stays until the run has ended; everything started here ends here."""
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress.begin(folder, attempt.number, limits.max_workers, total)
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    if not limits.feed_cpus:
+        progress.say(
+            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
+            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
+        )
+    starting.announce(progress.say, job, attempt, plan)
+    # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
+    # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
+    feeder = _start_feeder(job, attempt, spec, limits, here)
+    task = WorkerTask(
+        launch=attempt.launch,
+        coordinator=coordinator,
+        feeder=feeder,
+        config=job,
+        budgets=attempt.budgets,
+        config_digest=starting.config_digest(job),
+        storage=str(folder),
+        fault_plan=fault_plan,
+    )
+    launch = Launch(
+        name=f"{job.run.name}-{attempt.launch[:6]}",
+        train_function=train_function,
+        worker_config={"task": task},
+        resources_per_worker={"CPU": limits.cpus_per_worker, **({"GPU": 1.0} if job.cluster.use_gpu else {})},
+        ray_storage=str(folder / "ray"),
+        limits=limits,
+    )
+    show = _shower(progress, limits, coordinator, feeder)
+    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress, coordinator))
+    try:
+        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
+            status = supervisor.run()
+        if status.ended == "done":
+            why = starting.why_done(job, attempt.budgets, status.last_step)
+            status = replace(status, reason=f"{status.reason}: {why}")
+        _say_end(progress, job, status)
+        return status
+    finally:
+        for handle in (feeder, coordinator):
+            ray.kill(handle, no_restart=True)
+
+
+def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
+    """Shows each status, who was lost and who came; notifies the feeder of what is committed: it forgets
+    that, and gives its notes.
+    """
+    committed, said = 0, tuple[Loss, ...]()
+    failures = set[tuple[int, str]]()
+
+    def show(status: RunStatus) -> None:
+        nonlocal committed, said
+        for change in status.changes:
+            said = ()
+            progress.say(sentences.group_change(change))
+        if status.lost != said and (status.waiting_since is not None or status.ended == "failed"):
+            said = status.lost
+            over = status.ended is not None
+            waits = sentences.waiting(said, limits.min_workers, limits.wait_s)
+            progress.say(sentences.losses(said) if over else waits)
+        for step, what in set(status.failures) - failures:
+            progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
+        failures.update(status.failures)
+        progress.show(status)
+        if status.committed.consumed_samples > committed or status.ended:
+            committed = status.committed.consumed_samples
+            feeder.committed.remote(committed)
+            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
+
+    return show
+
+
+def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
+    for line in sentences.stall(stall):
+        progress.say(line)
+        coordinator.note.remote(UNRESPONSIVE, {"reason": line})
+
+
+def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:
+    """The launch's feeder, an actor on the node that `here` names, opened where the attempt begins."""
+    feeder = start_feeder(
+        attempt.launch,
+        spec,
+        num_tokenizers=job.data.num_tokenizers,
+        replay_bytes=job.data.replay_bytes,
+        tokenizer_node=tokenizer_node(node_facts(), limits),
+        tokenizer_cpus=limits.tokenizer_cpus,
+        options={"scheduling_strategy": here},
+    )
+    # opened before the workers exist: their first batch is ready when they are
+    cursor = attempt.point.cursor if attempt.point else Cursor()
+    feeder.open.remote(attempt.launch, (attempt.number, 0), cursor)
+    return feeder
+
+
+def _start_coordinator(
+    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str
+) -> Any:
+    """The launch's coordinator, an actor on the node that `here` names."""
+    options: dict[str, Any] = {
+        "scheduling_strategy": here,
+        "name": f"coordinator-{attempt.launch}",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 20_000,
+    }
+    start = CoordinatorStart(
+        attempt=attempt,
+        storage=str(folder),
+        min_workers=limits.min_workers,
+        max_workers=limits.max_workers,
+        expected=limits.max_workers,
+        max_failures=limits.max_failures,
+        keep_latest=job.resume.keep_latest,
+        run=job.run.name,
+        global_batch_size=job.train.global_batch_size,
+        seq_len=job.pack.seq_len,
+        flat_config=job.flat(),
+        rng=starting.rng_document(job),
+        fault_plan=fault_plan,
+    )
+    return ray.remote(Coordinator).options(**options).remote(start)
+
+
+def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
+    """Where the results lie, and what to try next."""
+    step, uri = status.last_step, job.run.run_uri
+    where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
+    how = sentences.ended(status.ended or "failed", status.reason)
+    if status.ended == "failed":
+        progress.say_at_length(how)
+    else:
+        progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
+    progress.say(f"newest resume point: {where}")
+    for line in next_commands(uri, trained=step is not None or status.newest_point is not None):
+        progress.say(line)
+
+
+def next_commands(uri: str, *, trained: bool) -> list[str]:
+    """What to try next; nothing where nothing was trained, for there is nothing to look at."""
+    if not trained:
+        return []
+    return [
+        "next:",
+        f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",
+        f"  orchestrator audit {uri}      whether every token was trained exactly once",
+        "  orchestrator plan CONFIG train.global_batch_size=24     what another batch size would do",
+    ]

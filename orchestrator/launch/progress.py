@@ -1,0 +1,135 @@
+"""What a launch says while it runs: a line that is kept up to date on a terminal, one plain line every few
+seconds elsewhere, with time stamps, on stderr; all of it and more goes into the run's log file.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.history import sentences
+from orchestrator.launch.run_log import RunLog
+from orchestrator.records import RunStatus
+
+
+class Progress:
+    """Is given every new status; shows step, loss, tokens per second, data wait and the last resume point.
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        """`every_s`: the least time between two plain lines about the same step."""
+        self._every_s = every_s
+        self._total: int | None = None
+        self._wanted = 0
+        self._shown_at = 0.0
+        self._marks: deque[tuple[float, int]] = deque(maxlen=50)
+        self._last_text = ""
+        self._lock = threading.RLock()  # a signal's handler says something, too
+        self._log = RunLog(self._put)
+        self._live = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.status import Status
+
+            self._live = Status("starting", console=Console(stderr=True))
+            self._live.start()
+
+    @classmethod
+    @contextmanager
+    def shown(cls, every_s: float) -> Iterator[Progress]:
+        """A progress that ends with the block; what ended the block is in its log, too."""
+        progress = cls(every_s)
+        try:
+            yield progress
+        except BaseException as error:
+            progress.note(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            progress.close()
+
+    def begin(self, run_folder: Path, attempt: int, wanted: int, total_steps: int | None) -> None:
+        """The run's folder may be written from now on. `wanted`: workers that the run aims at."""
+        self._total, self._wanted = total_steps, wanted
+        self._log.open(run_folder, attempt)
+
+    def show(self, status: RunStatus) -> None:
+        """A new status. Its warnings are lines of their own, at once."""
+        for warning in status.warnings:
+            self.say(f"warning: {warning}")
+        now, step = time.monotonic(), status.last_step
+        if step is not None and (not self._marks or self._marks[-1][1] != step.consumed_tokens):
+            self._marks.append((now, step.consumed_tokens))
+        text = self._text(status)
+        if self._live is not None:
+            self._live.update(f"{time.strftime('%H:%M:%S')} {text}")
+        if text != self._last_text and now - self._shown_at >= self._every_s:
+            self._shown_at, self._last_text = now, text
+            self._log.write(text)
+            if self._live is None:
+                self._put(text)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._log.write(text)
+        self._put(text)
+
+    def say_at_length(self, text: str) -> None:
+        """A reason that may quote tracebacks: all of it into the log file, a short form onto the screen."""
+        self.note(text)
+        self._put(sentences.shortened(text, self._log.path))
+
+    def note(self, text: str) -> None:
+        """For the log file only."""
+        self._log.write(text)
+
+    def foreign(self, who: str, text: str) -> None:
+        """What another program says: all of it goes into the log file, one line of it onto the screen."""
+        self.note(f"{who}: {text}")
+        self._put(sentences.foreign(who, text, self._log.path))
+
+    def close(self) -> None:
+        """Nothing more will be shown."""
+        if self._live is not None:
+            self._live.stop()
+        self._log.close()
+
+    def _put(self, text: str) -> None:
+        """On the screen."""
+        with self._lock:
+            if self._live is not None:
+                self._live.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False)
+            else:
+                sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                sys.stderr.flush()
+
+    def _text(self, status: RunStatus) -> str:
+        step = status.last_step
+        if step is None:
+            number = status.world_size or self._wanted
+            what = "in their first step" if status.world_size else "starting"
+            return f"{what}: {number} worker{'s' if number != 1 else ''}"
+        of = f"/{self._total}" if self._total is not None else ""
+        there = f"{status.world_size}/{self._wanted}" if self._wanted else f"{status.world_size}"
+        waiting = (
+            f"  waiting for workers for {status.waiting_since:.0f} s"
+            if status.waiting_since is not None
+            else ""
+        )
+        return (
+            f"step {step.step}{of}  loss {step.loss:.4f}  {self._rate():,.0f} tokens/s  data wait "
+            f"{step.data_wait_s * 1000:.0f} ms  "
+            f"lr {step.lr:.2e}  workers {there}  last point "
+            f"{status.newest_point or 'none'}{waiting}"
+        )
+
+    def _rate(self) -> float:
+        if len(self._marks) < 2:
+            return 0.0
+        (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0

@@ -1,0 +1,275 @@
+"""`trainer.membership.Membership` over calls to a coordinator that may be away for a while: each call is
+repeated with fresh arguments until it is answered.
+
+It knows no Ray: how a call travels is the business of `Calls`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError
+from orchestrator.records import (
+    BETWEEN,
+    FEED_WAIT,
+    STEP,
+    GenerationView,
+    JoinRequest,
+    MemberState,
+    Refusal,
+    RunOver,
+    StateKey,
+    StepRecord,
+    StillWaiting,
+    Vote,
+    Wishes,
+)
+from orchestrator.trainer.membership import connect_store, open_store
+
+# A coordinator of our launch that cannot be reached: after this long members stop (membership rule 11).
+COORDINATOR_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 30.0  # a coordinator that lives answers every call within 10 s
+_RETRY_S = 0.1
+_REPORT_EVERY_S = 0.5
+_PROBE_S = 3.0  # how long a port is tried
+_LONG_PHASE_S = 1.0  # a shorter one is nobody's business
+_AGAIN_S = 60.0
+_QUIET = Wishes(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
+# what rank 0 asks for by itself when the coordinator stays away
+_ALONE = Wishes(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
+
+
+class UnansweredError(Exception):
+    """A call was not answered: the coordinator is away, or frozen. Whether it had an effect is unknown."""
+
+
+class Calls(Protocol):
+    """The way to the coordinator."""
+
+    def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
+        """One call and its answer. Raises `UnansweredError` if none came within `limit_s`, and what the call
+        itself raised.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this member lives: its actor and node in Ray ("" outside it), and the address others reach."""
+
+    actor_id: str
+    node_id: str
+    host: str
+
+
+class RemoteMembership:
+    """One member. Its threads end with the process; what ends one of them unforeseen is raised by the next
+    call of the loop.
+    """
+
+    def __init__(
+        self, calls: Calls, launch: str, place: Place, coordinator_limit_s: float = COORDINATOR_LIMIT_S
+    ) -> None:
+        """Opens this member's TCPStore on a port of the system's choice, before it joins anything."""
+        self.member = os.urandom(6).hex()
+        self._calls, self._launch, self._place = calls, launch, place
+        self._limit_s = coordinator_limit_s
+        self.store = open_store(place.host)
+        self._wishes: dict[tuple[int, int], Wishes] = {}
+        self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
+        self._phase = (STEP, time.monotonic())
+        self._stepped_at = time.monotonic()  # when the newest step was finished
+        self._broken: BaseException | None = None
+        self._in_thread("report", self._report_loop)
+
+    def connect_store(self, view: GenerationView) -> Any:
+        """The store of the generation's rank 0, under a prefix of its own."""
+        return connect_store(self.store, view)
+
+    def join(self, state: MemberState) -> GenerationView | None:
+        """Blocks until this member is in a new generation; None: the run is over. Raises `FencedError` when
+        it is refused.
+        """
+        self._check()
+        request = JoinRequest(
+            member=self.member,
+            launch=self._launch,
+            actor_id=self._place.actor_id,
+            node_id=self._place.node_id,
+            host=self._place.host,
+            port=self.store.port,
+            key=state.key,
+            leaves=state.leaves,
+            prepared=state.prepared,
+            cursor=state.cursor,
+            records=state.records,
+            reason=state.reason[-2000:],
+            pid=os.getpid(),
+            voted=state.voted,
+            idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
+        )
+        answer = self._ask("join", request)
+        while isinstance(answer, GenerationView) and answer.probe:
+            request = replace(
+                request,
+                leaves=(answer.attempt, answer.generation),
+                reason="tried the others' ports",
+                unreached=try_ports(answer),
+            )
+            answer = self._ask("join", request)
+        if isinstance(answer, Refusal):
+            raise FencedError(answer.reason)
+        if isinstance(answer, RunOver):
+            return None
+        assert isinstance(answer, GenerationView), f"join was answered with {answer}"
+        if answer.rank == 0:
+            self._in_thread("watch", lambda: self._watch(answer))
+        return answer
+
+    def wishes(self, view: GenerationView) -> Wishes:
+        """The latest wishes that the watching thread has heard of; never blocks."""
+        self._check()
+        return self._wishes.get((view.attempt, view.generation), _QUIET)
+
+    def phase(self, name: str) -> None:
+        """The reporting thread tells the coordinator, should it last."""
+        self._phase = (STEP if name == BETWEEN else name, time.monotonic())
+        if name == BETWEEN:
+            self._stepped_at = self._phase[1]
+
+    def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
+        """Hands the records to the reporting thread; never blocks."""
+        self._reports.put((view, tuple(records)))
+
+    def vote(self, vote: Vote) -> Future[bool]:
+        """Sends the vote from a thread of its own; the future answers whether the point was committed."""
+        answer: Future[bool] = Future()
+
+        def send() -> None:
+            try:
+                answer.set_result(bool(self._ask("vote", self._launch, vote)))
+            except BaseException as error:  # noqa: BLE001  the future carries it to the loop
+                answer.set_exception(error)
+
+        threading.Thread(target=send, daemon=True, name="vote").start()
+        return answer
+
+    def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
+        """Tells the coordinator that this rank could not write its part; the save is given up."""
+        self._ask("save_failed", self._launch, key, view.rank, view.world_size, str(error))
+
+    def finished(self, key: StateKey, reason: str) -> None:
+        """Tells the coordinator that this member's part of the run is over."""
+        self._ask("finished", self._launch, self.member, key, reason)
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the coordinator what ended this member, so that the reason reaches the user whatever Ray does
+        with the exception; before it the steps that were not reported yet.
+        """
+        self._send_reports()
+        fatal = isinstance(error, OrchestratorError)
+        text = str(error) if fatal else "".join(traceback.format_exception(error))[-4000:]
+        self._ask("failed", self._launch, self.member, type(error).__name__, text, fatal)
+
+    # ---- inside
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise ElasticError(
+                f"a thread of member {self.member} ended: {type(self._broken).__name__}: {self._broken}; "
+                "start the same command again: it continues from the newest resume point"
+            ) from self._broken
+
+    def _in_thread(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  the loop raises it
+                self._broken = error
+
+        threading.Thread(target=run, daemon=True, name=name).start()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """One call, repeated while the coordinator is away or has nothing to say yet; `ElasticError` after
+        `coordinator_limit_s` without an answer.
+        """
+        answered = time.monotonic()
+        while True:
+            try:
+                answer = self._calls.call(method, arguments, min(ANSWER_LIMIT_S, self._limit_s))
+            except UnansweredError as error:
+                if time.monotonic() - answered > self._limit_s:
+                    raise ElasticError(
+                        f"no coordinator of launch {self._launch} answered for {self._limit_s:.0f} s "
+                        f"({error}); start the same command again: it continues from the newest resume point"
+                    ) from error
+                time.sleep(_RETRY_S)
+                continue
+            if not isinstance(answer, StillWaiting):
+                return answer
+            answered = time.monotonic()
+
+    def _watch(self, view: GenerationView) -> None:
+        """Rank 0's open call: it returns when the wishes for this generation change, and is asked again until
+        the generation is over.
+        """
+        known: Wishes | None = None
+        while known is None or not known.ended:
+            try:
+                known = self._ask("watch", self._launch, view.attempt, view.generation, known)
+            except OrchestratorError:
+                self._wishes[view.attempt, view.generation] = _ALONE
+                return
+            self._wishes[view.attempt, view.generation] = known
+
+    def _report_loop(self) -> None:
+        """Tells the coordinator what nobody waits for: step records in batches, long phases. While it stays
+        away the records stay with the members, who bring them to the next join.
+        """
+        told, told_at = STEP, time.monotonic()
+        while True:
+            time.sleep(_REPORT_EVERY_S)
+            phase, since = self._phase
+            now = time.monotonic()
+            new = phase != told and (phase == STEP or now - since > _LONG_PHASE_S)
+            # waiting for the feed ends no generation: the feed has its own limit (rule 23)
+            again = phase == told == FEED_WAIT and now - told_at > _AGAIN_S
+            try:
+                self._send_reports()
+                if new or again:
+                    self._ask("phase", self._launch, self.member, phase)
+                    told, told_at = phase, now
+            except OrchestratorError:
+                return
+
+    def _send_reports(self) -> None:
+        view, batch = None, list[StepRecord]()
+        with suppress(queue.Empty):
+            while True:
+                view, records = self._reports.get_nowait()
+                batch.extend(records)
+        if view is not None:
+            self._ask("report", self._launch, self.member, view.attempt, view.generation, tuple(batch))
+
+
+def try_ports(view: GenerationView) -> tuple[str, ...]:
+    """The members whose stores this one cannot reach, all tried at once, within `_PROBE_S`."""
+
+    def reaches(address: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(address, timeout=_PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = pool.map(reaches, view.probe)
+        return tuple(member for member, answer in zip(view.members, answers, strict=True) if not answer)

@@ -1,0 +1,306 @@
+"""What every start does, with Ray or without: look at folder, data and plan, watch for another launch, claim,
+say what it continues.
+
+It knows neither cluster nor group, and imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.coordinator.attempt import (
+    Attempt,
+    begin_launch,
+    choose_point,
+    decide,
+    require_frozen,
+    survey,
+)
+from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
+from orchestrator.faults import hook
+from orchestrator.history.busy import Free
+from orchestrator.history.claim_files import RESUME, REWIND, START
+from orchestrator.history.heartbeat import beating
+from orchestrator.history.journal_reader import journal_keeper
+from orchestrator.history.processes import AllEnded, driver_was_killed
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import StepRecord
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+BUSY_WATCH_S = 10.0
+HEARTBEAT_EVERY_S = 2.0
+ORPHANS_S = 90.0
+# Ray unpacks a job's working directory in a folder of this one's.
+_RAY_COPIES = "working_dir_files"
+_RNG = (  # what `trainer.model.seed_micro_batch` does
+    "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
+    "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
+)
+
+
+def run_folder(job: JobConfig) -> Path:
+    """The run's folder, absolute. Raises `ConfigError` for a URI, and for a folder that Ray would delete."""
+    if "://" in job.run.storage:
+        raise ConfigError(
+            f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; "
+            "give a path"
+        )
+    folder = Path(os.path.abspath(job.run.run_uri))
+    if _RAY_COPIES in folder.parts:
+        raise ConfigError(
+            f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
+            "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "
+            "run.storage=$PWD/runs where you submit"
+        )
+    return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Raises `StorageError` if the run's folder can neither be made nor written."""
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"run.storage: {folder} cannot be written, because {parent} is no writable folder; "
+            "correct its rights, or take another run.storage"
+        )
+
+
+def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
+    """The job's data, as the run has frozen them; where it has not yet, nothing is written unless `freeze`.
+
+    Raises as `data.spec.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
+    """
+    from orchestrator.data.frozen import read_frozen
+    from orchestrator.data.spec import prepare_data
+
+    spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
+    vocab = (job.model.config or {}).get("vocab_size")
+    if vocab is not None and vocab < spec.vocab_size:
+        raise ConfigError(
+            f"model.config.vocab_size={vocab}, but the tokenizer {job.data.tokenizer} has {spec.vocab_size} "
+            f"ids; set model.config.vocab_size to {spec.vocab_size} or more"
+        )
+    return spec
+
+
+def find_run(store: RunStore) -> RunFile | None:
+    """run.json; None for a new run. Raises `RefusedError` where a run's pieces lie without it: a start would
+    mix two histories.
+    """
+    run = store.read_run()
+    if run is None and (pieces := store.pieces()):
+        run = store.read_run()  # another start may just have made both
+        if run is None:
+            raise RefusedError(missing_run(store, pieces))
+    return run
+
+
+def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
+    """What to say of pieces of a run without its run.json."""
+    return (
+        f"{store.storage.root} has no run.json, but {', '.join(pieces)} of a run: it was deleted while a "
+        "launch wrote into it, or run.json is lost; a new run beside them would mix two histories. Restore "
+        "run.json, or move the folder away, or take another run.name"
+    )
+
+
+def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
+    """What a start would do now; the newest point is trusted by sizes. A new run's first records are looked
+    at (see `check_first_records`).
+    """
+    from orchestrator.data.first_records import check_first_records
+
+    run = find_run(store)
+    if run is None:
+        check_first_records(spec)
+    seen = survey(store)
+    require_frozen(seen, spec)
+    point, damages = choose_point(store, seen, job.resume.from_, fast=True)
+    found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
+    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    if point is not None:
+        notes.append("sizes of the point's files are right; the start verifies their digests, too")
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def refuse_busy(store: RunStore, say: Callable[[str], None]) -> int:
+    """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one. Returns
+    the newest attempt's number (0: none): nobody is at work on it, so that `claimed` may take the next.
+
+    What a killed driver of this machine left is no launch: its processes end by themselves, within
+    `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
+    it says.
+    """
+    newest, ended = store.newest_claim(), AllEnded(store, partial(journal_keeper, store.storage))
+    if newest is not None and store.read_end(newest.number) is None and not ended(newest):
+        say(
+            f"attempt {newest.number} has no end record: checking for {BUSY_WATCH_S:.0f} s whether it still "
+            "runs"
+        )
+    deadline = time.monotonic() + ORPHANS_S
+    while True:
+        found = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep, ended)
+        if isinstance(found, Free):
+            return found.number
+        claim = store.read_claim(found.number)
+        if driver_was_killed(store, claim) and time.monotonic() < deadline:
+            say(
+                f"attempt {claim.number} still runs, but its driver was killed: waiting for its processes to "
+                "end"
+            )
+            continue
+        raise BusyError(
+            f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
+            f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
+            "take another run.name"
+        )
+
+
+@contextmanager
+def claimed(
+    store: RunStore, job: JobConfig, spec: DataSpec, watched: int, fault_plan: str = ""
+) -> Iterator[tuple[Attempt, ResumePlan]]:
+    """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
+    `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive.
+
+    Raises `BusyError` if another start was quicker.
+    """
+    run = find_run(store)
+    if run is None:
+        run = store.create_run(job.run.name, spec.identity())
+    why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
+    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id)
+    with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
+        hook(fault_plan)("claim_made", -1, -1)
+        yield begin_launch(store, job, made, run, spec)
+
+
+def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
+    """The data of a claimed attempt, frozen in the run's folder if they are not yet; see `prepare`."""
+    return prepare(job, folder, freeze=True).made_by(encoders)
+
+
+def reached(plan: ResumePlan) -> bool:
+    """Whether there is nothing left to train: the stop was reached by an earlier start."""
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    return plan.action == "resume" and plan.remaining_steps == 0
+
+
+def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str:
+    """Why a run that is done is done: its stop is reached, or the data have ended before it."""
+    tokens, samples = (record.consumed_tokens, record.consumed_samples) if record else (0, 0)
+    if budgets.stop_tokens is not None and tokens >= budgets.stop_tokens:
+        return f"{tokens:,} tokens are trained, as many as were asked for"
+    if budgets.stop_samples is not None and samples >= budgets.stop_samples:
+        return f"{samples:,} samples are trained, as many as were asked for"
+    return f"the data have ended (data.num_epochs={job.data.num_epochs}); raise data.num_epochs to go on"
+
+
+def stop_is_reached(plan: ResumePlan) -> str:
+    """What to say when there is nothing left to train."""
+    return (
+        f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
+        "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
+        "seq_len that they are first given with)"
+    )
+
+
+def config_digest(job: JobConfig) -> str:
+    """blake3 of everything that has an influence on what is trained: members compare it when a generation
+    forms.
+    """
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    decisive = {name: value for name, value in job.flat().items() if rules.get(name) != "free"}
+    return blake3(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def rng_document(job: JobConfig) -> dict[str, Any]:
+    """All that a resume needs to know of random numbers; stands in every point."""
+    return {"rule": _RNG, "seed": job.train.seed}
+
+
+def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
+    """Says what this start continues, what it found damaged, and what differs."""
+    for damage in attempt.damages:
+        say(f"warning: {damage}; falling back to an older resume point")
+    if attempt.point is None:
+        say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
+    else:
+        say(
+            f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
+            f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
+        )
+    for file in attempt.unreadable:
+        say(f"warning: {file}")
+    for left in attempt.leftovers:
+        say(f"warning: {left}" if left.kept else f"note: {left}")
+    for difference in plan.differences:
+        say(f"  {difference.field}: {difference.old} -> {difference.new}")
+    if attempt.encoders != plan.encoders:
+        newest = attempt.encoders[-1]
+        for source, (epoch, block, window, record) in newest.begins.items():
+            say(
+                f"  {newest.encoder} encodes from the next whole document on: source {source}, "
+                f"epoch {epoch}, block {block}, window {window}, record {record}"
+            )
+
+
+class StoppedAtOnceError(KeyboardInterrupt):
+    """A second signal: nothing is saved. `exit_code` is what a shell expects of a process that it ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"{signal.Signals(number).name} came twice: stopped at once, and nothing was saved; the same "
+            "command continues from the newest resume point"
+        )
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C save and stop; a second one raises `StoppedAtOnceError`, a `KeyboardInterrupt`. Only
+    a process's main thread can do this; in another nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = False
+
+    def handle(number: int, _: object) -> None:
+        nonlocal seen
+        if seen:
+            raise StoppedAtOnceError(number)
+        seen = True
+        say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,104 @@
+"""What runs in each Ray Train worker: the training loop, joined to the coordinator and the feeder by remote
+calls.
+
+It holds no decision about membership, data or points: it repeats calls until they are answered and hands the
+answers to the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import OrchestratorError
+from orchestrator.paused_gc import loading
+from orchestrator.planning.schedule import Budgets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerTask:
+    """All that a worker needs to take part in a launch; it crosses the process border by pickle, written and
+    read by this package.
+    """
+
+    launch: str
+    coordinator: Any  # actor handles
+    feeder: Any
+    config: JobConfig
+    budgets: Budgets
+    config_digest: str
+    storage: str
+    fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
+
+
+class RayCalls:
+    """`remote_membership.Calls` to a Ray actor. Ray's own retries are off, because a repeated `join` would
+    carry an old step and a dead address.
+    """
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
+        """See `Calls`."""
+        from orchestrator.launch.remote_membership import UnansweredError
+
+        try:
+            return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=limit_s)
+        except (ActorUnavailableError, ActorDiedError, RayActorError, GetTimeoutError) as error:
+            raise UnansweredError(f"{type(error).__name__}: {error}") from error
+
+
+def train_function(config: dict[str, Any]) -> None:
+    """The Ray Train function of every worker. An error of ours ends the run by word to the coordinator; any
+    other is raised too, so that Ray replaces the process.
+    """
+    task: WorkerTask = config["task"]
+    # Few threads and no telemetry in a process of which a machine runs many.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with loading():
+        from orchestrator.data.feed.remote_feed import RayFeed
+        from orchestrator.faults import hook
+        from orchestrator.launch.remote_membership import Place, RemoteMembership
+        from orchestrator.resume.committed import CommittedFiles
+        from orchestrator.storage.files import Storage
+        from orchestrator.trainer.job import TrainJob
+        from orchestrator.trainer.loop import train
+
+    job = TrainJob(
+        model=task.config.model,
+        train=task.config.train,
+        resume=task.config.resume,
+        seq_len=task.config.pack.seq_len,
+        budgets=task.budgets,
+        config_digest=task.config_digest,
+        device="cuda" if task.config.cluster.use_gpu else "cpu",
+    )
+    context = ray.get_runtime_context()
+    place = Place(
+        actor_id=context.get_actor_id() or "",
+        node_id=context.get_node_id(),
+        host=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+    )
+    membership = RemoteMembership(RayCalls(task.coordinator), task.launch, place)
+    try:
+        train(
+            job,
+            membership,
+            RayFeed(task.feeder, task.launch),
+            CommittedFiles(Storage(task.storage)),
+            faults=hook(task.fault_plan),
+        )
+    except OrchestratorError as error:
+        membership.failed(error)
+    except BaseException as error:
+        with suppress(OrchestratorError):  # who does not answer learns it from Ray
+            membership.failed(error)
+        raise

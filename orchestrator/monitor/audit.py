@@ -1,0 +1,186 @@
+"""The proof of what a run was trained on: its stream, recomputed from the files, against its journal.
+
+It reads the files and what `coordinator.attempt.survey` found; it knows neither cluster nor points' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.step_names import find_steps, step_name
+from orchestrator.monitor.epoch_checksum import Tally, tally_files
+from orchestrator.monitor.reference_packing import ReferencePacker, Samples
+from orchestrator.monitor.trained import TrainedTokens
+from orchestrator.planning.batches import ceil_div
+from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
+from orchestrator.records import Cursor, SourceCursor, StepRecord, decode
+from orchestrator.resume.points import parse_point_name
+
+# The source's number in a sample's digest.
+SOURCE_NUMBER = 0
+_ALL = "that epoch {} holds every document of the files, for these steps are a part of it: it "
+
+
+def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
+    """The document of `audit --json`, without the number of attempts.
+
+    It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
+    digests are recomputed by a packer of the audit's own (`monitor.reference_packing`). And it shows that the
+    tokens of these samples are, for every epoch that was read from its first to its last document, those that
+    the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
+    read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
+    passed is compared. `not_shown` says what this audit leaves open.
+    """
+    records = seen.lineage.records
+    wanted = range(len(records)) if steps is None else find_steps(records, steps)
+    walk = _Walk(spec, seen, records, wanted.start)
+    first = None
+    if steps is None and seen.lineage.gaps:
+        first = {"step": None, "reason": seen.lineage.gaps[0]}
+    first = first or next(walk.differences(wanted), None)
+    not_shown: list[str] = []
+    if first is None:
+        first, not_shown = walk.epochs()
+    before = records[wanted.start - 1] if wanted.start else None
+    last = records[wanted.stop - 1] if wanted else None
+    newest = parse_point_name(seen.points[-1]) if seen.points else None
+    return {
+        "exactly_once": first is None,
+        "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
+        "tokens": (last.consumed_tokens if last else 0) - (before.consumed_tokens if before else 0),
+        "steps": len(wanted),
+        "first_step": step_name(records, wanted.start) if wanted else None,
+        "last_step": step_name(records, wanted.stop - 1) if wanted else None,
+        "final_up_to_step": newest.step if newest else None,
+        "first_difference": first,
+        "not_shown": not_shown,
+    }
+
+
+class _Walk:
+    """The stream beside the records, from the nearest known cursor on."""
+
+    def __init__(self, spec: DataSpec, seen: Survey, records: tuple[StepRecord, ...], first: int) -> None:
+        """`first`: the first record that is asked for."""
+        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much
+        # it took
+        self._spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
+        self._source = spec.plans[0].source
+        self._records = records
+        self._seq_lens = {start.id: start.seq_len for start in seen.journal.generations}
+        self._known = _known_cursors(seen, records)
+        self._first = max((i for i in self._known if i <= first), default=0)
+        self._begin = self._known.get(self._first, Cursor())
+        begin = self._begin.sources.get(self._source, SourceCursor())
+        self._trained = TrainedTokens(begin.token)
+        self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
+        self._walked = False
+
+    def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
+        """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
+        can be trained, or that end at another cursor than the journal's.
+        """
+        samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
+        for index in range(self._first, wanted.stop):
+            record = self._records[index]
+            num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
+            seq_len = self._seq_lens[record.attempt, record.generation]
+            if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
+                reason: str | None = (
+                    f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
+                )
+                yield {"step": step_name(self._records, index), "reason": reason}
+                return  # what follows it stands at no place of the stream
+            found = self._packer.samples(num_tokens, seq_len)
+            self._walked = True
+            wrong = self._trained.add(found, num_tokens)
+            reason = self._difference(index, samples, found) or wrong
+            samples, tokens = record.consumed_samples, record.consumed_tokens
+            if reason is not None and index >= wanted.start:
+                yield {"step": step_name(self._records, index), "reason": reason}
+
+    def _difference(self, index: int, first_sample: int, found: Samples) -> str | None:
+        """How the record differs from the samples that the stream gives."""
+        record, known = self._records[index], self._known.get(index + 1)
+        sources = np.full(len(found.labels), SOURCE_NUMBER, np.int32)
+        arrays = found.input_ids, found.labels, found.document_ids
+        digest = f"{batch_digest(first_sample, sources, *arrays):016x}"
+        if digest != record.digest:
+            return (
+                f"trained samples have digest {record.digest}, the stream gives {digest} (or a file was "
+                "changed in place since, with its size, its time or its ends kept)"
+            )
+        if known is None:
+            return None
+        cursor = Cursor(
+            consumed_samples=record.consumed_samples,
+            consumed_tokens=record.consumed_tokens,
+            target_tokens=self._begin.target_tokens + record.consumed_tokens - self._begin.consumed_tokens,
+            sources={self._source: self._packer.cursor()},
+        )
+        if known.agrees_with(cursor):
+            return None
+        return f"the journal's cursor behind it is {known}, the stream's {cursor}"
+
+    def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """The first epoch that held a record twice, or other documents than the files, and what of the epochs
+        is not shown.
+        """
+        plan = self._spec.plans[0]
+        begin = self._begin.sources.get(plan.source, SourceCursor())
+        end = self._packer.cursor() if self._walked else begin
+        ends_data = self._walked and not _at_border(end) and self._packer.ends_epoch()
+        not_shown: list[str] = []
+        if reason := self._trained.end():
+            return {"step": None, "reason": reason}, not_shown
+        tallies = self._trained.tallies
+        for epoch in range(begin.epoch, end.epoch + (0 if _at_border(end) else 1)):
+            twice = tallies.twice(epoch)
+            if twice is not None:
+                reason = (
+                    f"epoch {epoch} held the record at {twice[1]} of {plan.manifest.path(twice[0])} twice"
+                )
+                return {"step": None, "reason": reason}, not_shown
+            if epoch == begin.epoch and not _at_border(begin):
+                not_shown.append(_ALL.format(epoch) + "begins before them; no record came twice")
+            elif epoch == end.epoch and not ends_data:
+                not_shown.append(_ALL.format(epoch) + "goes on after them; no record came twice")
+            else:
+                encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
+                found, files = tallies.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
+                if encoder is None:
+                    not_shown.append(f"epoch {epoch}'s tokens against the files: two encoders made them")
+                    found, files = found.without_tokens(), files.without_tokens()
+                if found != files:
+                    reason = f"epoch {epoch} held {found}; the files hold {files}"
+                    return {"step": None, "reason": reason}, not_shown
+        return None, not_shown
+
+    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
+    def _files(self, encoder: EncoderChoice) -> Tally:
+        return tally_files(self._spec, encoder)
+
+
+def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:
+    """The journal's cursors by how many of the records lie before them."""
+    behind = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
+    known = {}
+    for event in seen.journal.events:
+        if "cursor" in event.fields:
+            cursor = decode(Cursor, event.fields["cursor"])
+            at = behind.get((event.attempt, cursor.consumed_samples, cursor.consumed_tokens))
+            if at is not None:
+                known[at] = cursor
+    return known
+
+
+def _at_border(cursor: SourceCursor) -> bool:
+    return (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token) == (0, 0, 0, 0, 0)

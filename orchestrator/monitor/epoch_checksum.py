@@ -1,0 +1,219 @@
+"""What an epoch holds whatever its order: the second half of an audit, which needs neither order nor packer.
+
+`tally_files` reads whole files, one behind the other; `Tallies` count what was trained.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64
+
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
+from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.encoder import Encoder, Pieces
+from orchestrator.planning.encoders import EncoderChoice
+from orchestrator.records import BAD, EMPTY, Int32Array, Int64Array, TokenChunk
+
+# Documents are encoded in batches of about so many bytes of text; the fixed cost of a call vanishes in it.
+_BATCH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """`documents` are those with text. The digests are sums modulo 2^64 over these, of the xxh3_64 of (file,
+    place), and of (file, place, tokens with BOS and EOS): little-endian, int64 twice and int32.
+    """
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    places: int = 0
+    tokens: int = 0
+    digest: int = 0
+
+    def without_tokens(self) -> Tally:
+        """What it says of documents only."""
+        return replace(self, tokens=0, digest=0)
+
+    def __str__(self) -> str:
+        tokens = f", {self.tokens:,} tokens, sum of digests {self.digest:016x}" if self.tokens else ""
+        return (
+            f"{self.documents:,} documents, {self.empty:,} empty and {self.bad:,} bad ones, sum of places "
+            f"{self.places:016x}{tokens}"
+        )
+
+
+class Tallies:
+    """What the epochs hold of a stream that comes by chunk by chunk, from any place on."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, Tally] = defaultdict(Tally)
+        self._records: dict[int, _Records] = defaultdict(_Records)
+        self._hasher: Any = xxh3_64()
+
+    def note_records(self, chunk: TokenChunk) -> None:
+        """Its records came by, for `twice`."""
+        self._records[chunk.epoch].add(chunk)
+
+    def of(self, epoch: int) -> Tally:
+        """What of this epoch was counted; whole documents, if it was from its begin on."""
+        return self._epochs[epoch]
+
+    def twice(self, epoch: int) -> tuple[int, int] | None:
+        """(file, place) of a record of this epoch that came by twice, None if there is none."""
+        return self._records[epoch].twice()
+
+    def count(self, chunk: TokenChunk, tokens: Int32Array) -> None:
+        """Its entries, with these `tokens` (as many as it has) for theirs. In order, each chunk once."""
+        documents = places = digest = start = 0
+        tokens = np.ascontiguousarray(tokens, dtype="<i4")
+        origins = np.stack([chunk.file, chunk.place], axis=1).astype("<i8")
+        columns = (chunk.num_tokens, chunk.piece, chunk.last_piece, chunk.kind)
+        for i, (length, piece, is_last, kind) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            if kind in (BAD, EMPTY):
+                continue
+            if piece == 0:
+                self._hasher = xxh3_64(origins[i])
+                documents += 1
+                places += self._hasher.intdigest()
+            self._hasher.update(tokens[start : start + length])
+            start += length
+            if is_last:
+                digest += self._hasher.intdigest()
+        so_far = self._epochs[chunk.epoch]
+        self._epochs[chunk.epoch] = Tally(
+            documents=so_far.documents + documents,
+            empty=so_far.empty + int((chunk.kind == EMPTY).sum()),
+            bad=so_far.bad + int((chunk.kind == BAD).sum()),
+            places=(so_far.places + places) % 2**64,
+            tokens=so_far.tokens + len(tokens),
+            digest=(so_far.digest + digest) % 2**64,
+        )
+
+
+class _Records:
+    """The records of an epoch that came by, as one interval of places per block and file: a block's own lie
+    side by side in its files, so intervals of two blocks that overlap have a record in common.
+    """
+
+    def __init__(self) -> None:
+        self._block = -1
+        self._held: list[Int64Array] = []  # (num_records, 2) of the block at hand: file, place
+        self._intervals: list[tuple[int, int, int]] = []
+        self._twice: tuple[int, int] | None = None
+
+    def add(self, chunk: TokenChunk) -> None:
+        if chunk.block != self._block:
+            self._close()
+            self._block = chunk.block
+        new = chunk.piece == 0
+        self._held.append(np.stack([chunk.file[new], chunk.place[new]], axis=1).astype(np.int64))
+
+    def twice(self) -> tuple[int, int] | None:
+        self._close()
+        self._intervals.sort()
+        for (file, _, last), (next_file, first, _) in zip(self._intervals, self._intervals[1:], strict=False):
+            if file == next_file and first <= last:
+                self._twice = self._twice or (file, first)
+        return self._twice
+
+    def _close(self) -> None:
+        found = np.concatenate(self._held) if self._held else np.empty((0, 2), np.int64)
+        self._held = []
+        found = found[np.lexsort((found[:, 1], found[:, 0]))]
+        same = (found[1:] == found[:-1]).all(axis=1)
+        if same.any():
+            file, place = found[1:][same][0].tolist()
+            self._twice = self._twice or (file, place)
+        files, firsts = np.unique(found[:, 0], return_index=True)
+        lasts = [*(firsts[1:] - 1), len(found) - 1]
+        for file, first, last in zip(files.tolist(), firsts.tolist(), lasts, strict=False):
+            self._intervals.append((file, int(found[first, 1]), int(found[last, 1])))
+
+
+def tally_files(spec: DataSpec, encoder: EncoderChoice) -> Tally:
+    """One epoch: every file from its first byte to its last, document by document, encoded by `encoder`,
+    without fragments, blocks, windows and chunks. A bad record is counted, whatever `data.on_bad_document`
+    says. Raises as the stream does where a file cannot be read.
+    """
+    settings, plan = replace(spec.settings, shuffle="none"), spec.plans[0]
+    sums = _FileSums(Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text), settings)
+    for number, part in enumerate(read_files(plan, settings.accept_changed)):
+        window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, 0)
+        for position in range(len(window)):
+            try:
+                text = window.text(position)
+            except BadRecordError:
+                sums.bad += 1
+                continue
+            if text:
+                sums.add(window.origin(position), text, window.size(position))
+            elif text is not None:  # a blank line is no document
+                sums.empty += 1
+    return sums.finish()
+
+
+class _FileSums:
+    """The documents of files, encoded by pieces in batches: a large one is never held as tokens in whole."""
+
+    def __init__(self, encoder: Encoder, settings: StreamSettings) -> None:
+        self.empty = self.bad = 0
+        self._encoder, self._piece_bytes = encoder, settings.piece_bytes
+        ends = (settings.bos_id, settings.eos_id)
+        self._bos, self._eos = (b"" if i is None else i.to_bytes(4, "little") for i in ends)
+        self._documents = self._places = self._digest = self._num_bytes = 0
+        self._hasher = xxh3_64()  # of the document at hand
+        self._texts: list[str] = []  # pieces that are not encoded yet
+        self._ends: list[tuple[tuple[int, int] | None, bool]] = []  # whose document each begins, and ends
+        self._text_bytes = 0
+
+    def add(self, origin: tuple[int, int], text: str, size: int) -> None:
+        """A document from (file, place), of at most `size` bytes."""
+        pieces = Pieces(text, size, self._piece_bytes)
+        for number, piece in enumerate(pieces):
+            self._texts.append(piece)
+            self._ends.append((None if number else origin, number == len(pieces) - 1))
+            self._text_bytes += min(size, self._piece_bytes)
+            if self._text_bytes >= _BATCH_BYTES:
+                self._encode()
+
+    def finish(self) -> Tally:
+        """The sums over all documents."""
+        self._encode()
+        return Tally(
+            documents=self._documents,
+            empty=self.empty,
+            bad=self.bad,
+            places=self._places % 2**64,
+            tokens=self._num_bytes // 4,
+            digest=self._digest % 2**64,
+        )
+
+    def _encode(self) -> None:
+        ids, lengths = self._encoder.encode(self._texts)
+        data = np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).data
+        stops = (4 * np.cumsum(lengths, dtype=np.int64)).tolist()
+        for (origin, is_last), start, stop in zip(self._ends, [0, *stops], stops, strict=False):
+            if origin is not None:
+                self._documents += 1
+                self._hasher = xxh3_64(struct.pack("<qq", *origin))
+                self._places += self._hasher.intdigest()
+                self._hash(self._bos)
+            self._hash(data[start:stop])
+            if is_last:
+                self._hash(self._eos)
+                self._digest += self._hasher.intdigest()
+        self._texts, self._ends, self._text_bytes = [], [], 0
+
+    def _hash(self, tokens: bytes | memoryview) -> None:
+        self._hasher.update(tokens)
+        self._num_bytes += len(tokens)

@@ -1,0 +1,284 @@
+"""The packing once more, for an audit: chunks of tokens go in, a step's samples and cursors come out.
+
+It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), holds T and the number of each
+token's document as plain arrays, and shares no code with the trainer's packer (`stream`, `segments`,
+`step_samples`): a fault there cannot hide here. `tests/monitor/test_reference_packing.py` sees to both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64
+
+from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, SourceCursor, TokenChunk
+
+NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Consecutive samples as a model takes them; arrays are int32 of shape (num_samples, seq_len)."""
+
+    input_ids: Int32Array
+    labels: Int32Array  # -100: no loss
+    document_ids: Int32Array  # 0, 1, … within a sample, -1: padding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A chunk that is not passed yet, and what lies before it in the stream and in its epoch."""
+
+    chunk: TokenChunk
+    begin: int  # position of its first token; that of the cursor with which the stream was opened is 0
+    passed: Int64Array  # (4,) documents, empty and bad ones, special texts
+    epoch_passed: Int64Array  # (4,) the same at the epoch's beginning
+    begins_epoch: bool  # no token of the epoch came before
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last token."""
+        return self.begin + len(self.chunk.tokens)
+
+
+class ReferencePacker:
+    """One source's token stream from `cursor` on, as its chunks give it."""
+
+    def __init__(self, chunks: Iterator[TokenChunk], cursor: SourceCursor) -> None:
+        self._chunks, self._cursor = chunks, cursor
+        self._position = 0  # of the next input token
+        self._tokens = np.empty(0, np.int32)  # T from the next input token on, as far as it is read
+        self._documents = np.empty(0, np.int64)  # the number of each one's document
+        self._pieces = np.empty(0, np.int64)  # the number of each one's piece
+        self._held: deque[_Held] = deque()
+        self._document = self._piece = 0
+        self._earlier = _EarlierPieces(cursor)
+        self._passed = np.array(
+            [cursor.documents, cursor.empty_documents, cursor.bad_documents, cursor.special_texts], np.int64
+        )
+        self._epoch, self._epoch_passed = cursor.epoch, self._passed
+        place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token)
+        self._epoch_has_tokens = place != (0, 0, 0, 0, 0)
+        self._to_skip = cursor.token
+
+    def samples(self, num_tokens: int, seq_len: int) -> Samples:
+        """The next samples, of so many targets altogether; the last is padded where they do not fill it."""
+        self._read(num_tokens + 1)
+        num_samples = -(-num_tokens // seq_len)
+        inputs = np.full(num_samples * seq_len, NO_TOKEN, np.int32)
+        inputs[:num_tokens] = self._tokens[:num_tokens]
+        labels = np.full(num_samples * seq_len, NO_TARGET, np.int32)
+        labels[:num_tokens] = self._tokens[1 : num_tokens + 1]
+        documents = np.full(num_samples * seq_len, NO_DOCUMENT, np.int32)
+        for first in range(0, num_tokens, seq_len):
+            numbers = self._documents[first : min(first + seq_len, num_tokens)]
+            another = numbers[1:] != numbers[:-1]
+            documents[first] = 0
+            documents[first + 1 : first + len(numbers)] = np.cumsum(another)
+        self._earlier.move(self._tokens, self._documents, self._pieces, num_tokens)
+        self._tokens, self._documents = self._tokens[num_tokens:], self._documents[num_tokens:]
+        self._pieces = self._pieces[num_tokens:]
+        self._position += num_tokens
+        while self._held and self._held[0].stop <= self._position:
+            self._held.popleft()
+        shape = (num_samples, seq_len)
+        return Samples(
+            input_ids=inputs.reshape(shape),
+            labels=labels.reshape(shape),
+            document_ids=documents.reshape(shape),
+        )
+
+    def cursor(self) -> SourceCursor:
+        """Where the next input token lies."""
+        self._read(1)
+        held = self._holding(0)
+        chunk, inside = held.chunk, self._position - held.begin
+        if held.begins_epoch and inside == 0:
+            return _cursor((chunk.epoch, 0, 0, 0, 0), 0, "", held.epoch_passed, (0, ""))
+        ends = np.cumsum(chunk.num_tokens, dtype=np.int64)
+        entry = int(np.searchsorted(ends, inside, side="right"))
+        begin = int(ends[entry] - chunk.num_tokens[entry])
+        digest = _digest(chunk.tokens[begin:inside]) if inside > begin else ""
+        place = (chunk.epoch, chunk.block, chunk.window, int(chunk.record[entry]), int(chunk.piece[entry]))
+        earlier = self._earlier.number_and_digest if place[-1] else (0, "")
+        return _cursor(place, inside - begin, digest, held.passed + _passed(chunk, entry), earlier)
+
+    def ends_epoch(self) -> bool:
+        """Whether the next input token is its epoch's last one; all chunks of the epoch have come then."""
+        self._read(2)
+        return self._holding(0).chunk.epoch != self._holding(1).chunk.epoch
+
+    def _holding(self, ahead: int) -> _Held:
+        """The chunk with the token that is so many ahead of the next input token."""
+        return next(held for held in self._held if self._position + ahead < held.stop)
+
+    def _read(self, num_tokens: int) -> None:
+        """Takes chunks until so many tokens are there."""
+        tokens, documents, pieces = [self._tokens], [self._documents], [self._pieces]
+        num = len(self._tokens)
+        while num < num_tokens:
+            chunk = self._earlier.cut_off(next(self._chunks))
+            if chunk is None:
+                continue
+            self._take(chunk, self._position + num)
+            skip, self._to_skip = self._skipped(chunk), 0
+            begins = (chunk.kind == PIECE) & (chunk.piece == 0)
+            numbers = self._document + np.cumsum(begins, dtype=np.int64)
+            self._document = int(numbers[-1]) if len(numbers) else self._document
+            tokens.append(chunk.tokens[skip:])
+            documents.append(np.repeat(numbers, chunk.num_tokens)[skip:])
+            ordinals = self._piece + np.arange(1, len(chunk.kind) + 1)
+            self._piece += len(chunk.kind)
+            pieces.append(np.repeat(ordinals, chunk.num_tokens)[skip:])
+            if skip:
+                self._earlier.begin_inside(chunk.tokens[:skip], int(numbers[0]), int(ordinals[0]))
+            num += len(tokens[-1])
+        if len(tokens) > 1:
+            self._tokens, self._documents = np.concatenate(tokens), np.concatenate(documents)
+            self._pieces = np.concatenate(pieces)
+
+    def _take(self, chunk: TokenChunk, begin: int) -> None:
+        """Notes the chunk, whose first token that is not skipped stands at `begin`."""
+        if chunk.epoch != self._epoch:
+            if not self._epoch_has_tokens:
+                raise DataError(
+                    f"epoch {self._epoch} of source {chunk.source} has no tokens, but the run trained some; "
+                    "look at data.sources: its path, its text_field"
+                )
+            self._epoch, self._epoch_passed, self._epoch_has_tokens = chunk.epoch, self._passed, False
+        held = _Held(
+            chunk=chunk,
+            begin=begin - self._to_skip,
+            passed=self._passed,
+            epoch_passed=self._epoch_passed,
+            begins_epoch=not self._epoch_has_tokens,
+        )
+        self._held.append(held)
+        self._passed = self._passed + _passed(chunk, len(chunk.kind))
+        self._epoch_has_tokens |= len(chunk.tokens) > 0
+
+    def _skipped(self, chunk: TokenChunk) -> int:
+        """How many of the first chunk's tokens lie before the cursor: they must be those that it names."""
+        at, num = self._cursor, self._to_skip
+        if num and (len(chunk.tokens) < num or _digest(chunk.tokens[:num]) != at.prefix_digest):
+            found = _digest(chunk.tokens[:num])
+            raise DataIdentityError(
+                f"the cursor names token {num} of record {at.record}, piece {at.piece} (source "
+                f"{chunk.source}, epoch {at.epoch}, block {at.block}, window {at.window}), but the {num} "
+                f"tokens before it had digest {at.prefix_digest} and now have {found}; the data, the "
+                "tokenizer or the encoder are not those that the run was trained with"
+            )
+        return num
+
+
+class _EarlierPieces:
+    """The tokens of the document at hand that lie in pieces before the one at hand: their number and digest.
+    Unknown (0 and empty) in a document that was opened inside at a cursor without them.
+    """
+
+    def __init__(self, cursor: SourceCursor) -> None:
+        self._cursor = cursor
+        self._known = cursor.piece == 0 or bool(cursor.earlier_digest)
+        self._to_find = bool(cursor.earlier_digest)  # the chunks begin with them
+        self._hasher, self._num = xxh3_64(), 0
+        self._document = 0
+        self._part, self._part_piece = np.empty(0, np.int32), 0  # what is passed of the piece at hand
+
+    @property
+    def number_and_digest(self) -> tuple[int, str]:
+        return (self._num, self._hasher.hexdigest()) if self._known else (0, "")
+
+    def cut_off(self, chunk: TokenChunk) -> TokenChunk | None:
+        """The chunk without the pieces that lie before the cursor's in its document, which must be those that
+        were trained. None: it has no others.
+        """
+        if not self._to_find:
+            return chunk
+        at = self._cursor
+        entries = 0
+        while entries < len(chunk.kind) and (
+            chunk.record[entries] == at.record and chunk.piece[entries] < at.piece
+        ):
+            entries += 1
+        tokens = int(chunk.num_tokens[:entries].sum())
+        self._add(chunk.tokens[:tokens])
+        if entries == len(chunk.kind) and not chunk.ends_window:
+            return None
+        self._to_find = False
+        if self.number_and_digest != (at.earlier_tokens, at.earlier_digest):
+            raise DataIdentityError(
+                f"the cursor names piece {at.piece} of record {at.record} (source {chunk.source}, epoch "
+                f"{at.epoch}, block {at.block}, window {at.window}), but the {at.earlier_tokens} tokens of "
+                f"its document's earlier pieces had digest {at.earlier_digest}, and now there are "
+                f"{self._num} with digest {self._hasher.hexdigest()}; the data, the tokenizer or the encoder "
+                "are not those that the run was trained with"
+            )
+        names = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
+        left: dict[str, Any] = {name: getattr(chunk, name)[entries:] for name in names}
+        return replace(chunk, tokens=chunk.tokens[tokens:], **left)
+
+    def begin_inside(self, tokens: Int32Array, document: int, piece: int) -> None:
+        """These tokens of the piece at hand, and of this document, lie before the cursor."""
+        self._part, self._document, self._part_piece = tokens, document, piece
+
+    def move(self, tokens: Int32Array, documents: Int64Array, pieces: Int64Array, num: int) -> None:
+        """The first `num` tokens are passed; the arrays go on behind them."""
+        document, piece = int(documents[num]), int(pieces[num])
+        if document != self._document:
+            self._document, self._known = document, True
+            self._hasher, self._num = xxh3_64(), 0
+            self._part = np.empty(0, np.int32)
+        begin = int(np.searchsorted(documents[:num], document))
+        passed = np.concatenate([self._part, tokens[begin:num]])
+        of = np.concatenate([np.full(len(self._part), self._part_piece), pieces[begin:num]])
+        before = int(np.searchsorted(of, piece))
+        self._add(passed[:before])
+        self._part, self._part_piece = passed[before:], piece
+
+    def _add(self, tokens: Int32Array) -> None:
+        self._hasher.update(np.ascontiguousarray(tokens, dtype="<i4").data)
+        self._num += len(tokens)
+
+
+def _passed(chunk: TokenChunk, entry: int) -> Int64Array:
+    """(4,) documents, empty and bad ones, and special texts before an entry."""
+    kind = chunk.kind[:entry]
+    whole = (kind == PIECE) & (chunk.last_piece[:entry] == 1)
+    return np.array(
+        [whole.sum(), (kind == EMPTY).sum(), (kind == BAD).sum(), chunk.special_texts[:entry].sum()], np.int64
+    )
+
+
+def _digest(tokens: Int32Array) -> str:
+    return xxh3_64(np.ascontiguousarray(tokens, dtype="<i4").data).hexdigest()
+
+
+def _cursor(
+    place: tuple[int, int, int, int, int],
+    token: int,
+    prefix_digest: str,
+    passed: Int64Array,
+    earlier: tuple[int, str],
+) -> SourceCursor:
+    documents, empty, bad, special = passed.tolist()
+    epoch, block, window, record, piece = place
+    return SourceCursor(
+        epoch=epoch,
+        block=block,
+        window=window,
+        record=record,
+        piece=piece,
+        token=token,
+        prefix_digest=prefix_digest,
+        documents=documents,
+        empty_documents=empty,
+        bad_documents=bad,
+        special_texts=special,
+        earlier_tokens=earlier[0],
+        earlier_digest=earlier[1],
+    )

@@ -1,0 +1,233 @@
+"""A run as it lies in storage, for reading: its resume points, their health, and the proof of what it was
+trained on. Needs no cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.coordinator.attempt import Survey, require_frozen, survey
+from orchestrator.errors import OrchestratorError, RefusedError
+from orchestrator.history.busy import Busy
+from orchestrator.history.claims import ClaimParent
+from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
+from orchestrator.records import StepRecord
+from orchestrator.resume.points import Damage, newest_first, parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+
+WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
+
+
+def open_run(run_uri: str | Path) -> Run:
+    """The run at `run_uri` (`<storage>/<name>`). Raises `RefusedError` if there is none."""
+    return Run(run_uri)
+
+
+class Run:
+    """Reads a run. Every method reads storage anew; a run that is being written may be read."""
+
+    def __init__(self, run_uri: str | Path) -> None:
+        self.uri = str(run_uri)
+        self._store = RunStore(Storage(os.path.abspath(self.uri)))
+        if self._store.read_run() is None:
+            if pieces := self._store.pieces():
+                from orchestrator.launch.start import missing_run
+
+                raise RefusedError(missing_run(self._store, pieces))
+            raise RefusedError(
+                f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
+            )
+
+    def points(self) -> list[dict[str, Any]]:
+        """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
+        `points --json`.
+        """
+        seen = survey(self._store, with_steps=False)
+        rows = []
+        for name in self._names(seen):
+            key = parse_point_name(name)
+            assert key is not None, "point_names gives names of points"
+            damages = self._store.verify_point(name)
+            row: dict[str, Any] = {
+                "name": name,
+                "attempt": key.attempt,
+                "generation": key.generation,
+                "step": key.step,
+            }
+            on_lineage = seen.lineage.on_lineage(key)
+            rows.append({**row, **self._point_row(name, damages), "on_lineage": on_lineage})
+        return rows
+
+    def verify(self, point: str | None = None) -> list[dict[str, Any]]:
+        """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
+        unknown name.
+        """
+        names = self._names(survey(self._store, with_steps=False))
+        if point is not None and point not in names:
+            raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+        rows = []
+        for name in names if point is None else [point]:
+            damages = self._store.verify_point(name)
+            damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
+            rows.append({"name": name, "healthy": not damages, "damaged": damaged})
+        return rows
+
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The step records of the effective history, in order."""
+        return survey(self._store).lineage.records
+
+    def status(self, watch_s: float | None = None) -> RunView:
+        """The run at a glance: whether it is alive, where it stands, what went wrong last, when it is done.
+
+        A run without an end is watched until it gives a sign of life, at most `watch_s` seconds (default: 10;
+        0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
+        part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
+        """
+        return self._look(WATCH_S if watch_s is None else watch_s, None)
+
+    def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
+        """`status` again and again, until nothing will change by itself any more. Counts for how long no step
+        came, on this process's own clock.
+        """
+        at, since = None, time.monotonic()
+        while True:
+            began = time.monotonic()
+            view = self._look(WATCH_S, began - since if at is not None else None)
+            if (view.attempt, view.step, view.last_step_at) != at:
+                at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
+                view = replace(view, quiet_s=0.0)
+            yield view
+            if view.is_over:
+                return
+            time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+    def __repr__(self) -> str:
+        try:
+            view = self._look(0.0, None)
+        except OrchestratorError as error:
+            return f"Run({self.uri!r}: {error})"
+        return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
+
+    def config(self) -> JobConfig:
+        """The configuration of the newest attempt."""
+        return self._configs()[-1][1]
+
+    def audit(self, steps: str | None = None) -> dict[str, Any]:
+        """Recomputes the stream from the files and compares every step of the effective history, or `steps`
+        (`A:B`, both included), with the journal; the document of `audit --json`. See
+        `monitor.audit.audit_history`.
+
+        Raises `RefusedError` for steps that the history does not have, `DataIdentityError` if files have
+        changed since, or this machine lacks an encoder: then nothing can be said.
+        """
+        from orchestrator.launch.start import prepare
+        from orchestrator.monitor.audit import audit_history
+
+        seen = survey(self._store)
+        spec = prepare(self.config(), Path(self._store.storage.root), freeze=False)
+        require_frozen(seen, spec)
+        report = audit_history(spec.made_by(seen.encoders), seen, steps)
+        return {**report, "attempts": len(self._store.claim_numbers())}
+
+    # ------------------------------------------------------------ inside
+    def _look(self, watch_s: float, quiet_s: float | None) -> RunView:
+        store, alive = self._store, None
+        if watch_s > 0:
+            alive = isinstance(store.watch_busy(watch_s, time.monotonic, time.sleep), Busy)
+        numbers = store.claim_numbers()
+        number = numbers[-1] if numbers else None
+        end = None if number is None else store.read_end(number)
+        parents = [store.read_parent(each) for each in numbers[-1:]]
+        parent = next((each for each in parents if isinstance(each, ClaimParent)), None)
+        names = store.point_names()
+        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == number]
+        inherited = parent.parent.point_name if parent is not None and parent.parent is not None else None
+        budgets = parent.budgets if parent is not None else None
+        facts = AttemptFacts(
+            number=number,
+            outcome=end.outcome if end else "",
+            reason=end.reason if end else "",
+            point=mine[-1] if mine else inherited if inherited in names else None,
+            points=len(names),
+            stop_tokens=budgets.stop_tokens if budgets else None,
+            stop_samples=budgets.stop_samples if budgets else None,
+            alive=False if end else alive,
+            watched_s=watch_s,
+        )
+        return view_of(self.uri, facts, read_tail(store.storage), datetime.now(UTC), quiet_s)
+
+    def _configs(self) -> list[tuple[int, JobConfig]]:
+        events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
+        if not events:
+            raise RefusedError(
+                f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
+            )
+        return [
+            (event.attempt, parse_config(nested(in_todays_fields(event.fields["config"]))))
+            for event in events
+        ]
+
+    def _names(self, seen: Survey) -> list[str]:
+        """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
+        nothing is left is told no more: nobody misses it.
+        """
+        rest = seen.missing.intersection(self._store.leftovers())
+        return newest_first({*self._store.point_names(), *seen.lost, *rest})[::-1]
+
+    def _point_row(self, name: str, damages: list[Damage]) -> dict[str, Any]:
+        reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
+        if damages:
+            unknown = (
+                "consumed_samples",
+                "consumed_tokens",
+                "target_tokens",
+                "world_size",
+                "global_batch_size",
+                "seq_len",
+            )
+            empty = dict.fromkeys(unknown)
+            return {
+                **empty,
+                "bytes": 0,
+                "save_blocked_s": 0.0,
+                "save_s": 0.0,
+                "healthy": False,
+                "reason": reason,
+                "parent": None,
+                "weights_digest": "",
+            }
+        point = self._store.read_point(name)
+        commit, cursor = point.commit, point.cursor
+        return {
+            "consumed_samples": cursor.consumed_samples,
+            "consumed_tokens": cursor.consumed_tokens,
+            "target_tokens": cursor.target_tokens,
+            "world_size": commit.world_size,
+            "global_batch_size": point.config["train.global_batch_size"],
+            "seq_len": point.config["pack.seq_len"],
+            "bytes": point.num_bytes,
+            "save_blocked_s": commit.save_blocked_s,
+            "save_s": commit.save_s,
+            "healthy": True,
+            "reason": "",
+            "parent": commit.parent.point_name if commit.parent else None,
+            "weights_digest": commit.weights_digest,
+        }
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections

@@ -1,0 +1,136 @@
+"""What the samples of consecutive steps hold, whoever packed them: their labels, one behind the other, are
+the stream as it was trained, and must be what the chunks brought.
+
+It packs nothing and takes arrays as they are; it knows no file and no journal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.monitor.epoch_checksum import Tallies
+from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
+from orchestrator.records import Int32Array, TokenChunk
+
+_UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or not a document begins there
+
+
+class TrainedTokens:
+    """The samples from a cursor on, in order, beside the chunks that they must be made of.
+
+    `skipped` of the first chunk's tokens lie before the cursor. `tallies` counts a chunk when all its tokens
+    have been targets, with the samples' own tokens in place of its own, and its records as soon as it comes.
+    """
+
+    def __init__(self, skipped: int) -> None:
+        self.tallies = Tallies()
+        self._chunks: deque[TokenChunk] = deque()  # whose tokens have not all been targets
+        self._skipped = skipped
+        self._last_label: int | None = None
+        # of the samples, as far as they are not counted: tokens, and whether a document begins with each
+        self._tokens: list[Int32Array] = []
+        self._begins: list[npt.NDArray[np.int8]] = []
+        self._num_tokens = 0
+        self._document: tuple[int, ...] = ()  # of the last token that was compared
+        self._fault: str | None = None
+
+    def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
+        """The same chunks, noted."""
+        for chunk in chunks:
+            self._chunks.append(chunk)
+            self.tallies.note_records(chunk)
+            yield chunk
+
+    def add(self, samples: Samples, num_tokens: int) -> str | None:
+        """The samples of the next step, which counted `num_tokens` targets; what is wrong with them in
+        themselves, None if nothing is.
+
+        Only the last may be padded, at its end and in all three arrays alike; labels are the inputs one token
+        further, also across samples and steps; document ids begin at 0 and rise by 1 at a time.
+        """
+        inputs, labels, documents = (
+            a.ravel() for a in (samples.input_ids, samples.labels, samples.document_ids)
+        )
+        seq_len = samples.labels.shape[1]
+        num = int((labels != NO_TARGET).sum())
+        if num != num_tokens:
+            return f"its samples have {num} targets, it counted {num_tokens}"
+        padding = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET) & (documents[num:] == NO_DOCUMENT)
+        if not padding.all() or len(labels) - num >= seq_len:
+            return "padding is not all that follows the last target of its last sample"
+        if (inputs[1:num] != labels[: num - 1]).any() or self._last_label not in (None, int(inputs[0])):
+            return "its labels are not its inputs one token further"
+        within = np.arange(1, num + 1) % seq_len != 0  # the labels that are inputs of their own sample, too
+        within[-1] = False
+        rises = np.diff(documents[:num], append=0)
+        if documents[:num:seq_len].any() or not np.isin(rises[within], (0, 1)).all():
+            return "its document ids do not count 0, 1, … in each sample"
+        if self._last_label is None:
+            self._hold(inputs[:1], np.full(1, _UNKNOWN, np.int8))
+        self._hold(labels[:num], np.where(within, rises, _UNKNOWN).astype(np.int8))
+        self._last_label = int(labels[num - 1])
+        self._count()
+        return None
+
+    def end(self) -> str | None:
+        """After the last step: where the samples' tokens or documents are not the chunks'; None: nowhere."""
+        self._count()
+        if self._chunks and self._num_tokens:
+            self._compare(self._chunks[0], *self._release(self._num_tokens))
+        return self._fault
+
+    def _hold(self, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
+        self._tokens.append(tokens)
+        self._begins.append(begins)
+        self._num_tokens += len(tokens)
+
+    def _release(self, num: int) -> tuple[Int32Array, npt.NDArray[np.int8]]:
+        """The first `num` tokens held."""
+        tokens, begins = np.concatenate(self._tokens), np.concatenate(self._begins)
+        self._tokens, self._begins = [tokens[num:]], [begins[num:]]
+        self._num_tokens -= num
+        return tokens[:num], begins[:num]
+
+    def _count(self) -> None:
+        """Counts the chunks whose tokens have all come by."""
+        while self._chunks and len(self._chunks[0].tokens) - self._skipped <= self._num_tokens:
+            chunk = self._chunks.popleft()
+            num = len(chunk.tokens) - self._skipped
+            tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
+            before = chunk.tokens[: self._skipped]
+            self._compare(chunk, tokens, begins)
+            self.tallies.count(chunk, np.concatenate([before, tokens]))
+            self._skipped = 0
+
+    def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
+        """Notes a fault if these, from behind the skipped ones on, are not the chunk's."""
+        stop = self._skipped + len(tokens)
+        where = f"in epoch {chunk.epoch}, block {chunk.block}, window {chunk.window}"
+        expected = chunk.tokens[self._skipped : stop]
+        if (expected != tokens).any():
+            at = int((expected != tokens).argmax())
+            self._fault = self._fault or (
+                f"the samples do not hold the documents' tokens one behind the other {where}: token "
+                f"{self._skipped + at} of a chunk is {expected[at]}, the samples have {tokens[at]}"
+            )
+        starts = self._document_starts(chunk)[self._skipped : stop]
+        if ((starts != begins) & (begins != _UNKNOWN)).any():
+            self._fault = (
+                self._fault or f"the samples' document ids do not change where documents begin {where}"
+            )
+
+    def _document_starts(self, chunk: TokenChunk) -> npt.NDArray[np.int8]:
+        """(num_tokens,) 1 where another record's tokens begin than those before."""
+        filled = chunk.num_tokens > 0
+        starts = np.zeros(len(chunk.tokens), np.int8)
+        if filled.any():
+            records = chunk.record[filled]
+            first = (chunk.epoch, chunk.block, chunk.window, int(records[0]))
+            another = np.concatenate([[first != self._document], records[1:] != records[:-1]])
+            starts[(np.cumsum(chunk.num_tokens) - chunk.num_tokens)[filled]] = another
+            self._document = (*first[:3], int(records[-1]))
+        return starts

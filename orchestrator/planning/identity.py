@@ -1,0 +1,115 @@
+"""What makes a run's token stream the run's own: contents, versions and settings that no resume may change
+unseen.
+
+It holds digests, never files: the data plane computes them, the store keeps the record in run.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FORMAT_VERSION = 1
+
+# Fields that shape the stream, besides contents and the encoder, which have fields of their own below.
+STREAM_SETTINGS = (
+    "data.shuffle",
+    "data.seed",
+    "data.bos",
+    "data.eos",
+    "data.special_tokens_in_text",
+    "data.on_bad_document",
+    "data.window_bytes",
+    "data.fragment_bytes",
+    "pack.mode",
+)
+SOURCE_SETTINGS = ("format", "text_field")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity:
+    """The frozen identity of a run, in run.json.
+
+    `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its files'
+    contents and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
+    (and `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name, in the
+    order of the configuration (sources are numbered by it), to the digest of its frozen manifest.
+    """
+
+    format_version: int
+    order_version: int
+    tokenizer: str
+    tokenizer_digest: str
+    encoder_name: str
+    encoder_version: str
+    settings: dict[str, str]
+    manifests: dict[str, str]
+
+
+def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
+    """`RunIdentity.settings` from a flat configuration (`JobConfig.flat`)."""
+    settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
+    for source in flat["data.sources"]:
+        for field in SOURCE_SETTINGS:
+            settings[f"data.sources.{source['name']}.{field}"] = _canonical(source[field])
+    return settings
+
+
+def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:
+    """Why a job of identity `new` may not continue the run of identity `old`: texts with both values and what
+    to do; empty if it may.
+
+    `accept_changed` (`resume.accept_changed`) lets changed files pass (data rule 13), nothing else. Who
+    encodes may change: `planning.encoders` decides how.
+    """
+    refusals = []
+    if old.format_version != new.format_version:
+        refusals.append(
+            f"the run was written in format {old.format_version}, this program writes format "
+            f"{new.format_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run"
+        )
+    if old.order_version != new.order_version:
+        refusals.append(
+            f"the run's document order has version {old.order_version}, this program computes version "
+            f"{new.order_version}; use the version of orchestrator that the run was started with, "
+            "or start a new run"
+        )
+    if old.tokenizer_digest != new.tokenizer_digest:
+        refusals.append(
+            f"the run was started with tokenizer {old.tokenizer} (content {old.tokenizer_digest}), "
+            f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
+            "keep the tokenizer, or start a new run"
+        )
+    refusals += _compare_settings(old.settings, new.settings)
+    refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
+    return tuple(refusals)
+
+
+def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [
+        f"the run was started with {name}={old.get(name, 'nothing')}, "
+        f"the job asks for {new.get(name, 'nothing')}; keep the value, or start a new run"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[str]:
+    if list(old) != list(new):
+        return [
+            f"the run was started with data.sources {list(old)}, the job asks for {list(new)}; "
+            "keep the sources, their names and their order, or start a new run"
+        ]
+    return [
+        f"the files of source {name} have changed: the run's manifest has digest {digest}, "
+        f"the files now give {new[name]}; put the files back, or accept them with resume.accept_changed=true"
+        for name, digest in old.items()
+        if digest != new[name] and not accept_changed
+    ]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,289 @@
+"""May this resume point continue under that configuration, and how: the answer that `orchestrator plan`
+prints and a start acts on.
+
+It reads no storage and no data: points, configurations and identities are given to it as values, and it
+returns one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
+from orchestrator.planning.batches import (
+    Remaining,
+    idle_share,
+    next_range,
+    num_micro_batches,
+    rebase_step,
+    remaining,
+    steps_per_rank,
+)
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
+from orchestrator.planning.identity import RunIdentity, compare
+from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
+from orchestrator.records import Cursor, StateKey, encode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointInfo:
+    """What the decision needs of a committed resume point. `world_size` is that of the generation that saved
+    it; no `encoders`: the run's first one made all of it.
+    """
+
+    name: str
+    key: StateKey
+    cursor: Cursor
+    global_batch_size: int
+    seq_len: int
+    world_size: int
+    optimizer_steps: int
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A field whose value is not the point's; `rule` says what a resume may do with it: same, may_change or
+    free.
+    """
+
+    field: str
+    old: Any
+    new: Any
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumePlan:
+    """What a start would do. `action` is start, resume or refuse; counts that nobody can know are None.
+
+    `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
+    configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
+    `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
+    next whole document on (None: the run is not begun, and nobody has chosen). `notes` are sentences: how the
+    batch lies on the workers, what another number of them means, what is special about the data.
+    """
+
+    action: str
+    point: str | None
+    step_before: int | None
+    step_after: int
+    consumed_samples: int
+    consumed_tokens: int
+    cursor: Cursor
+    remaining_steps: int | None
+    remaining_samples: int | None
+    remaining_tokens: int | None
+    lr_before: float | None
+    lr_after: float
+    differences: tuple[Difference, ...]
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...]
+    encoder: EncoderChoice | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `orchestrator plan --json`."""
+        document: dict[str, Any] = encode(self)
+        for inner in ("budgets", "encoders", "encoder"):
+            del document[inner]
+        return document
+
+
+def plan_resume(
+    config: JobConfig,
+    rules: Mapping[str, str],
+    point: PointInfo | None,
+    old_flat: Mapping[str, Any] | None = None,
+    identities: tuple[RunIdentity, RunIdentity] | None = None,
+    data_tokens: int | None = None,
+    installed: Mapping[str, str | None] | None = None,
+) -> ResumePlan:
+    """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
+
+    `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
+    configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
+    job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
+    it is known, `installed` are the encoders here (see `encoders.choose_next`). A refusal names both values
+    and what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
+    `ConfigError` for a schedule without an end.
+    """
+    old = _with_defaults(old_flat) if old_flat is not None else config.flat()
+    different = differences(old, config.flat(), rules)
+    refused = list(refusals(different, point.name if point else "", identities is not None))
+    if identities is not None:
+        refused += _identity_refusals(identities, config, old_flat is not None)
+    cursor = point.cursor if point else Cursor()
+    spans, encoder = _spans(point, identities), None
+    if spans:
+        encoder, missing = choose_next(spans, config.data.encoder, cursor, installed or {})
+        refused += missing
+        different = _with_encoders_named(different, spans[-1].encoder, encoder)
+    budgets = budgets_for(config, point.budgets if point else None, cursor)
+    left = _remaining(config, cursor, budgets, data_tokens)
+    return ResumePlan(
+        action="refuse" if refused else "resume" if point else "start",
+        point=point.name if point else None,
+        step_before=point.key.step if point else None,
+        step_after=step_label(point, config.train.global_batch_size, config.pack.seq_len),
+        consumed_samples=cursor.consumed_samples,
+        consumed_tokens=cursor.consumed_tokens,
+        cursor=cursor,
+        remaining_steps=left.steps if left else None,
+        remaining_samples=left.samples if left else None,
+        remaining_tokens=left.tokens if left else None,
+        lr_before=learning_rate(_old_rate(old), point.budgets, cursor.consumed_tokens) if point else None,
+        lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
+        differences=different,
+        refusals=tuple(refused),
+        notes=tuple(_shape_notes(config, point)),
+        budgets=budgets,
+        encoders=spans,
+        encoder=encoder,
+    )
+
+
+def _spans(
+    point: PointInfo | None, identities: tuple[RunIdentity, RunIdentity] | None
+) -> tuple[EncoderSpan, ...]:
+    if point is not None and point.encoders:
+        return point.encoders
+    if identities is None:
+        return ()
+    first = EncoderChoice(name=identities[0].encoder_name, version=identities[0].encoder_version)
+    return (EncoderSpan(encoder=first),)
+
+
+def _with_encoders_named(
+    different: tuple[Difference, ...], old: EncoderChoice, new: EncoderChoice
+) -> tuple[Difference, ...]:
+    """`data.encoder` may name another library, another version of it, or (auto) what encodes already."""
+    if old == new:
+        return different
+    named = Difference(field="data.encoder", old=str(old), new=str(new), rule="may_change")
+    return (*(d for d in different if d.field != named.field), named)
+
+
+def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) -> int:
+    """The label of the last step done: the point's own, re-based only if the batch size or seq_len differs
+    (data rule 18).
+    """
+    if point is None:
+        return 0
+    if (point.global_batch_size, point.seq_len) == (global_batch_size, seq_len):
+        return point.key.step
+    return rebase_step(point.cursor.consumed_tokens, global_batch_size, seq_len)
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], rules: Mapping[str, str]
+) -> tuple[Difference, ...]:
+    """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
+
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. So must a
+    `train.precision` that is the weights' own type, for a point's weights would have to be rounded.
+    """
+
+    def rule(name: str) -> str:
+        pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
+        return "same" if pure else rules.get(name, "same")
+
+    return tuple(
+        Difference(field=name, old=old.get(name), new=new.get(name), rule=rule(name))
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+    )
+
+
+def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:
+    """One text for each difference that no resume may make; `point` is its name, or empty without a point.
+
+    A field that names something whose content decides (a path) is not refused when contents are compared too
+    (`content_known`).
+    """
+    subject = f"resume point {point}" if point else "the run"
+    return tuple(
+        f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
+        f"keep {d.field}={_text(d.old)}, or start a new run under another run.name"
+        for d in different
+        if d.rule == "same" and not (content_known and is_content(d))
+    )
+
+
+def is_content(difference: Difference) -> bool:
+    """Whether only names of contents differ: another path to a tokenizer, or to the same sources."""
+    old, new = difference.old, difference.new
+    if difference.field != "data.sources" or not isinstance(old, list) or not isinstance(new, list):
+        return difference.field == "data.tokenizer"
+    return [{**source, "path": None} for source in old] == [{**source, "path": None} for source in new]
+
+
+def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A field that did not exist yet when the point was made had what is its default now."""
+    defaults = {rule.path: rule.default for rule in field_rules() if not rule.required}
+    return {**defaults, **in_todays_fields(old_flat)}
+
+
+def _identity_refusals(
+    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, settings_told: bool
+) -> tuple[str, ...]:
+    old, new = identities
+    if settings_told:  # the differences have named the settings already
+        new = replace(new, settings=old.settings)
+    return compare(old, new, accept_changed=config.resume.accept_changed)
+
+
+def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
+    """How the global batch lies on the workers (data rule 16), at the least and at the most of them."""
+    train, cluster = config.train, config.cluster
+    num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
+    for world in sorted({cluster.start_workers, cluster.max_workers}):
+        idle = idle_share(num_micro, world)
+        yield (
+            f"world size {world}: a step of {train.global_batch_size} samples is cut into {num_micro} "
+            f"micro-batches of at most {train.micro_batch_size}, up to {steps_per_rank(num_micro, world)} "
+            f"for a worker; workers are idle for {idle:.0%} of it"
+        )
+    worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
+    if point is not None and worlds:
+        fast = train.numerics == "fast" or (train.numerics == "auto" and cluster.use_gpu)
+        yield (
+            f"the point was saved at world size {point.world_size}; at another one losses and weights "
+            + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
+        )
+
+
+def _remaining(
+    config: JobConfig, cursor: Cursor, budgets: Budgets, data_tokens: int | None
+) -> Remaining | None:
+    return remaining(
+        cursor.consumed_samples,
+        cursor.consumed_tokens,
+        config.train.global_batch_size,
+        config.pack.seq_len,
+        budgets.stop_tokens,
+        budgets.stop_samples,
+        data_tokens,
+    )
+
+
+def _old_rate(old: Mapping[str, Any]) -> RateSettings:
+    return Rate(lr=old["train.lr"], min_lr_ratio=old["train.min_lr_ratio"], schedule=old["train.schedule"])
+
+
+def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
+    """Where in the schedule the plan looks: at the point, or after the first step."""
+    if point is not None:
+        return point.cursor.consumed_tokens
+    batch, seq_len = config.train.global_batch_size, config.pack.seq_len
+    first = next_range(0, 0, batch, seq_len, budgets.stop_tokens, budgets.stop_samples)
+    return first.num_tokens if first else 0
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,181 @@
+"""Lengths in tokens and the learning rate as a function of consumed tokens.
+
+A length that the user gives in steps or samples is turned into tokens once, at the shape it was first given
+with, and travels in the claims from then on (data rule 17). It knows no optimizer and no step label.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from orchestrator.errors import ConfigError
+from orchestrator.records import Cursor
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+
+class RateSettings(Protocol):
+    """The fields of `train` that the learning rate needs; `TrainConfig` and `Rate` both are this."""
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate."""
+
+    @property
+    def min_lr_ratio(self) -> float:
+        """The share of `lr` at which a decay ends."""
+
+    @property
+    def schedule(self) -> str:
+        """`constant`, `cosine` or `wsd`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """The same fields as plain values, e.g. from the configuration that a resume point was made with."""
+
+    lr: float
+    min_lr_ratio: float
+    schedule: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """A length as it was given (`given` in `unit`: steps, samples or tokens), the shape it was first given
+    with, and its worth in positions.
+
+    `tokens` counts from the start of the run, except for a decay, where it is the length itself.
+    """
+
+    given: int
+    unit: str
+    global_batch_size: int
+    seq_len: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budgets:
+    """The run's stops and the schedule's lengths. Where several stops are given the first that is reached
+    ends the run.
+    """
+
+    max_steps: Length | None = None
+    max_samples: Length | None = None
+    max_tokens: Length | None = None
+    warmup: Length | None = None
+    decay: Length | None = None
+
+    @property
+    def stop_tokens(self) -> int | None:
+        """The stop in positions (`max_steps` and `max_tokens`), for `batches.next_range`; None: there is
+        none.
+        """
+        return min((limit.tokens for limit in (self.max_steps, self.max_tokens) if limit), default=None)
+
+    @property
+    def stop_samples(self) -> int | None:
+        """The stop in samples, which are counted as they are trained, whatever their seq_len; None: there is
+        none.
+        """
+        return self.max_samples.given if self.max_samples else None
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Where the schedule ends: the first stop, in positions; None: there is no stop."""
+        limits = (self.max_steps, self.max_samples, self.max_tokens)
+        return min((limit.tokens for limit in limits if limit), default=None)
+
+
+def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None = None) -> Budgets:
+    """The budgets under `config` of a run that had `previous` before (None: a fresh start) and stands at
+    `at`.
+
+    A number that is the same as before keeps its tokens, whatever the shape is now; a number that the user
+    changed is turned again, at the shape of `config`, and so is a stop in samples at another seq_len, for the
+    samples still to come have that length. Raises `ConfigError` for a schedule that decays without knowing
+    when, and for lengths, unless the run has them already, of which a warm-up or decay goes beyond the stop.
+    """
+    before, here, train = previous or Budgets(), at or Cursor(), config.train
+
+    def turned(given: int | None, unit: str, old: Length | None) -> Length | None:
+        if given is None:
+            return None
+        batch, seq_len = train.global_batch_size, config.pack.seq_len
+        if old is not None and old.given == given and (unit != "samples" or old.seq_len == seq_len):
+            return old
+        tokens = {
+            "tokens": given,
+            "steps": given * batch * seq_len,
+            # samples so far may have had another seq_len: only those to come are counted at this one
+            "samples": here.consumed_tokens + (given - here.consumed_samples) * seq_len,
+        }[unit]
+        return Length(given=given, unit=unit, global_batch_size=batch, seq_len=seq_len, tokens=tokens)
+
+    budgets = Budgets(
+        max_steps=turned(train.max_steps, "steps", before.max_steps),
+        max_samples=turned(train.max_samples, "samples", before.max_samples),
+        max_tokens=turned(train.max_tokens, "tokens", before.max_tokens),
+        warmup=turned(train.warmup_steps, "steps", before.warmup),
+        decay=turned(train.decay_steps, "steps", before.decay),
+    )
+    _check_decay(train.schedule, budgets)
+    if budgets != before:
+        _check_lengths(budgets)
+    return budgets
+
+
+def _check_lengths(budgets: Budgets) -> None:
+    """A warm-up that the stop cuts short never reaches `lr`; a longer decay begins before the run."""
+    stops = {name: getattr(budgets, name) for name in ("max_steps", "max_samples", "max_tokens")}
+    stop = min((name for name in stops if stops[name]), key=lambda name: stops[name].tokens, default=None)
+    for name in ("warmup", "decay"):
+        length: Length | None = getattr(budgets, name)
+        if stop is None or length is None or length.tokens <= stops[stop].tokens:
+            continue
+        raise ConfigError(
+            f"train.{name}_steps={length.given} ({length.tokens:,} tokens) goes beyond "
+            f"train.{stop}={stops[stop].given} ({stops[stop].tokens:,} tokens), where the run ends; "
+            f"lower train.{name}_steps, or raise train.{stop}"
+        )
+
+
+def _check_decay(schedule: str, budgets: Budgets) -> None:
+    if schedule != "constant" and budgets.total_tokens is None:
+        raise ConfigError(
+            f"train.schedule={schedule} decays, but max_steps, max_samples and max_tokens are all null; "
+            "set one of them, or train.schedule=constant"
+        )
+    if schedule == "wsd" and budgets.decay is None:
+        raise ConfigError(
+            "train.schedule=wsd, but train.decay_steps is null; set the number of steps that the decay takes"
+        )
+
+
+def learning_rate(train: RateSettings, budgets: Budgets, consumed_tokens: int) -> float:
+    """The learning rate of the step after which the run has consumed `consumed_tokens` positions.
+
+    It rises linearly to `lr` over the warm-up; then `constant` stays there, `cosine` falls to `lr ·
+    min_lr_ratio` at the total, and `wsd` stays until `decay` positions before the total and falls linearly to
+    `lr · min_lr_ratio`. Past the total it stays at the end's value.
+    """
+    warmup = budgets.warmup.tokens if budgets.warmup else 0
+    if consumed_tokens < warmup:
+        return train.lr * (consumed_tokens / warmup)
+    if train.schedule == "constant":
+        return train.lr
+    _check_decay(train.schedule, budgets)
+    total = budgets.total_tokens
+    assert total is not None, "checked above"
+    # a decay longer than what the warm-up leaves begins where the warm-up ends
+    begin = (
+        warmup
+        if train.schedule == "cosine" or not budgets.decay
+        else max(warmup, total - budgets.decay.tokens)
+    )
+    done = min(1.0, max(0, consumed_tokens - begin) / max(1, total - begin))
+    left = (1.0 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1.0 - done
+    return train.lr * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * left)

@@ -1,0 +1,207 @@
+"""What the commit machine is told (events) and what it asks for (actions).
+
+Store actions are carried out by `store_actions.PointCommitter`, which answers each with an event; answers are
+the coordinator's to give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.records import StateKey, StepRecord, Vote
+
+
+# ---------------------------------------------------------------------- events
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VoteCast:
+    """A rank's part of a save is written and synced. A repeated vote is only answered again."""
+
+    vote: Vote
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartFailed:
+    """A rank could not write its part of the save of `key`, and has stopped writing it."""
+
+    key: StateKey
+    rank: int
+    world_size: int
+    reason: str
+    now_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VoterGone:
+    """The member that was `rank` of `generation` has left it, is dead or is left out: what it has not voted
+    for, it never will, but for the save of `voted`, whose vote may be under way. `writing`: it may live and
+    still be writing its part of a save (it was left out, and is not known to be dead).
+    """
+
+    generation: int
+    rank: int
+    voted: StateKey | None = None
+    writing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationFormed:
+    """`generation` of this attempt continues `parent` (None: from nothing). Its journal record is durable."""
+
+    generation: int
+    parent: StateKey | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JournalDurable:
+    """Every step record of the chain up to `key` is on disk."""
+
+    key: StateKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitWritten:
+    """COMMIT of `key` is on disk."""
+
+    key: StateKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimChecked:
+    """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key. `lost` says how it
+    shows that the run's folder was deleted or replaced; empty if it was not.
+    """
+
+    key: StateKey | None
+    newer: bool
+    lost: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """A point was read back whole; every digest was right if `healthy`."""
+
+    name: str
+    healthy: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deleted:
+    """These points are gone; `failed` ones are not, and are tried again later."""
+
+    names: tuple[str, ...]
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """An action for the save of `key` failed; whether it had an effect is unknown."""
+
+    key: StateKey
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """Time goes on (seconds, any origin, the same clock as `VoteCast`)."""
+
+    now_s: float
+
+
+Event = (
+    VoteCast
+    | PartFailed
+    | VoterGone
+    | GenerationFormed
+    | JournalDurable
+    | CommitWritten
+    | ClaimChecked
+    | Verified
+    | Deleted
+    | Failed
+    | Tick
+)
+
+
+# ---------------------------------------------------------------------- actions
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlushJournal:
+    """Journal the voters' records, make the chain up to `key` durable, then answer `JournalDurable` or
+    `Failed`.
+    """
+
+    key: StateKey
+    records: tuple[StepRecord, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckNewerClaim:
+    """Ask by name for the next claim, and look whether the folder is still that of the run, then answer
+    `ClaimChecked` with the same key, or `Failed`.
+    """
+
+    key: StateKey | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteCommit:
+    """Write the coordinator's documents and COMMIT, then answer `CommitWritten` or `Failed`."""
+
+    key: StateKey
+    votes: tuple[Vote, ...]
+    parent: StateKey | None
+    started_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyPoint:
+    """Read a point back, then answer `Verified`."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletePoints:
+    """Delete these points, each COMMIT first, then answer `Deleted`."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiscardSave:
+    """Delete the files of a save whose COMMIT was never begun. No answer."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acknowledge:
+    """Tell these ranks of the save's generation that the point is committed."""
+
+    key: StateKey
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """Tell these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
+    again.
+    """
+
+    key: StateKey
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """A newer claim exists, or the run's folder is gone: acknowledge nothing, delete nothing, end the members
+    and exit. `reason` says why.
+    """
+
+    reason: str
+
+
+StoreAction = FlushJournal | CheckNewerClaim | WriteCommit | VerifyPoint | DeletePoints | DiscardSave
+Answer = Acknowledge | GiveUp | Fence
+Action = StoreAction | Answer

@@ -1,0 +1,342 @@
+"""When a save becomes a resume point, when its voters are answered, and when older points go: a pure machine
+from events to actions.
+
+It does no input or output and knows no clock but the times in its events; `store_actions` carries the store's
+actions out, the coordinator the answers. membership rules 7 and 13 to 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.records import StateKey
+from orchestrator.resume.commit_events import (
+    Acknowledge,
+    Action,
+    CheckNewerClaim,
+    ClaimChecked,
+    CommitWritten,
+    Deleted,
+    DeletePoints,
+    DiscardSave,
+    Event,
+    Failed,
+    Fence,
+    FlushJournal,
+    GenerationFormed,
+    GiveUp,
+    JournalDurable,
+    PartFailed,
+    Tick,
+    Verified,
+    VerifyPoint,
+    VoteCast,
+    VoterGone,
+    WriteCommit,
+)
+from orchestrator.resume.points import disagreement, newest_first, parse_point_name
+from orchestrator.resume.retention import to_delete, to_verify
+from orchestrator.resume.save import UNDER_WAY, Save, Stage
+
+CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
+AFTER = "the training group went on from another state"
+LOST = (
+    "somebody deleted or replaced the run's folder while it trained, so nothing more is saved there; restore "
+    "the folder, or start a new run"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitMachine:
+    """The state of one attempt's saves; `on` returns the next state and what to do.
+
+    `points` are the points on the lineage (at first those that the claim inherited), oldest first; `pinned`
+    is the claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its
+    votes. `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named;
+    `quiet` those that have also stopped writing; `discarding` the saves that were given up, with the ranks
+    that may still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
+    its journal was durable before, and no newer claim existed when asked afterwards; points are deleted only
+    after such a question; the files of a save that was given up are deleted only after every rank has stopped
+    writing them (a rank that is cut off may never: the next launch takes those).
+
+    Whoever drives it tells it nothing while the store actions of an earlier event are unanswered, but for
+    `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
+    (rule 15).
+    """
+
+    attempt: int
+    keep_latest: int
+    vote_limit_s: float
+    points: tuple[str, ...] = ()
+    pinned: str | None = None
+    verified: frozenset[str] = frozenset()
+    verifying: frozenset[str] = frozenset()
+    deleting: frozenset[str] = frozenset()
+    generation: int = 0
+    parents: Mapping[int, StateKey | None] = field(default_factory=dict)
+    gone: Mapping[tuple[int, int], StateKey | None] = field(default_factory=dict)
+    quiet: frozenset[tuple[int, int]] = frozenset()
+    discarding: Mapping[StateKey, frozenset[int]] = field(default_factory=dict)
+    saves: Mapping[StateKey, Save] = field(default_factory=dict)
+    outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
+    asked_s: float = 0.0
+    fenced: bool = False
+
+    def on(self, event: Event) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
+        if self.fenced:
+            return self, ()
+        after: tuple[CommitMachine, tuple[Action, ...]] = getattr(self, _HANDLERS[type(event)])(event)
+        return after
+
+    @property
+    def under_way(self) -> tuple[StateKey, ...]:
+        """Saves whose COMMIT is being written or may have been: a new generation waits for them (rule 15)."""
+        return tuple(key for key, save in self.saves.items() if save.stage in UNDER_WAY)
+
+    def outdates(self, generation: int, parent: StateKey | None) -> bool:
+        """Whether a generation with this parent would leave out a point that was acknowledged."""
+        newest = parse_point_name(self.points[-1]) if self.points else None
+        if newest is None or newest.attempt != self.attempt:
+            return False
+        parents = {**self.parents, generation: parent}
+        return not dataclasses.replace(self, generation=generation, parents=parents)._on_path(newest)
+
+    # ---- saves
+    def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
+        vote, key = event.vote, event.vote.key
+        if key in self.outcomes:
+            after, discard = self._stopped_writing(key, vote.rank)
+            return after, (self._answer(key, (vote.rank,)), *discard)
+        if self._is_foreign(key):
+            foreign = "its generation was not formed by this attempt: join again"
+            return self, (GiveUp(key=key, ranks=(vote.rank,), reason=foreign),)
+        save = self._save(key, vote.world_size, event.now_s)
+        if vote.rank in save.ranks:
+            return self, ()
+        save = dataclasses.replace(save, votes=(*save.votes, vote))
+        after = self._with(save)
+        if not self._on_path(key):
+            return after._give_up(key, AFTER)
+        if (missing := self._missing_voter(save)) is not None:
+            return after._give_up(key, f"rank {missing} ended before it had saved its part")
+        if len(save.votes) < vote.world_size:
+            return after, ()
+        if reason := disagreement(save.votes):
+            return after._give_up(key, reason)
+        records = tuple({record.key: record for voted in save.votes for record in voted.records}.values())
+        return after._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
+
+    def _part_failed(self, event: PartFailed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        key = event.key
+        if self._is_foreign(key):
+            return self, ()
+        if key in self.outcomes:
+            return self._stopped_writing(key, event.rank)
+        save = dataclasses.replace(self._save(key, event.world_size, event.now_s), failed=event.rank)
+        return self._with(save)._give_up(key, f"rank {event.rank} could not save its part: {event.reason}")
+
+    def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
+        who = (event.generation, event.rank)
+        quiet = self.quiet if event.writing else self.quiet | {who}
+        after = dataclasses.replace(self, gone={**self.gone, who: event.voted}, quiet=quiet)
+        waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
+        doomed = {
+            save.key: missing for save in waiting if (missing := after._missing_voter(save)) is not None
+        }
+        after, actions = after._give_up_all(
+            {key: f"rank {rank} ended before it had saved its part" for key, rank in doomed.items()}
+        )
+        after, discards = after._discard_what_is_quiet()
+        return after, (*actions, *discards)
+
+    def _journal_durable(self, event: JournalDurable) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if not self._is_at(event.key, Stage.FLUSHING):
+            return self, ()
+        return self._move(event.key, Stage.CLEARING), (CheckNewerClaim(key=event.key),)
+
+    def _claim_checked(self, event: ClaimChecked) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if event.newer or event.lost:
+            newer = f"attempt {self.attempt + 1} of this run exists: another launch has taken it over"
+            reason = newer if event.newer else f"{event.lost}: {LOST}"
+            return dataclasses.replace(self, fenced=True), (Fence(reason=reason),)
+        key = event.key
+        if key is None:
+            return self._prune(new_point=False)
+        if self._is_at(key, Stage.CLEARING):
+            save = self.saves[key]
+            write = WriteCommit(
+                key=key, votes=save.votes, parent=self.parents[key.generation], started_s=save.started_s
+            )
+            return self._move(key, Stage.WRITING), (write,)
+        if not self._is_at(key, Stage.CHECKING):
+            return self, ()
+        ranks = self.saves[key].ranks
+        points = tuple(newest_first([*self.points, key.point_name])[::-1])
+        after = dataclasses.replace(self._decided({key: None}), points=points)
+        after, actions = after._prune(new_point=True)
+        return after, (Acknowledge(key=key, ranks=ranks), *actions)
+
+    def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
+        if not self._is_at(event.key, Stage.WRITING):
+            return self, ()
+        return self._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
+
+    def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return self._give_up(event.key, event.reason) if event.key in self.saves else (self, ())
+
+    # ---- generations
+    def _formed(self, event: GenerationFormed) -> tuple[CommitMachine, tuple[Action, ...]]:
+        assert not self.under_way, (
+            f"generation {event.generation} formed while the COMMIT of {self.under_way} was under way"
+        )
+        assert not self.outdates(event.generation, event.parent), (
+            f"{event} leaves out point {self.points[-1]}"
+        )
+        parents = {**self.parents, event.generation: event.parent}
+        after = dataclasses.replace(self, generation=event.generation, parents=parents)
+        keys = {name: parse_point_name(name) for name in self.points}
+        on_path = tuple(name for name, key in keys.items() if key is not None and after._on_path(key))
+        after = dataclasses.replace(after, points=on_path)  # the others are orphans, which nobody counts
+        return after._give_up_all({key: AFTER for key in after.saves if not after._on_path(key)})
+
+    def _on_path(self, key: StateKey) -> bool:
+        """Whether the newest generation is, or continues, the state `key`: one of this attempt, or a point
+        that it inherited, and these lie in order on one history.
+        """
+        generation, step = self.generation, None
+        while (key.attempt, key.generation) != (self.attempt, generation):
+            parent = self.parents[generation]
+            if parent is None:
+                return False
+            if parent.attempt != self.attempt:
+                return key <= parent
+            generation, step = parent.generation, parent.step
+        return step is None or key.step <= step
+
+    # ---- retention
+    def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """Delete what is not needed; after a new point also read back what would release the pinned one."""
+        busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
+        unneeded = to_delete(self.points, self.keep_latest, self.pinned, self.verified)
+        names = tuple(name for name in unneeded if name not in busy)
+        wanted = to_verify(self.points, self.keep_latest, self.pinned, self.verified) if new_point else []
+        check = [name for name in wanted if name not in busy]
+        after = dataclasses.replace(
+            self, deleting=self.deleting.union(names), verifying=self.verifying.union(check)
+        )
+        delete = (DeletePoints(names=names),) if names else ()
+        return after, (*delete, *(VerifyPoint(name=name) for name in check))
+
+    def _verified(self, event: Verified) -> tuple[CommitMachine, tuple[Action, ...]]:
+        after = dataclasses.replace(self, verifying=self.verifying - {event.name})
+        if not event.healthy:
+            return after, ()
+        # Reading back takes long: what was asked before it says nothing about claims any more.
+        return dataclasses.replace(after, verified=self.verified | {event.name}), (CheckNewerClaim(key=None),)
+
+    def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
+        deleting = self.deleting.difference(event.names, event.failed)
+        points = tuple(name for name in self.points if name not in event.names)
+        return dataclasses.replace(
+            self, points=points, deleting=deleting, verified=self.verified.intersection(points)
+        ), ()
+
+    # ---- time
+    def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
+        late = {
+            key: f"{len(save.votes)} of {save.world_size} ranks had saved their part "
+            f"after {self.vote_limit_s:g} s"
+            for key, save in self.saves.items()
+            if save.stage is Stage.COLLECTING and event.now_s - save.started_s > self.vote_limit_s
+        }
+        after, actions = self._give_up_all(late)
+        if event.now_s - self.asked_s >= CHECK_EVERY_S:
+            after = dataclasses.replace(after, asked_s=event.now_s)
+            actions = (*actions, CheckNewerClaim(key=None))
+        return after, actions
+
+    # ---- small steps
+    def _is_foreign(self, key: StateKey) -> bool:
+        return key.attempt != self.attempt or key.generation not in self.parents
+
+    def _save(self, key: StateKey, world_size: int, now_s: float) -> Save:
+        new = Save(key=key, stage=Stage.COLLECTING, world_size=world_size, votes=(), started_s=now_s)
+        return self.saves.get(key, new)
+
+    def _missing_voter(self, save: Save) -> int | None:
+        """The first rank that has not voted for the save and never will."""
+        for rank in sorted(set(range(save.world_size)).difference(save.ranks)):
+            who = (save.key.generation, rank)
+            if who in self.gone and self.gone[who] != save.key:
+                return rank
+        return None
+
+    def _stopped_writing(self, key: StateKey, rank: int) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """A rank is done with its part of a save that was decided before."""
+        if key not in self.discarding:
+            return self, ()
+        discarding = {**self.discarding, key: self.discarding[key] - {rank}}
+        return dataclasses.replace(self, discarding=discarding)._discard_what_is_quiet()
+
+    def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        writing = {
+            key: frozenset(r for r in ranks if (key.generation, r) not in self.quiet)
+            for key, ranks in self.discarding.items()
+        }
+        after = dataclasses.replace(self, discarding={key: ranks for key, ranks in writing.items() if ranks})
+        return after, tuple(DiscardSave(name=key.point_name) for key, ranks in writing.items() if not ranks)
+
+    def _is_at(self, key: StateKey, stage: Stage) -> bool:
+        return key in self.saves and self.saves[key].stage is stage
+
+    def _with(self, save: Save) -> CommitMachine:
+        return dataclasses.replace(self, saves={**self.saves, save.key: save})
+
+    def _move(self, key: StateKey, stage: Stage) -> CommitMachine:
+        return self._with(dataclasses.replace(self.saves[key], stage=stage))
+
+    def _decided(self, outcomes: Mapping[StateKey, str | None]) -> CommitMachine:
+        left = {key: save for key, save in self.saves.items() if key not in outcomes}
+        return dataclasses.replace(self, saves=left, outcomes={**self.outcomes, **outcomes})
+
+    def _answer(self, key: StateKey, ranks: tuple[int, ...]) -> Action:
+        reason = self.outcomes[key]
+        return (
+            Acknowledge(key=key, ranks=ranks)
+            if reason is None
+            else GiveUp(key=key, ranks=ranks, reason=reason)
+        )
+
+    def _give_up(self, key: StateKey, reason: str) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return self._give_up_all({key: reason})
+
+    def _give_up_all(self, reasons: Mapping[StateKey, str]) -> tuple[CommitMachine, tuple[Action, ...]]:
+        answers = []
+        discarding = dict(self.discarding)
+        for key in reasons:
+            save = self.saves[key]
+            answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key]))
+            # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
+            if save.stage not in UNDER_WAY:
+                discarding[key] = frozenset(range(save.world_size)).difference(save.ranks, {save.failed})
+        after = dataclasses.replace(self._decided(reasons), discarding=discarding)
+        after, discards = after._discard_what_is_quiet()
+        return after, (*answers, *discards)
+
+
+_HANDLERS: dict[type, str] = {
+    VoteCast: "_vote",
+    PartFailed: "_part_failed",
+    VoterGone: "_voter_gone",
+    GenerationFormed: "_formed",
+    JournalDurable: "_journal_durable",
+    CommitWritten: "_commit_written",
+    ClaimChecked: "_claim_checked",
+    Verified: "_verified",
+    Deleted: "_deleted",
+    Failed: "_failed",
+    Tick: "_tick",
+}

@@ -1,0 +1,186 @@
+"""Carries out what the commit machine asks of storage and journal, and answers with events.
+
+It decides nothing. Its calls block (they wait for disks), so a coordinator makes them in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.resume.commit_events import (
+    CheckNewerClaim,
+    ClaimChecked,
+    CommitWritten,
+    Deleted,
+    DeletePoints,
+    DiscardSave,
+    Event,
+    Failed,
+    FlushJournal,
+    JournalDurable,
+    StoreAction,
+    Verified,
+    VerifyPoint,
+    WriteCommit,
+)
+from orchestrator.resume.fates import COMMITTED, DELETED, DELETING
+from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.store import RunStore
+
+Hook = Callable[[str, int, int], None]
+# places of scripted faults: all votes are there, COMMIT is not sent; COMMIT is sent, nobody is answered
+VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
+
+
+class StepJournal(Protocol):
+    """What committing needs of the journal."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Note an event."""
+
+    def step(self, record: StepRecord) -> bool:
+        """Note a record; an equal copy of a known one changes nothing."""
+
+    def flush(self) -> StateKey | None:
+        """Make all that was noted durable."""
+
+    def covers(self, key: StateKey) -> bool:
+        """Whether every step record of the attempt's chain up to `key` is durable."""
+
+    def why_lost(self) -> str:
+        """How it shows that the journal on disk is not the one that is written; empty if it is."""
+
+
+def note_committed(journal: StepJournal, point: Point) -> None:
+    """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
+    there.
+    """
+    journal.event(
+        COMMITTED,
+        point=point.name,
+        bytes=point.num_bytes,
+        save_s=point.commit.save_s,
+        cursor=encode(point.cursor),
+    )
+
+
+def failure(action: StoreAction, error: OrchestratorError) -> Event | None:
+    """The answer to an action that came to no end: whether it had an effect is unknown."""
+    return failed(getattr(action, "key", None), error)
+
+
+def failed(key: StateKey | None, error: OrchestratorError) -> Event | None:
+    """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
+    next such action.
+    """
+    return Failed(key=key, reason=str(error)) if key else None
+
+
+class PointCommitter:
+    """Performs the store actions of one attempt.
+
+    `config` (flat) and `rng` are the documents that each point gets; `run_id` is run.json's; `clock` is the
+    one of the machine's events; `fault` is called where a scripted fault may strike. One action after the
+    other, but for `VerifyPoint`, which may run beside them. A failure of storage is an answer too, never an
+    exception.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        journal: StepJournal,
+        attempt: int,
+        config: Mapping[str, Any],
+        rng: Mapping[str, Any],
+        clock: Callable[[], float],
+        fault: Hook = lambda place, step, rank: None,
+        run_id: str = "",
+    ) -> None:
+        self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
+        self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
+        self._damages: list[Damage] = []
+        self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
+
+    def take_damages(self) -> tuple[Damage, ...]:
+        """What `VerifyPoint` found wrong since the last call, for the caller to tell."""
+        found, self._damages = tuple(self._damages), []
+        return found
+
+    def perform(self, action: StoreAction) -> Event | None:
+        """Carry out `action`; its answer, or None where there is nothing to say."""
+        match action:
+            case FlushJournal():
+                return self._answered(action.key, lambda: self._flush(action))
+            case CheckNewerClaim():
+                return self._answered(action.key, lambda: self._check(action))
+            case WriteCommit():
+                return self._answered(action.key, lambda: self._write(action))
+            case VerifyPoint():
+                return self._verify(action)
+            case DeletePoints():
+                return self._delete(action)
+            case DiscardSave():
+                return self._answered(None, lambda: self._store.discard(action.name))
+
+    @staticmethod
+    def _answered(key: StateKey | None, act: Callable[[], Event | None]) -> Event | None:
+        """The answer of `act`. A failure that concerns no save (key None) is left to the next such action."""
+        try:
+            return act()
+        except OrchestratorError as error:
+            return failed(key, error)
+
+    def _flush(self, action: FlushJournal) -> Event:
+        for record in action.records:
+            self._journal.step(record)
+        self._journal.flush()
+        if not self._journal.covers(action.key):
+            return Failed(
+                key=action.key, reason="the journal lacks step records before it, and no voter brought them"
+            )
+        return JournalDurable(key=action.key)
+
+    def _check(self, action: CheckNewerClaim) -> Event:
+        newer = self._store.next_claim_exists(self._attempt)
+        lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
+        return ClaimChecked(key=action.key, newer=newer, lost=lost)
+
+    def _write(self, action: WriteCommit) -> Event:
+        self._fault(VOTES_COMPLETE, action.key.step, -1)
+        save_s = self._clock() - action.started_s
+        point = self._store.commit_point(
+            action.votes, self._config, self._rng, action.parent, save_s, self._run_id
+        )
+        self.last_point = point
+        self._fault(COMMIT_SENT, action.key.step, -1)
+        return CommitWritten(key=action.key)
+
+    def _verify(self, action: VerifyPoint) -> Event:
+        try:
+            damages = self._store.verify_point(action.name)
+        except OrchestratorError:
+            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+        self._damages += damages
+        return Verified(name=action.name, healthy=not damages)
+
+    def _delete(self, action: DeletePoints) -> Event:
+        gone: list[str] = []
+        try:
+            # a kill in the middle must not look as if points had vanished
+            self._journal.event(DELETING, points=list(action.names))
+            self._journal.flush()
+        except StorageError:
+            return Deleted(names=(), failed=action.names)
+        for name in action.names:
+            try:
+                self._store.delete_point(name)
+            except StorageError as error:
+                self._journal.event("point not deleted", point=name, reason=str(error))
+                break  # tried again after the next commit; the order, oldest first, is kept
+            gone.append(name)
+        if gone:
+            self._journal.event(DELETED, points=gone)
+        return Deleted(names=tuple(gone), failed=action.names[len(gone) :])

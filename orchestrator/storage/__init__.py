@@ -1,0 +1,1 @@
+"""A run's storage: the few durable operations on files, and documents that show damage."""

@@ -1,0 +1,279 @@
+"""The coordinator's work for a static group: journal, commits, sign of life, in threads of rank 0's process.
+
+It drives the same commits as the coordinator does, without Ray; who trains is fixed, so it decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt import Attempt, note_beginning
+from orchestrator.elastic.roster import Roster
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
+from orchestrator.faults import hook
+from orchestrator.history import sentences
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.journal import GROUP_FORMED, JournalWriter
+from orchestrator.launch import start as starting
+from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
+from orchestrator.resume.commit_driver import Commits
+from orchestrator.resume.commit_events import GenerationFormed, Tick
+from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import PointCommitter
+
+if TYPE_CHECKING:
+    from orchestrator.torchrun.membership import Start
+
+GENERATION = 1  # the only one of the attempt
+FLUSH_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 2.0
+VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+
+
+class StaticKeeper:
+    """`torchrun.membership.Keeper` of one claimed attempt.
+
+    One thread writes: it takes votes, drives the commits, and keeps the journal durable meanwhile. Another
+    shows that the attempt lives, and waits for nothing else. If a newer attempt appears, or storage fails for
+    longer than its limit, every vote is answered with that error, and the next call of `records` raises it.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        attempt: Attempt,
+        job: JobConfig,
+        say: Callable[[str], None],
+        fault_plan: str = "",
+    ) -> None:
+        """`say` tells the user what is no error of the run, but must not be silent."""
+        self._store, self._attempt, self._job, self._say = store, attempt, job, say
+        self._fault = hook(fault_plan)
+        point, number = attempt.point, attempt.number
+        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
+        machine = CommitMachine(
+            attempt=number,
+            keep_latest=job.resume.keep_latest,
+            vote_limit_s=VOTE_LIMIT_S,
+            points=attempt.inherited,
+            pinned=point.name if point else None,
+        )
+        rng = starting.rng_document(job)
+        committer = PointCommitter(
+            store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
+        )
+        self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
+        self._trouble = StorageTrouble()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
+        self._stopping, self._failed = asyncio.Event(), asyncio.Event()
+        self._failure: Exception | None = None
+        self._voting: set[asyncio.Task[bool]] = set()
+        self._acknowledged = -1
+        self._world_size = 0
+        self._last_step: StepRecord | None = None
+        self._over = threading.Event()
+        self._writer: threading.Thread | None = None
+        self._pulse = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._pulse.start()
+
+    # ---------------------------------------------------------------------- calls of the group
+    def begin(self, world_size: int) -> Start:
+        """Journals the attempt and its only generation, durably, and starts to keep them."""
+        from orchestrator.torchrun.membership import Start
+
+        attempt, self._world_size = self._attempt, world_size
+        cursor = attempt.point.cursor if attempt.point else Cursor()
+        note_beginning(self._journal, attempt, self._job.flat())
+        self._journal.generation(
+            GenerationStart(
+                attempt=attempt.number,
+                generation=GENERATION,
+                parent=attempt.parent,
+                step=attempt.step_label,
+                consumed_samples=cursor.consumed_samples,
+                consumed_tokens=cursor.consumed_tokens,
+                target_tokens=cursor.target_tokens,
+                world_size=world_size,
+                global_batch_size=self._job.train.global_batch_size,
+                seq_len=self._job.pack.seq_len,
+            )
+        )
+        members = [str(rank) for rank in range(world_size)]
+        change = Roster(world_size).formed(
+            attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
+        )
+        self._journal.event(GROUP_FORMED, **encode(change))
+        self._journal.flush()
+        self._fault("generation_journalled", attempt.step_label, -1)
+        self._acknowledged = attempt.step_label
+        began = threading.Event()
+        self._writer = threading.Thread(
+            target=lambda: asyncio.run(self._keep(began)), name="keeper", daemon=True
+        )
+        self._writer.start()
+        began.wait()
+        self._say(sentences.group_change(change))
+        return Start(
+            launch=attempt.launch,
+            attempt=attempt.number,
+            generation=GENERATION,
+            parent=attempt.parent,
+            point=attempt.point.name if attempt.point else None,
+            cursor=cursor,
+            step=attempt.step_label,
+        )
+
+    def records(self, records: Sequence[StepRecord]) -> None:
+        """Notes them; they are durable soon after. Raises what ended the keeping, if it has ended."""
+        if self._failure is not None:
+            raise self._failure
+        for record in records:
+            self._journal.step(record)
+            self._last_step = record
+
+    def acknowledged_step(self) -> int:
+        """The label up to which all records are durable."""
+        return self._acknowledged
+
+    def vote(self, vote: Vote) -> Future[bool]:
+        """Hands it to the commit machine; True: the point is committed, False: the save was given up."""
+        assert self._loop is not None, "a group votes after it has begun"
+        if self._failure is None:
+            with suppress(RuntimeError):  # the loop has just ended
+                return asyncio.run_coroutine_threadsafe(self._vote(vote), self._loop)
+        answer: Future[bool] = Future()
+        answer.set_exception(self._failure or ElasticError("the attempt has ended"))
+        return answer
+
+    def finished(self, key: StateKey, reason: str) -> None:
+        """Waits until all that was begun is written (older points deleted, too), and ends the attempt."""
+        self._stop_writing()
+        if self._failure is not None:
+            raise self._failure
+        self._end(reason, f"{reason} at step {key.step}")
+
+    # ---------------------------------------------------------------------- calls of who runs the group
+    def failed(self, error: BaseException) -> None:
+        """The group ended with `error`; says so in the run, unless another launch has taken that over."""
+        self._stop_writing()
+        if isinstance(error, FencedError) or isinstance(self._failure, FencedError):
+            self._over.set()
+            return
+        # where storage is what failed, `error` says so, and the end stays unsaid
+        with suppress(OrchestratorError):
+            self._end("failed", f"{type(error).__name__}: {error}")
+
+    def status(self) -> RunStatus:
+        """What is known now, for the progress line."""
+        newest = self._commits.newest
+        return RunStatus(
+            version=0,
+            attempt=self._attempt.number,
+            generation=GENERATION,
+            world_size=self._world_size,
+            last_step=self._last_step,
+            newest_point=newest.name if newest else None,
+            committed=newest.cursor if newest else Cursor(),
+            waiting_since=None,
+            ended=None,
+            reason="",
+            left_out=(),
+            members=(),
+            failures=(),
+        )
+
+    # ---------------------------------------------------------------------- inside
+    def _end(self, outcome: str, reason: str) -> None:
+        self._over.set()
+        self._journal.event("end", outcome=outcome, reason=reason)
+        self._journal.close()
+        self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
+
+    def _beat(self) -> None:
+        # a hint for other starts, which watch the journal grow too
+        heartbeat = self._store.heartbeat(self._attempt.number)
+        heartbeat.beat()
+        while not self._over.wait(HEARTBEAT_EVERY_S):
+            heartbeat.beat()
+
+    def _stop_writing(self) -> None:
+        """Returns when all that was begun has come to its end."""
+        if self._writer is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._writer.join()
+
+    async def _keep(self, began: threading.Event) -> None:
+        """The writing thread: votes as they come, journal and time in between."""
+        self._loop = asyncio.get_running_loop()
+        began.set()
+        try:
+            await self._commits.tell(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            while self._failure is None and not self._stopping.is_set():
+                await self._flush()
+                await self._commits.tell(Tick(now_s=time.monotonic()))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
+            await self._commits.settle()
+        except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
+            self._fail(error)
+        if self._voting:
+            self._fail(ElasticError("the group ended before this save was decided"))
+            await asyncio.wait(self._voting)
+
+    async def _vote(self, vote: Vote) -> bool:
+        answer = asyncio.create_task(self._commits.vote(vote))
+        failed = asyncio.create_task(self._failed.wait())
+        this = asyncio.current_task()
+        assert this is not None, "a vote is a task"
+        self._voting.add(this)
+        try:
+            await asyncio.wait({answer, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return answer.result() is True
+        finally:
+            self._voting.discard(this)
+            for task in (answer, failed):
+                task.cancel()
+
+    async def _flush(self) -> None:
+        began = time.monotonic()
+        try:
+            durable = await self._commits.on_disk(self._journal.flush)
+        except StorageError as error:
+            text = self._trouble.failed(str(error), began)
+            if reason := self._trouble.verdict(time.monotonic()):
+                self._fail(StorageError(reason))
+        else:
+            text = self._trouble.worked()
+            if durable is not None:
+                self._acknowledged = durable.step
+        if text:
+            self._say(f"warning: {text}")
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._failed.set()
+
+    # ---------------------------------------------------------------------- what the commits tell
+    async def committed(self, point: Point) -> None:
+        """See `CommitListener`: the next status says so."""
+
+    async def warned(self, text: str) -> None:
+        """See `CommitListener`."""
+        self._say(f"warning: {text}")
+
+    async def fenced(self, reason: str) -> None:
+        """See `CommitListener`: the attempt ends, and writes nothing more."""
+        self._fail(FencedError(reason))

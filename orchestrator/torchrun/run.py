@@ -1,0 +1,265 @@
+"""A run under plain `torchrun`, without Ray: joins the stages as `run` does, for a group that is fixed.
+
+The loop, the points and the journal are those of every run, so a run may go on here and there alternately.
+The first failure ends the group, and the same command continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.cluster.machine import process_state
+from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.elastic.stall import StallWatch
+from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
+from orchestrator.faults import hook
+from orchestrator.history import sentences
+from orchestrator.launch import start as starting
+from orchestrator.launch.progress import Progress
+from orchestrator.paused_gc import loading
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import GroupMember, Held, Stall, decode, encode
+from orchestrator.resume.committed import CommittedFiles
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun.recorder import StaticKeeper
+from orchestrator.trainer.trial import require_model
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+    from orchestrator.torchrun.store_rendezvous import Meeting
+    from orchestrator.trainer.job import Outcome
+
+_USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
+
+
+def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str = "") -> Outcome | None:
+    """This rank's part of the run that torchrun started: begins it, or continues it at exactly the next
+    unread token. None: the stop was reached before.
+
+    `cluster.num_workers` means nothing here, the world is torchrun's; with `cluster.use_gpu` a rank takes the
+    GPU of its LOCAL_RANK. SIGTERM and Ctrl-C save and stop. Raises what refuses the start (on other ranks
+    than 0: `ElasticError` with its text), and what ended the group. `fault_plan` is for tests.
+    """
+    job = load_config(config, overrides)
+    folder = starting.run_folder(job)
+    # the tokenizer's own threads would compete with the ranks for the cores
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if job.cluster.use_gpu:
+        _require_gpus()
+    _require_memory(job)
+    if "RANK" not in os.environ:
+        raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
+    from orchestrator.torchrun.store_rendezvous import meet
+
+    meeting = meet()
+    place = [socket.gethostname(), os.getpid()]
+    meeting.store.set(f"place/{meeting.rank}", json.dumps(place))
+    if meeting.rank != 0:
+        return _follow(meeting, job, folder, fault_plan)
+    with Progress.shown(job.monitor.progress_s) as progress:
+        return _lead(meeting, job, folder, fault_plan, progress)
+
+
+def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
+    """The entry point of a rank: ends the process with 0 done or stopped, 1 failure, 2 bad configuration or
+    refusal, 130 interrupted. torchrun itself ends with 1 whenever a rank did not end with 0.
+    """
+    code = 0
+    try:
+        if not arguments:
+            _say(_USAGE)
+            code = 2
+        else:
+            train(arguments[0], arguments[1:], fault_plan=fault_plan)
+    except OrchestratorError as error:
+        _say(f"rank {os.environ.get('RANK', '?')}: {type(error).__name__}: {error}")
+        code = error.exit_code
+    except KeyboardInterrupt as interrupt:
+        _say(str(interrupt) or "interrupted")
+        code = getattr(interrupt, "exit_code", 130)
+    sys.stderr.flush()
+    if code:
+        # at once, whatever a thread may still be doing
+        os._exit(code)
+
+
+def _lead(
+    meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
+) -> Outcome | None:
+    """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
+    store = RunStore(Storage(str(folder)))
+    with meeting.telling_failure("decision"):
+        starting.check_writable(folder)
+        spec, plan, watched = _look(store, job, folder, progress.say)
+        if starting.reached(plan):
+            meeting.tell("decision", None)
+            progress.say(f"done: {starting.stop_is_reached(plan)}")
+            return None
+        with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+            keeper = StaticKeeper(store, attempt, job, progress.say, fault_plan)
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress.begin(folder, attempt.number, meeting.world_size, total)
+    with _ending(keeper), meeting.telling_failure("decision"):
+        spec = starting.freeze(job, folder, attempt.encoders)
+        meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    starting.announce(progress.say, job, attempt, plan)
+    places = [json.loads(meeting.store.get(f"place/{rank}")) for rank in range(meeting.world_size)]
+    members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
+    with _shown(progress, keeper, job.monitor.progress_s, members):
+        outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
+    status = keeper.status()
+    why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
+    progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
+    progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
+    return outcome
+
+
+def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+    """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
+    told = meeting.hear("decision")
+    if told is None:
+        return None
+    budgets, encoders = told
+    spec = starting.freeze(job, folder, tuple(decode(EncoderSpan, span) for span in encoders))
+    return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
+
+
+def _look(
+    store: RunStore, job: JobConfig, folder: Path, say: Callable[[str], None]
+) -> tuple[DataSpec, ResumePlan, int]:
+    """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
+    Raises `RefusedError`, also if the run is busy.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
+        busy = watcher.submit(starting.refuse_busy, store, say)
+        spec = starting.prepare(job, folder, freeze=False)
+        plan = starting.look_ahead(store, job, spec)
+        if starting.reached(plan):
+            return spec, plan, 0
+        require_model(job, plan, spec.vocab_size)
+        return spec, plan, busy.result()
+
+
+def _require_gpus() -> None:
+    import torch
+
+    needed, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if needed > there:
+        raise ResourceError(
+            f"cluster.use_gpu=true with {needed} ranks on this machine, but torch sees {there} GPUs; "
+            f"start at most {there} ranks here (--nproc-per-node), or set cluster.use_gpu=false"
+        )
+
+
+def _require_memory(job: JobConfig) -> None:
+    """Of the ranks on this machine; each reads the data itself, which is not counted."""
+    from orchestrator.cluster.machine import memory_bytes
+    from orchestrator.launch.needs import memory_problems, needs_of
+
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    problems = memory_problems(
+        needs_of(job), num_ranks, [("this machine", memory_bytes() or 0)], with_feed=False
+    )
+    if problems:
+        raise ResourceError(problems[0])
+
+
+def _train(
+    meeting: Meeting,
+    job: JobConfig,
+    spec: DataSpec,
+    folder: Path,
+    budgets: Budgets,
+    keeper: StaticKeeper | None,
+    say: Callable[[str], None],
+    fault_plan: str,
+) -> Outcome:
+    from orchestrator.data.feed.local_feed import InProcessFeed
+    from orchestrator.trainer.job import TrainJob
+
+    with loading():
+        from orchestrator.torchrun.membership import StaticMembership
+        from orchestrator.trainer.loop import train as run_loop
+
+    task = TrainJob(
+        model=job.model,
+        train=job.train,
+        resume=job.resume,
+        seq_len=job.pack.seq_len,
+        budgets=budgets,
+        config_digest=starting.config_digest(job),
+        device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
+    )
+    membership = StaticMembership(meeting, keeper)
+    feed = InProcessFeed(spec, job.data.replay_bytes)
+    try:
+        # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
+        with starting.stop_on_signals(membership.ask_stop, say), _ending(keeper):
+            files = CommittedFiles(Storage(str(folder)))
+            return run_loop(task, membership, feed, files, faults=hook(fault_plan))
+    finally:
+        feed.close()
+
+
+@contextmanager
+def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
+    """Whatever goes wrong inside ends the attempt."""
+    try:
+        yield
+    except BaseException as error:
+        if keeper is not None:
+            keeper.failed(error)
+        raise
+
+
+@contextmanager
+def _shown(
+    progress: Progress, keeper: StaticKeeper, every_s: float, members: Sequence[GroupMember]
+) -> Iterator[None]:
+    """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
+    machine go.
+    """
+    over, stall_watch = threading.Event(), StallWatch()
+
+    def show() -> None:
+        while not over.wait(min(every_s, 1.0)):
+            status = keeper.status()
+            if not status.world_size:
+                continue
+            progress.show(status)
+            stall_watch.saw(status, time.monotonic())
+            quiet_s = stall_watch.due(time.monotonic())
+            if quiet_s is not None:
+                here = socket.gethostname()
+                states = [process_state(each.pid) if each.host == here else "?" for each in members]
+                held = tuple(Held(worker=each, state=s) for each, s in zip(members, states, strict=True))
+                stall = Stall(quiet_s=quiet_s, median_s=stall_watch.median_s, held=held)
+                for line in sentences.stall(stall):
+                    progress.say(line)
+
+    shower = threading.Thread(target=show, name="progress", daemon=True)
+    shower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shower.join()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -1,0 +1,132 @@
+"""How the ranks of a static group find each other in torchrun's store, and how rank 0 tells the others
+something, or why it cannot.
+
+It knows torchrun's environment and store; what is told, its users know.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from orchestrator.errors import ElasticError
+from orchestrator.trainer.membership import STORE_TIMEOUT_S
+
+MEETING_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """The ranks of one start of the group have met. The keys of `store` belong to this start alone: nobody
+    reads what an older one wrote. A store serves one blocked caller at a time.
+    """
+
+    start: str
+    store: Store
+    rank: int
+    world_size: int
+
+    def again(self) -> Meeting:
+        """The same over a connection of its own, for another thread."""
+        store, _, _ = _connect(MEETING_LIMIT_S)
+        return replace(self, store=PrefixStore(self.start, store))
+
+    def tell(self, name: str, value: Any) -> None:
+        """Rank 0 tells the value, as JSON."""
+        self.store.set(name, json.dumps({"value": value}))
+
+    @contextmanager
+    def telling_failure(self, name: str) -> Iterator[None]:
+        """An exception of rank 0 reaches the other ranks instead of leaving them waiting for `name`; it goes
+        on here when they have heard of it, or after `STORE_TIMEOUT_S`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RuntimeError):  # the store is gone
+                self.store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                if isinstance(error, Exception):  # no Ctrl-C, which is every rank's
+                    # the store may end with this process: the others read it first, if they live
+                    heard = [f"{name}/heard/{rank}" for rank in range(1, self.world_size)]
+                    self.store.wait(heard, datetime.timedelta(seconds=STORE_TIMEOUT_S))
+            raise
+
+    def hear(self, name: str, limit: datetime.timedelta = default_pg_timeout) -> Any:
+        """What rank 0 told. `ElasticError` if it failed, or says nothing for `limit`."""
+        try:
+            self.store.wait([name], limit)
+            answer = json.loads(self.store.get(name))
+            if "error" in answer:
+                self.store.set(f"{name}/heard/{self.rank}", "")
+        except RuntimeError as error:
+            raise ElasticError(f"rank 0 said nothing ({error}); start the same command again") from error
+        if "error" in answer:
+            raise ElasticError(f"rank 0 failed: {answer['error']}")
+        return answer["value"]
+
+
+def meet(limit_s: float = MEETING_LIMIT_S) -> Meeting:
+    """Waits until all ranks of this start have met. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+    `ElasticError`: they have not after `limit_s`.
+    """
+    try:
+        store, rank, world_size = _connect(limit_s)
+        start = _agree_on_start(PrefixStore("meeting", store), rank, world_size, limit_s)
+    except RuntimeError as error:
+        where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
+        raise ElasticError(
+            f"{where.format_map(os.environ)} within {limit_s:.0f} s ({error}); "
+            "start the same command again on every machine"
+        ) from error
+    return Meeting(start=start, store=PrefixStore(start, store), rank=rank, world_size=world_size)
+
+
+def _connect(limit_s: float) -> tuple[Store, int, int]:
+    """A connection, this rank, and the world size."""
+    store, rank, world_size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=limit_s)))
+    store.set_timeout(default_pg_timeout)  # of a key; `limit_s` was for the connection
+    return store, rank, world_size
+
+
+def _agree_on_start(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+    """A random name of this start, the same on all ranks.
+
+    torchrun's store lives on over its restarts, and nothing in a rank's environment is the same for all ranks
+    of a start and new in each: every machine counts its own restarts. So a rank writes a random name of its
+    own over what an older process wrote in its place. Rank 0's is the start's: it is the answer under every
+    name that rank 0 finds, and the rank repeats it. When all have, nobody is of an older start, which cannot
+    know the name. (torchrun ends all ranks of a start before the next.)
+    """
+    own = secrets.token_hex(8)
+    if rank != 0:
+        store.set(f"rank/{rank}", own)
+        store.wait([f"answer/{own}"], datetime.timedelta(seconds=limit_s))
+        start = store.get(f"answer/{own}").decode()
+        store.set(f"rank/{rank}", start)
+        return start
+    missing, deadline = set(range(1, world_size)), time.monotonic() + limit_s
+    while True:
+        for other in sorted(missing):
+            said = store.get(f"rank/{other}").decode() if store.check([f"rank/{other}"]) else ""
+            if said == own:
+                missing.remove(other)
+            elif said:
+                store.set(f"answer/{said}", own)
+        if not missing:
+            return own
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"missing: {', '.join(f'rank {other}' for other in sorted(missing))}")
+        time.sleep(POLL_S)

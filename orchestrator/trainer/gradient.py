@@ -1,0 +1,97 @@
+"""Micro-batches, and what is asked of the two ways to combine their gradients: `invariant` and `fast`.
+
+It knows slices and shapes; nothing of collectives, the optimizer, membership or where samples come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from orchestrator.planning import batches
+from orchestrator.records import BatchSlice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Samples of one rank that run through the model together; `number` counts micro-batches within the
+    step.
+    """
+
+    number: int
+    first_sample: int
+    input_ids: Tensor  # (samples, seq_len) int64
+    labels: Tensor  # (samples, seq_len) int64, -100 = no loss
+
+
+def cut(
+    batch: BatchSlice, micro_batch_size: int, rank: int, world_size: int, device: torch.device
+) -> list[MicroBatch]:
+    """The micro-batches of a rank's slice; the same for every world size, put together over the ranks."""
+    step = batch.step
+    expected = batches.rank_samples(step.first_sample, step.num_samples, micro_batch_size, rank, world_size)
+    assert expected == (batch.start, batch.stop), (
+        f"rank {rank} of {world_size} trains {expected}, the slice holds {(batch.start, batch.stop)}"
+    )
+    micros = batches.micro_batches(step.num_samples, micro_batch_size)
+    input_ids, labels = (
+        torch.from_numpy(a.astype(np.int64)).to(device) for a in (batch.input_ids, batch.labels)
+    )
+    before = batch.start - step.first_sample
+    return [
+        MicroBatch(
+            number=number,
+            first_sample=step.first_sample + micros[number].start,
+            input_ids=input_ids[micros[number].start - before : micros[number].stop - before],
+            labels=labels[micros[number].start - before : micros[number].stop - before],
+        )
+        for number in batches.rank_run(len(micros), rank, world_size)
+    ]
+
+
+class Gradient(Protocol):
+    """Leaves the gradient of a step, summed over all ranks' micro-batches, in `.grad` of every parameter."""
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """A new generation; its default process group exists."""
+
+    def leave(self) -> None:
+        """The generation is over; nothing may refer to its process group any more."""
+
+    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+        """Runs this rank's `micros` of the step's `num_micro` and adds up the gradients of all ranks, divided
+        by `targets`.
+
+        Returns this rank's summed loss in fixed point, None if it is not finite. Raises `GenerationEnded` if
+        a collective fails; an error of the model passes through.
+        """
+
+    def clip(self, max_norm: float | None) -> float:
+        """The 2-norm of the whole gradient, before it was scaled down to `max_norm` (None: not scaled). The
+        same on every rank.
+        """
+
+
+def forget(parameters: Sequence[nn.Parameter]) -> None:
+    """Drops what stands in `.grad`."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def add_losses(total: int | None, loss: int | None) -> int | None:
+    """The sum, None if one of them is."""
+    return None if total is None or loss is None else total + loss
+
+
+def scale(gradients: Sequence[Tensor | None], norm: float, max_norm: float | None) -> None:
+    """Scales gradients, whose whole norm is `norm`, down to `max_norm` if it is larger."""
+    if max_norm is None or norm <= max_norm:
+        return
+    for gradient in gradients:
+        assert gradient is not None, "every parameter has a gradient after reduce"
+        gradient.mul_(max_norm / norm)

@@ -1,0 +1,126 @@
+"""Fast numerics: PyTorch's DDP; its sums overlap with backward, its last bits depend on the world size.
+
+It knows model, ranks and collectives, nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.trainer.gradient import MicroBatch, add_losses, forget, scale
+from orchestrator.trainer.group import GenerationEnded, collective
+from orchestrator.trainer.model import NO_LOSS, loss_sum, seed_micro_batch
+from orchestrator.trainer.step_summary import fixed_point
+
+
+class FastGradient:
+    """PyTorch's DDP: the all-reduce of each bucket overlaps with backward. The order of additions depends on
+    the world size.
+
+    Gradients are summed, not averaged, because they are divided by the global number of targets before. All
+    parameters must be used.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
+        # DDP imports it at its first use, which takes a second that no generation should wait for
+        import torch._dynamo  # noqa: F401
+
+        self._model, self._seed, self._precision = model, seed, precision
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._ddp: Any = None
+        self._works: list[Any] = []
+
+    def enter(self, rank: int, world_size: int) -> None:
+        """See `Gradient`: a fresh wrapper; it sends no weights, for these have been agreed on."""
+        del rank
+        if world_size == 1:
+            return
+        devices = None if self._parameters[0].device.type == "cpu" else [self._parameters[0].device]
+        with collective("wrapping the model"):
+            self._ddp = nn.parallel.DistributedDataParallel(
+                self._model, device_ids=devices, broadcast_buffers=False, init_sync=False
+            )
+            # in place of DDP's own hook, which would divide by the world size; it refuses annotations that
+            # are strings
+            self._ddp.register_comm_hook(self, lambda gradient, bucket: gradient.sum_bucket(bucket.buffer()))
+
+    def leave(self) -> None:
+        """See `Gradient`: the wrapper's hooks on the parameters go with it, so it is collected at once."""
+        self._ddp = None
+        self._works.clear()
+        gc.collect()
+
+    def reduce(self, micros: Sequence[MicroBatch], num_micro: int, targets: int) -> int | None:
+        """See `Gradient`."""
+        del num_micro
+        forget(self._parameters)
+        loss: int | None = 0
+        for micro in micros[:-1]:
+            loss = add_losses(loss, self._backward(micro, targets, last=False))
+        last = micros[-1] if micros else self._empty()
+        return add_losses(loss, self._backward(last, targets, last=True))
+
+    def clip(self, max_norm: float | None) -> float:
+        """See `Gradient`."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = float(
+            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients]))
+        )
+        scale(gradients, norm, max_norm)
+        return norm
+
+    def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
+        seed_micro_batch(self._seed, micro.first_sample)
+        if self._ddp is None:
+            loss = loss_sum(self._model, micro.input_ids, micro.labels, self._precision)
+            torch.autograd.backward(loss / max(1, targets))
+        elif not last:
+            with self._ddp.no_sync():
+                loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
+                torch.autograd.backward(loss / max(1, targets))
+        else:
+            loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
+            self._works.clear()
+            try:
+                torch.autograd.backward(loss / max(1, targets))
+            except RuntimeError as error:
+                if not any(_failed(work) for work in self._works):
+                    raise  # the model's own error
+                raise GenerationEnded(f"summing the gradient: {error}") from error
+        return fixed_point(float(loss.detach()))
+
+    def _empty(self) -> MicroBatch:
+        """A sample without targets, for a rank without a micro-batch: its loss and gradient are 0, but it
+        takes part in the sum.
+        """
+        device = self._parameters[0].device
+        nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        return MicroBatch(
+            number=-1, first_sample=-1, input_ids=nothing, labels=torch.full_like(nothing, NO_LOSS)
+        )
+
+    def sum_bucket(self, bucket: Tensor) -> Any:
+        """Begins the sum of a bucket over the ranks; its future gives the bucket."""
+        work: Any = None
+        try:
+            work = dist.all_reduce(bucket, async_op=True)
+        finally:
+            self._works.append(work)
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def _failed(work: Any) -> bool:
+    """Did this sum not even begin, or does it end with an error?"""
+    if work is None:
+        return True
+    try:
+        work.wait()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,55 @@
+"""What the loop is given and how it ends, as values that pickle.
+
+No behaviour; it imports neither torch nor the configuration's module when it is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import Cursor, StateKey
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ModelConfig, ResumeConfig, TrainConfig
+
+DONE, STOPPED, LEFT = "done", "stopped", "left"  # reasons of an outcome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainJob:
+    """What the loop needs of a job; equal on every member (`config_digest` proves it). `device` is `cpu`,
+    `cuda` or `cuda:N`.
+
+    `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
+    the least for a peer that says nothing; five times the last step if that is more, and
+    `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    resume: ResumeConfig
+    seq_len: int
+    budgets: Budgets
+    config_digest: str
+    device: str = "cpu"
+    forming_limit_s: float = 10.0
+    collective_limit_s: float = 60.0
+
+    @property
+    def invariant(self) -> bool:
+        """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU."""
+        auto = self.train.numerics == "auto"
+        return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the loop ended for this member: `done`, `stopped` (both: the state `key` is committed) or `left`
+    (the run was over for it).
+    """
+
+    reason: str
+    key: StateKey | None
+    cursor: Cursor

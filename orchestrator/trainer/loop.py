@@ -1,0 +1,352 @@
+"""The worker's main loop: join, form the group, agree on state, train until the generation ends, and again.
+
+It is written against `Membership`, `Feed` and `PointFiles` and knows neither Ray nor who answers them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+
+from orchestrator.errors import ElasticError, StorageError, TrainingError
+from orchestrator.faults import Hook, no_fault
+from orchestrator.paused_gc import loading
+from orchestrator.planning import batches
+from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.schedule import learning_rate
+from orchestrator.records import (
+    BETWEEN,
+    FEED_WAIT,
+    FORMING,
+    LOAD,
+    PHASE_LIMITS_S,
+    REFORM,
+    SAVE,
+    SAVE_WAIT,
+    STEP,
+    STOP,
+    BatchSlice,
+    Cursor,
+    GenerationView,
+    MemberState,
+    StateKey,
+    StepRange,
+    StepRecord,
+)
+from orchestrator.trainer.gradient import Gradient, cut
+from orchestrator.trainer.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.group import GenerationEnded, Group, collective
+from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
+from orchestrator.trainer.membership import Feed, Membership
+from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.saving import await_votes, save_share
+from orchestrator.trainer.state import TrainState
+from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
+from orchestrator.trainer.step_summary import Share, Word
+from orchestrator.trainer.weights import PointFiles
+
+_log = logging.getLogger(__name__)
+LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
+
+
+def train(
+    job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook = no_fault
+) -> Outcome:
+    """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
+
+    `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
+    with the label of the last step done, and at `step_begin`, `gradient_done`, `word_received`, `applied`,
+    `save_part_written` with that of the step that is made there. Raises `TrainingError` if a step is wrong;
+    it was not applied on any rank. Errors of feed, membership and storage pass through.
+    """
+    return _Trainer(job, membership, feed, files, faults).run()
+
+
+class _Trainer:
+    """One member's life. `_prepared`: the step whose word is awaited. `_records`: not acknowledged yet."""
+
+    def __init__(
+        self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook
+    ) -> None:
+        self._job, self._membership, self._feed = job, membership, feed
+        self._files, self._faults = files, faults
+        self._device = pick_device(job.device)
+        set_determinism(job.invariant, self._device)
+        with loading():  # the model's code comes with it
+            self._state = TrainState(job.model, job.train, self._device, job.invariant)
+            numerics = InvariantGradient if job.invariant else FastGradient
+            self._gradient: Gradient = numerics(self._state.model, job.train.seed, job.train.precision)
+        self._prepared: Prepared | None = None
+        self._records: list[StepRecord] = []
+        self._votes: list[tuple[StateKey, Future[bool]]] = []
+        self._saved: StateKey | None = None  # the newest save that this rank has begun
+        self._voted: StateKey | None = None  # the newest save that this rank voted for
+        self._unsaved = Unsaved()
+        self._has_stepped = False
+        self._all_warm = False  # every member of the group has done a step in its process
+        self._end_of_data = False
+        self._blocked_s = 0.0  # by saves, since the last record
+        self._waited_s = 0.0  # for the batch
+        self._step_began = self._last_save = time.monotonic()
+
+    def run(self) -> Outcome:
+        leaves: tuple[int, int] | None = None
+        reason = "start"
+        while True:
+            self._notice_commits()
+            self._membership.phase(STEP)
+            state, prepared = self._state, self._prepared
+            view = self._membership.join(
+                MemberState(
+                    key=state.key,
+                    cursor=state.cursor if state.key is not None else None,
+                    leaves=leaves,
+                    prepared=prepared.key if prepared is not None else None,
+                    voted=self._voted,
+                    records=tuple(self._records),
+                    reason=reason,
+                )
+            )
+            if view is None:
+                return Outcome(reason=LEFT, key=state.key, cursor=state.cursor)
+            leaves = (view.attempt, view.generation)
+            try:
+                return self._generation(view)
+            except GenerationEnded as ended:
+                reason = str(ended)
+            _log.info("generation %d of attempt %d ended: %s", view.generation, view.attempt, reason)
+
+    def _generation(self, view: GenerationView) -> Outcome:
+        self._membership.phase(FORMING)
+        with collective("reaching the store of rank 0"):
+            self._faults("connecting", view.step, view.rank)
+            store = self._membership.connect_store(view)
+        limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.wishes(view).ended
+        with Group.formed(view, store, self._device, limit_s, called_off) as group:
+            prepared, self._prepared = self._prepared, None
+            self._end_of_data = False
+            self._membership.phase(LOAD)
+            self._all_warm = agree(
+                group,
+                self._state,
+                self._job.config_digest,
+                prepared,
+                self._files,
+                self._faults,
+                self._has_stepped,
+            )
+            self._membership.phase(STEP)
+            self._allow(group)
+            self._faults("joined", view.step, view.rank)
+            self._feed.open(view, self._state.cursor)
+            self._step_began = time.monotonic()
+            try:
+                self._gradient.enter(view.rank, view.world_size)
+                return self._train(group)
+            finally:
+                self._gradient.leave()
+
+    def _train(self, group: Group) -> Outcome:
+        view = group.view
+        while True:
+            if self._membership.wishes(view).ended:
+                raise GenerationEnded("the membership ended it")
+            step = None if self._end_of_data else self._next_range(self._state.cursor)
+            batch = None if step is None else self._slice(view, step)
+            if batch is None or batch.step.num_samples == 0:
+                return self._finish(group, DONE)
+            control = self._step(group, batch)
+            self._has_stepped = self._all_warm = True
+            self._allow(group, saves=bool(control & SAVE))
+            if control & SAVE:
+                self._save(view)
+            if control & STOP:
+                over = self._end_of_data or self._next_range(self._state.cursor) is None
+                return self._finish(group, DONE if over else STOPPED)
+            if control & REFORM:
+                raise GenerationEnded("a re-form at a step boundary was wished for")
+
+    def _allow(self, group: Group, saves: bool = False) -> None:
+        """How long the next collectives may wait for a peer: it may take five times as long as the last step
+        did; how long a save takes, and the first step of any member's process (which may compile), nobody
+        knows.
+        """
+        known = self._all_warm and self._records and not saves
+        limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
+        group.allow(limit_s or PHASE_LIMITS_S[SAVE_WAIT])
+
+    # -------------------------------------------------------------------------------- a step
+    def _next_range(self, cursor: Cursor) -> StepRange | None:
+        job = self._job
+        return batches.next_range(
+            cursor.consumed_samples,
+            cursor.consumed_tokens,
+            job.train.global_batch_size,
+            job.seq_len,
+            job.budgets.stop_tokens,
+            job.budgets.stop_samples,
+        )
+
+    def _slice(self, view: GenerationView, step: StepRange) -> BatchSlice:
+        """This rank's samples of the step; those of the next are fetched meanwhile."""
+        micro = self._job.train.micro_batch_size
+        self._faults("step_begin", self._label, view.rank)
+        began = time.monotonic()
+        self._membership.phase(FEED_WAIT)
+        with collective("waiting for the feed"):
+            batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
+        self._membership.phase(STEP)
+        self._waited_s = time.monotonic() - began
+        coming = None if batch.end_of_data or batch.step.num_samples == 0 else self._next_range(batch.cursor)
+        if coming is not None:
+            self._feed.prefetch(coming, view.rank, view.world_size, micro)
+        return batch
+
+    def _step(self, group: Group, batch: BatchSlice) -> int:
+        """Trains and applies the step; gives the word's control. `TrainingError`: it must not be applied."""
+        view, job, label = group.view, self._job, self._label
+        loss, norm = self._reduce(view, batch)
+        self._faults("gradient_done", label, view.rank)
+        lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
+        key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
+        control, acknowledged = self._control(view, label)
+        share = Share(
+            loss=loss,
+            targets=int((batch.labels != NO_LOSS).sum()),
+            samples=batch.stop - batch.start,
+            digest=batch_digest(
+                batch.start, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
+            ),
+            data_wait_s=self._waited_s,
+            save_blocked_s=self._blocked_s,
+            control=control,
+            acknowledged=acknowledged,
+            grad_norm=norm,
+            step_s=time.monotonic() - self._step_began,
+        )
+        self._step_began = time.monotonic()
+        # from here on the step may be in the history although this rank never hears of it
+        self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
+        word = Word.unpack(group.sum(share.pack(view.rank, view.world_size), f"the word of step {label}"))
+        self._faults("word_received", label, view.rank)
+        prepared, self._prepared = self._prepared, None
+        problem = word.problem(view.world_size, batch)
+        if problem is not None:
+            raise TrainingError(
+                f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
+            )
+        apply_prepared(self._state, prepared)
+        self._membership.phase(BETWEEN)
+        self._faults("applied", label, view.rank)
+        self._end_of_data = batch.end_of_data
+        self._blocked_s = 0.0
+        self._keep(view, word.record(prepared.key, prepared.cursor, prepared.lr), word.acknowledged)
+        return word.control
+
+    def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
+        job = self._job
+        micros = cut(batch, job.train.micro_batch_size, view.rank, view.world_size, self._device)
+        num_micro = batches.num_micro_batches(batch.step.num_samples, job.train.micro_batch_size)
+        loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
+        return loss, self._gradient.clip(job.train.max_grad_norm)
+
+    def _keep(self, view: GenerationView, new: StepRecord, acknowledged: int) -> None:
+        """Keeps a record until it is acknowledged; rank 0 reports it."""
+        durable = StateKey(attempt=view.attempt, generation=view.generation, step=acknowledged)
+        if acknowledged >= view.step:
+            self._records = [record for record in self._records if record.key > durable]
+        self._records.append(new)
+        if view.rank == 0:
+            self._membership.report(view, (new,))
+
+    @property
+    def _label(self) -> int:
+        assert self._state.key is not None, "a member that trains holds a state"
+        return self._state.key.step + 1
+
+    def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
+        """The control and the acknowledged step for the word; only rank 0's are used."""
+        wishes = self._membership.wishes(view)
+        every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
+        due = every_steps is not None and label % every_steps == 0
+        due = due or (every_minutes is not None and time.monotonic() - self._last_save >= every_minutes * 60)
+        # the wish is repeated until the first vote has been heard of
+        due = due or (wishes.save and all(answer.done() for _, answer in self._votes))
+        control = (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
+        return control, wishes.acknowledged_step
+
+    # -------------------------------------------------------------------------------- saves
+    def _save(self, view: GenerationView) -> None:
+        """Writes this rank's part and votes. Where storage fails the save is given up; training goes on."""
+        key = self._state.key
+        assert key is not None, "a blank member has nothing to save"
+        self._saved, self._last_save = key, time.monotonic()
+        self._membership.phase(SAVE_WAIT)
+        try:
+            vote = save_share(self._state, view, self._files, self._records)
+        except StorageError as error:
+            self._membership.save_failed(view, key, error)
+            self._blocked_s += time.monotonic() - self._last_save
+            return
+        finally:
+            self._membership.phase(STEP)
+        self._faults("save_part_written", vote.key.step, view.rank)
+        self._blocked_s += vote.save_blocked_s
+        self._last_save, self._voted = time.monotonic(), vote.key
+        self._notice_commits()
+        self._votes.append((vote.key, self._membership.vote(vote)))
+
+    def _notice_commits(self) -> None:
+        """Whether the present state is in a committed point; answered votes are forgotten. An error that
+        answers a vote is raised.
+        """
+        waiting = []
+        for key, answer in self._votes:
+            if not answer.done():
+                waiting.append((key, answer))
+            elif answer.result() and key == self._state.key:
+                self._state.committed = True
+        self._votes = waiting
+
+    def _finish(self, group: Group, reason: str) -> Outcome:
+        """Saves the last state unless a point holds it, waits until all votes are answered, and leaves.
+
+        Raises `GenerationEnded` if the save was given up: the members meet again and save under a new name;
+        `ElasticError` if that has gone on for too long.
+        """
+        state = self._state
+        assert state.key is not None, "a member that trains holds a state"
+        if not state.committed and state.key != self._saved:
+            self._save(group.view)
+        if not await_votes(group, self._membership, self._votes, None if state.committed else state.key):
+            self._unsaved.again(state.key.point_name)
+            raise GenerationEnded(f"the save of {state.key.point_name} was given up")
+        state.committed = True
+        self._membership.finished(state.key, reason)
+        return Outcome(reason=reason, key=state.key, cursor=state.cursor)
+
+
+class Unsaved:
+    """Paces and bounds the tries to save the last state of a run."""
+
+    def __init__(self, limit_s: float = LAST_SAVE_LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._since: float | None = None
+        self._wait_s = 0.1
+
+    def again(self, point: str) -> None:
+        """A save was given up: waits a little before the next, longer each time. Raises `ElasticError` when
+        the limit is reached.
+        """
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        if now - self._since > self._limit_s:
+            raise ElasticError(
+                f"the last state of the run could not be saved for {now - self._since:.0f} s "
+                f"(allowed: {self._limit_s:g} s): every save was given up, the last one as {point}; the "
+                "journal says why. Start the same command again: it continues from the newest resume point"
+            )
+        time.sleep(self._wait_s)
+        self._wait_s = min(2 * self._wait_s, 5.0)

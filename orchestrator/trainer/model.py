@@ -1,0 +1,253 @@
+"""The model of a job, its loss, and the random numbers that both use: the same bits in every process that
+asks.
+
+It knows the configuration and torch, and of ranks only which GPU is theirs; nothing of steps, data or
+storage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from orchestrator.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ModelConfig
+
+NO_LOSS = -100  # the label of a position that is no target
+
+
+def pick_device(device: str) -> torch.device:
+    """`cpu`, or for `cuda` the GPU of this process (LOCAL_RANK where torchrun set it); a numbered one
+    (`cuda:1`) is taken as it is.
+
+    Raises `ConfigError` if a GPU is asked for and there is none, `ResourceError` as `own_gpu` does.
+    """
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        return wanted
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "cluster.use_gpu=true, but torch sees no GPU in this process; "
+            "set cluster.use_gpu=false, or install a CUDA build"
+        )
+    if wanted.index is None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        wanted = torch.device("cuda", own_gpu(local_rank, torch.cuda.device_count()))
+    torch.cuda.set_device(wanted)
+    return wanted
+
+
+def own_gpu(local_rank: int, num_gpus: int) -> int:
+    """Which of the `num_gpus` that torch sees here is that of the rank `local_rank` on this machine: no two
+    ranks share one. Raises `ResourceError` if there are too few.
+    """
+    if local_rank >= num_gpus:
+        raise ResourceError(
+            f"LOCAL_RANK={local_rank}, but torch sees {num_gpus} GPUs in this process, and no two ranks may "
+            f"share one; start at most {num_gpus} ranks on this machine, let every rank see all its GPUs "
+            "(CUDA_VISIBLE_DEVICES), or set cluster.use_gpu=false"
+        )
+    return local_rank
+
+
+def build_model(
+    config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
+) -> nn.Module:
+    """The model with its first weights, in training mode, on `device`: a pure function of (`config`, `seed`)
+    and of the weights' type, which is float32 for every `precision` but `pure_bf16`.
+
+    Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
+    called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
+    model.
+    """
+    torch.manual_seed(seed)
+    dtype = weights_dtype(precision)
+    if config.factory is not None:
+        model = _from_factory(config).to(dtype)
+    else:
+        settings, attention = transformers_settings(config, device.type, invariant)
+        model = _from_transformers(config, settings, dtype, attention)
+    return model.to(device).train()
+
+
+def weights_dtype(precision: str) -> torch.dtype:
+    """Of the weights, and so of their gradients and moments, under a `train.precision`."""
+    return torch.bfloat16 if precision == "pure_bf16" else torch.float32
+
+
+def find_factory(config: ModelConfig) -> Callable[..., Any]:
+    """The function of `model.factory`. Raises `ConfigError` if it is not there, or does not take
+    `model.factory_args`.
+    """
+    module, _, name = str(config.factory).partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        with suppress(ValueError):  # some that are written in C do not tell their arguments
+            inspect.signature(function).bind(**config.factory_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _not_callable(config, error) from error
+    return function  # type: ignore[no-any-return]
+
+
+def made_by_factory(config: ModelConfig, model: object) -> nn.Module:
+    """What the factory returned. Raises `ConfigError` if that is no module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.factory={config.factory} returned {type(model).__name__}; "
+            "it must return a torch.nn.Module"
+        )
+    return model
+
+
+def _from_factory(config: ModelConfig) -> nn.Module:
+    function = find_factory(config)
+    try:
+        model = function(**config.factory_args)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise _not_callable(config, error) from error
+    return made_by_factory(config, model)
+
+
+def _not_callable(config: ModelConfig, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.factory={config.factory} cannot be called ({error}); "
+        "give pkg.module:function and its model.factory_args"
+    )
+
+
+def transformers_settings(config: ModelConfig, device_type: str, invariant: bool) -> tuple[Any, str | None]:
+    """The transformers configuration of `model.config` or `model.pretrained`, and how it computes attention
+    (None: as transformers does by itself). Raises `ConfigError` if there is none.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with naming_model(config):
+        if config.pretrained is not None:
+            settings = AutoConfig.from_pretrained(config.pretrained, local_files_only=True)
+        else:
+            shape = dict(config.config or {})
+            kind = shape.pop("model_type")
+            if kind not in CONFIG_MAPPING:  # transformers would list all 600 of them
+                close = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3)
+                meant = f"; did you mean {' or '.join(close)}?" if close else ""
+                raise ValueError(f"transformers knows no model_type {kind!r}{meant}")
+            settings = AutoConfig.for_model(kind, **shape)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(settings), None)
+        if model is None:
+            raise ValueError(f"transformers has no causal language model of type {settings.model_type}")
+    if config.attn_implementation != "auto":
+        return settings, config.attn_implementation
+    # The fused attention of a GPU adds up its gradients in any order; on a CPU it gives the same bits each
+    # time, and needs less memory.
+    if invariant and device_type == "cuda":
+        return settings, "eager"
+    classes = model if isinstance(model, tuple) else (model,)
+    return settings, "sdpa" if all(getattr(each, "_supports_sdpa", False) for each in classes) else None
+
+
+@contextmanager
+def naming_model(config: ModelConfig) -> Iterator[None]:
+    """Whatever goes wrong inside, as a `ConfigError` that names the field."""
+    try:
+        yield
+    except Exception as error:  # transformers has no common base for what a wrong configuration raises
+        what = (
+            f"model.pretrained={config.pretrained}"
+            if config.pretrained is not None
+            else f"model.config={config.config}"
+        )
+        raise ConfigError(f"{what} gives no causal language model ({error}); correct it") from error
+
+
+def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.Module:
+    """A transformers model without its weights, for torch's meta device. Raises `ConfigError`, also if
+    `model.pretrained` has no safetensors.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with naming_model(config):
+        if config.pretrained is not None and not any(Path(config.pretrained).glob("*.safetensors")):
+            raise FileNotFoundError("the folder holds no *.safetensors")
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, attn_implementation=attention
+        )
+    return model
+
+
+def _from_transformers(
+    config: ModelConfig, settings: Any, dtype: torch.dtype, attention: str | None
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with naming_model(config):
+        if config.pretrained is not None:
+            model = AutoModelForCausalLM.from_pretrained(
+                config.pretrained,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        else:
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=dtype, attn_implementation=attention
+            )
+    model.config.use_cache = False
+    assert isinstance(model, nn.Module), f"transformers returned {type(model)}"
+    return model
+
+
+def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor, precision: str) -> Tensor:
+    """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
+    where there is no target.
+
+    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
+    Labels are already shifted. Under `bf16` the forward pass runs in autocast: products in bfloat16, of
+    weights that stay float32 and whose gradients are float32; the loss is computed outside of it.
+    """
+    kind = input_ids.device.type
+    with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
+        output = model(input_ids)
+    logits = output if isinstance(output, Tensor) else output.logits
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=NO_LOSS, reduction="sum"
+    )
+
+
+def seed_micro_batch(seed: int, first_sample: int) -> None:
+    """Set torch's random numbers (dropout) for the micro-batch whose first sample has this index in the run.
+
+    So they depend neither on ranks nor on what ran before: no state of a generator has to be saved. The
+    `rng.json` of every point states this rule.
+    """
+    torch.manual_seed(int.from_bytes(blake3(f"{seed}:{first_sample}".encode()).digest()[:8], "little") >> 1)
+
+
+def set_determinism(invariant: bool, device: torch.device) -> None:
+    """Under invariant numerics: one thread for a CPU's sums (another number is another order of additions),
+    deterministic kernels on a GPU.
+
+    It holds for the whole process. Different kinds of processors may still give different bits.
+    """
+    if not invariant:
+        return
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,150 @@
+"""The model of a job on torch's meta device, before anything is started: shapes without weights, in a second.
+
+It says what no start can work with; it knows neither cluster nor run. Neither importing it nor trying a model
+loads torch where it is not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.schema import ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.paused_gc import loading
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.planning.resume_plan import ResumePlan
+
+# Importing transformers takes seconds, a model on the meta device less than one.
+_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say.
+    `note`, if any, is for the user: what could not be tried.
+    """
+
+    num_embeddings: int | None = None
+    note: str = ""
+
+
+def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[str, ...]:
+    """Raises `ConfigError` if no start can build the job's model, or the tokenizer, with its `vocab_size`,
+    has ids that it does not embed; returns notes. What the run's point was made with is not tried again.
+    """
+    if plan.point is not None and not any(d.field.startswith("model.") for d in plan.differences):
+        return ()
+    facts = try_model(job)
+    require_vocabulary(facts, job, vocab_size)
+    return (facts.note,) if facts.note else ()
+
+
+def try_model(job: JobConfig) -> ModelFacts:
+    """Builds the job's model on the meta device. Raises `ConfigError` if that is impossible.
+
+    A factory that does not work on the meta device is left to the workers, and `note` says so. Pretrained
+    weights are not read, but looked for.
+    """
+    numerics, use_gpu = job.train.numerics, job.cluster.use_gpu
+    invariant = numerics == "invariant" or (numerics == "auto" and not use_gpu)
+    device_type = "cuda" if use_gpu else "cpu"
+    # A factory's module is imported anew each time, for a notebook's user may have mended it.
+    if job.model.factory is None and "torch" in sys.modules:
+        return _build(job.model, device_type, invariant)
+    model = job.model.model_dump(mode="json")
+    return _build_elsewhere({"model": model, "device_type": device_type, "invariant": invariant})
+
+
+def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
+    """Raises `ConfigError` if the tokenizer has ids, `vocab_size` of them, that the model does not embed."""
+    if facts.num_embeddings is None or facts.num_embeddings >= vocab_size:
+        return
+    model = "model.config" if job.model.pretrained is None else f"model.pretrained={job.model.pretrained}"
+    raise ConfigError(
+        f"the model of {model} embeds {facts.num_embeddings} ids, but the tokenizer {job.data.tokenizer} has "
+        f"{vocab_size}; take the model's own tokenizer, or a model of at least {vocab_size} ids"
+    )
+
+
+def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
+    """In a process of its own, for torch and transformers take 250 MB that a driver has no other use for."""
+    # it finds what this process finds, and what lies in the current directory, as Ray's workers do
+    places = [*(path for path in sys.path if path), os.getcwd()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-P", "-m", "orchestrator.trainer.trial"]
+    given = json.dumps(task)
+    try:
+        ended = subprocess.run(  # noqa: S603  this Python, and a module of ours
+            command,
+            input=given,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the model was not built on the meta device within {_LIMIT_S:.0f} s; correct model.factory"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(
+            f"the process that tries the model ended with {error.returncode}:\n{error.stderr[-2000:]}"
+        ) from error
+    answer = json.loads(ended.stdout.splitlines()[-1])
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    return ModelFacts(**answer)
+
+
+def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts:
+    import torch
+
+    from orchestrator.trainer import model as models
+
+    with torch.device("meta"):
+        if config.factory is None:
+            settings, attention = models.transformers_settings(config, device_type, invariant)
+            model = models.shape_only(config, settings, attention)
+            return ModelFacts(num_embeddings=_num_embeddings(model))
+        function = models.find_factory(config)
+        try:
+            made = function(**config.factory_args)
+        except Exception as error:  # noqa: BLE001  it may well work on a real device
+            return ModelFacts(
+                note=f"model.factory={config.factory} does not work on torch's meta device "
+                f"({type(error).__name__}: {error}): whether it gives a model shows when the workers call it"
+            )
+    models.made_by_factory(config, made)
+    return ModelFacts()
+
+
+def _num_embeddings(model: Any) -> int | None:
+    try:
+        found = model.get_input_embeddings().num_embeddings
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _main() -> None:
+    """The other process: a task on stdin; prints the facts, or what is refused, as the last line."""
+    given = json.load(sys.stdin)
+    try:
+        config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
+        with loading():
+            answer = asdict(_build(config, **given))
+    except ConfigError as error:
+        answer = {"refused": str(error)}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Tests of what this machine and its Ray are."""

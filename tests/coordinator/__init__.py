@@ -1,0 +1,1 @@
+"""Tests of the launch machine and the coordinator."""

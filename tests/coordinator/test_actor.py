@@ -1,0 +1,325 @@
+"""The coordinator's own class in this process, without Ray: what it tells whom, and what it does when
+storage fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.coordinator import actor as coordinator_module
+from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.history.claim_files import START
+from orchestrator.history.claims import ClaimParent
+from orchestrator.history.journal import GROUP_FORMED
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch.progress import Progress
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import (
+    GenerationView,
+    GroupMember,
+    JoinRequest,
+    MemberInfo,
+    Refusal,
+    RunOver,
+    RunStatus,
+    StillWaiting,
+)
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
+from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vote
+
+LIMIT_S = 30.0
+LAUNCH = "aaaa"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    """A run whose first attempt is claimed and has not begun."""
+    store = RunStore(Storage(str(tmp_path / "run")))
+    store.claim(1, LAUNCH, START, "host")
+    store.write_parent(ClaimParent(attempt=1, parent=None))
+    return store
+
+
+def coordinator(
+    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
+) -> Coordinator:
+    """Of a launch with one worker, if not said otherwise; no member is ever known to be dead."""
+    attempt = Attempt(
+        number=1,
+        launch=LAUNCH,
+        why=START,
+        point=None,
+        inherited=(),
+        step_label=0,
+        budgets=Budgets(),
+        encoders=(),
+    )
+    return Coordinator(
+        CoordinatorStart(
+            attempt=attempt,
+            storage=store.storage.root,
+            min_workers=min_workers,
+            max_workers=max_workers,
+            expected=max_workers,
+            max_failures=3,
+            keep_latest=3,
+            run="tiny",
+            global_batch_size=8,
+            seq_len=32,
+            flat_config=CONFIG,
+            rng={"rule": "none"},
+            storage_limit_s=limit_s,
+        ),
+        lambda info: None,
+    )
+
+
+JOIN = JoinRequest(
+    member="m",
+    launch=LAUNCH,
+    actor_id="",
+    node_id="n",
+    host="127.0.0.1",
+    port=1,
+    key=None,
+    leaves=None,
+    prepared=None,
+    cursor=None,
+)
+
+
+def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(store: RunStore) -> None:
+    async def launch() -> tuple[RunStatus, RunStatus, RunStatus]:
+        actor = coordinator(store)
+        await actor.join(replace(JOIN, pid=11))
+        first = await status(actor)
+        await actor.failed(LAUNCH, "m", "ValueError", "ValueError: no such thing", False)
+        failed = await actor.status((1, first.version), 0.0)
+        leaves, other = (1, 1), replace(JOIN, pid=12, key=None, leaves=(1, 1), idle_s=0.5)
+        assert isinstance(await actor.join(replace(other, leaves=leaves)), GenerationView)
+        last = await actor.status((1, failed.version), 0.0)
+        await actor.end("stopped", "enough")
+        return first, failed, last
+
+    first, failed, last = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    (ready,) = first.changes
+    assert (ready.joined, ready.wanted) == ((GroupMember(rank=0, host="127.0.0.1", pid=11),), 1)
+    assert [info.host for info in first.members] == ["127.0.0.1"]
+    assert failed.changes == ()
+    assert [loss.reason for loss in failed.lost] == ["ValueError: no such thing"]
+    (again,) = last.changes
+    assert again.paused_s is not None
+    assert again.paused_s >= 0.5
+    events = [event for event in read_journal(store.storage).events if event.kind == GROUP_FORMED]
+    assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
+
+
+def test_a_save_that_is_given_up_is_told_once_to_the_user(
+    store: RunStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def launch() -> tuple[bool, RunStatus, RunStatus]:
+        actor = coordinator(store)
+        view = await actor.join(JOIN)
+        assert isinstance(view, GenerationView)
+        vote = write_vote(store.storage, key(1), rank=0, world_size=1)
+        store.storage.delete(f"points/{key(1).point_name}/{vote.files[0].path}")  # as on another storage
+        committed = await actor.vote(LAUNCH, vote)
+        first = await actor.status((-1, -1), 0.0)
+        await actor.end("stopped", "enough")
+        return committed, first, await actor.status((first.attempt, first.version), 0.0)
+
+    committed, first, second = asyncio.run(asyncio.wait_for(launch(), LIMIT_S))
+    assert not committed
+    name = key(1).point_name
+    assert len(first.warnings) == 1
+    assert first.warnings[0].startswith(f"the save of {name} was given up: resume point {name}: ")
+    assert second.warnings == ()
+    kinds = [event.kind for event in read_journal(store.storage).events]
+    assert "save given up" in kinds
+    progress = Progress(1000.0)
+    progress.show(first)
+    progress.show(second)
+    assert capsys.readouterr().err.count(f"warning: the save of {name} was given up: ") == 1
+
+
+class FailingDisk(OsDisk):
+    """Fails every write and sync of a file while `broken`, and hangs them while `hanging` is not set."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.hanging = threading.Event()
+        self.hanging.set()
+
+    def write(self, handle: int, data: memoryview) -> int:
+        self._fail()
+        return super().write(handle, data)
+
+    def fsync(self, handle: int) -> None:
+        self._fail()
+        super().fsync(handle)
+
+    def _fail(self) -> None:
+        self.hanging.wait(LIMIT_S)
+        if self.broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def on_failing_disk(store: RunStore) -> tuple[RunStore, FailingDisk]:
+    disk = FailingDisk()
+    return RunStore(Storage(store.storage.root, disk, no_sleep)), disk
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Returns when it holds."""
+    while not await holds():
+        await asyncio.sleep(0.01)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work(), LIMIT_S)
+
+    asyncio.run(limited())
+
+
+async def status(actor: Coordinator) -> RunStatus:
+    return await actor.status((-1, -1), 0.0)
+
+
+def with_disk(actor: Coordinator, store: RunStore) -> Coordinator:
+    """Its journal goes to another disk from now on."""
+    actor._journal._storage = store.storage
+    actor._journal.close()
+    return actor
+
+
+def test_a_journal_that_fails_for_a_while_costs_no_step_and_the_user_is_told(store: RunStore) -> None:
+    failing, disk = on_failing_disk(store)
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store), failing)
+        await actor.join(JOIN)
+        disk.broken = True
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
+        await until(lambda: warned(actor, "No space left on device"))
+        assert (await status(actor)).ended is None
+        wishes = await actor.watch(LAUNCH, 1, 1, None)
+        assert (wishes.ended, wishes.acknowledged_step) == (False, 0)
+        disk.broken = False
+        await until(lambda: warned(actor, "storage works again"))
+        await until(lambda: acknowledged(actor, 1))
+        await actor.end("stopped", "enough")
+
+    async def warned(actor: Coordinator, text: str) -> bool:
+        return any(text in warning for warning in (await status(actor)).warnings)
+
+    async def acknowledged(actor: Coordinator, step: int) -> bool:
+        return (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == step
+
+    run(launch)
+    assert [r.step for r in read_journal(store.storage).records] == [1]
+    end = store.read_end(1)
+    assert end is not None
+    assert end.outcome == "stopped"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
+    store: RunStore, hangs: bool
+) -> None:
+    failing, disk = on_failing_disk(store)
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store, max_workers=2, limit_s=0.5), failing)
+        await actor.expect(1)
+        await actor.join(JOIN)
+        disk.broken = True
+        if hangs:
+            disk.hanging.clear()
+        # the first one's death or coming needs a generation to be journalled: nobody waits for ever
+        waiting = asyncio.create_task(actor.join(replace(JOIN, member="n", port=2)))
+        back = replace(JOIN, key=key(0), leaves=(1, 1), cursor=cursor(key(0)))
+        answers = await asyncio.gather(waiting, actor.join(back))
+        assert all(isinstance(answer, RunOver) for answer in answers)
+        await until(lambda: is_over(actor))
+        disk.hanging.set()
+
+    async def is_over(actor: Coordinator) -> bool:
+        found = await status(actor)
+        return found.ended == "failed" and "storage has failed for" in found.reason
+
+    coordinator_module.END_WRITTEN_S, before = 0.1, coordinator_module.END_WRITTEN_S
+    try:
+        run(launch)
+    finally:
+        coordinator_module.END_WRITTEN_S = before
+
+
+def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        first = await status(actor)
+        await actor.warned("a save was given up")
+        lost = await actor.status((first.attempt, first.version), 0.0)
+        again = await actor.status((first.attempt, first.version), 0.0)
+        assert lost.warnings == again.warnings == ("a save was given up",)
+        assert (await actor.status((again.attempt, again.version), 0.0)).warnings == ()
+        await actor.wish("stop")
+        assert (await status(actor)).stopping
+        await actor.end("stopped", "enough")
+
+    run(launch)
+
+
+def test_a_member_of_another_launch_leaves_no_trace(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        answer = await actor.join(replace(JOIN, launch="bbbb"))
+        assert isinstance(answer, Refusal)
+        assert "launch bbbb" in answer.reason
+        assert not actor._launch.infos
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert "join" not in {event.kind for event in read_journal(store.storage).events}
+
+
+def test_a_call_that_cannot_be_answered_says_that_the_coordinator_lives(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "ANSWER_S", 0.1)
+
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        assert isinstance(await actor.join(JOIN), StillWaiting)
+        first = asyncio.create_task(actor.join(JOIN))
+        second = await actor.join(replace(JOIN, member="n", port=2))
+        assert isinstance(second, GenerationView)
+        assert isinstance(await first, GenerationView)
+        vote = write_vote(store.storage, key(1), rank=0, world_size=2)
+        assert isinstance(await actor.vote(LAUNCH, vote), StillWaiting)
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert [e.kind for e in read_journal(store.storage).events].count("join") == 2
+
+
+def test_a_gcs_that_says_nothing_knows_of_nobodys_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: dict[str, dict[str, str]] = {"lives": {"State": "ALIVE"}, "died": {"State": "DEAD"}, "unknown": {}}
+    monkeypatch.setattr("ray._private.state.state.actor_table", lambda actor: rows[actor])
+    found = {
+        actor: coordinator_module.ray_says(MemberInfo(member="m", actor_id=actor, node_id="n", pid=1))
+        for actor in rows
+    }
+    assert found["died"]
+    assert (found["lives"], found["unknown"]) == (None, None)

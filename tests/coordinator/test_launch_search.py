@@ -1,0 +1,110 @@
+"""Random histories of launches over the real machines (kills, joins, freezes, stops, rewinds, restarts of the
+coordinator, storage that fails, ends) keep every rule, and each wrong version planted here is caught.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from orchestrator.coordinator.launch_machine import Action, LaunchMachine
+from orchestrator.elastic.formation import LeaveOut
+from orchestrator.records import MemberInfo, StepRecord
+from orchestrator.resume.commit_events import Action as CommitAction
+from orchestrator.resume.commit_events import DiscardSave, VoterGone
+from orchestrator.resume.commit_machine import CommitMachine
+from tests.coordinator.launch_model import BrokenError, walk
+
+SEEDS = 400
+CAMPAIGN = 20_000
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(SEEDS),
+        # the tests' usual limit is too short for so many
+        pytest.param(range(SEEDS, CAMPAIGN), marks=[pytest.mark.chaos, pytest.mark.timeout(1800)]),
+    ],
+    ids=["some", "many"],
+)
+def test_no_random_history_breaks_a_rule_and_each_comes_to_its_end(seeds: range) -> None:
+    outcomes: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            world, outcome = walk(seed)
+        except BrokenError as broken:
+            raise AssertionError(f"seed {seed}: {broken}") from broken
+        outcomes[outcome] += 1
+        seen.update(world.num)
+    assert set(outcomes) == {"done", "stopped", "failed"}
+    assert min(seen[what] for what in ("steps", "commits", "restarts", "ends", "rewinds")) > 0, seen
+
+
+class WaitsForNewcomers(LaunchMachine):
+    """The run does not end while anybody waits to join."""
+
+    def _over(self) -> list[Action]:
+        return [] if self.waiting else super()._over()
+
+
+class ForgetsProgress(LaunchMachine):
+    """A restarted coordinator knows the failures, but not the steps between them."""
+
+    def __init__(self, *arguments: object, last_step: StepRecord | None = None, **more: object) -> None:
+        super().__init__(*arguments, **more)  # type: ignore[arg-type]
+
+
+class ForgetsWhoWasLeftOut(LaunchMachine):
+    """Nobody hears that the vote of a member that was left out will never come, nor asks whether it lives."""
+
+    def _leave_out(self, action: LeaveOut) -> list[Action]:
+        actions = super()._leave_out(action)
+        self._left_out.clear()
+        return [a for a in actions if not isinstance(a, VoterGone)]
+
+
+class TakesTheSilentForQuiet(LaunchMachine):
+    """A member that was left out is taken to have stopped writing."""
+
+    def _lost(self, member: str, voted: object = None, writing: bool = False) -> list[Action]:
+        return super()._lost(member, voted)  # type: ignore[arg-type]
+
+
+class AsksOnlyWhoForms(LaunchMachine):
+    """Nobody looks after a group that trains."""
+
+    def to_ask(self, committing: bool, now: float) -> list[MemberInfo]:
+        return super().to_ask(committing, self._heard)
+
+
+class DiscardsAtOnce(CommitMachine):
+    """The files of a save go as soon as it is given up."""
+
+    def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[CommitAction, ...]]:
+        return self, tuple(DiscardSave(name=at.point_name) for at in self.discarding)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule", "seed"),
+    [
+        (WaitsForNewcomers, "the run does not end", 12),
+        (ForgetsProgress, "a healthy run is stopped", 1203),
+        (ForgetsWhoWasLeftOut, "the run does not end", 5529),
+        (TakesTheSilentForQuiet, "are deleted while", 1920),
+        (AsksOnlyWhoForms, "the run does not end", 164),
+        (DiscardsAtOnce, "are deleted while", 23),
+    ],
+)
+def test_the_search_catches_a_planted_mistake(wrong: type, rule: str, seed: int) -> None:
+    """`seed`: a history that showed it when this was written; any other will do."""
+    planted = {"commits": wrong} if issubclass(wrong, CommitMachine) else {"machine": wrong}
+    for number in (seed, *range(10 * SEEDS)):
+        try:
+            walk(number, **planted)
+        except BrokenError as broken:
+            if rule in str(broken):
+                return
+    raise AssertionError(f"{wrong.__name__} is not caught by {10 * SEEDS} histories")

@@ -1,0 +1,315 @@
+"""The journal: what was flushed is read back, what was torn is known, what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from orchestrator.errors import StorageError, TrainingError
+from orchestrator.history import journal_reader as reader
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal_reader import read_journal, read_outline
+from orchestrator.records import StepRecord
+from orchestrator.storage.files import Storage
+from tests.resume.samples import key, no_sleep, record, start
+from tests.storage.crashfs import ModelDisk
+
+
+@pytest.fixture
+def storage(tmp_path) -> Storage:
+    return Storage(str(tmp_path / "quickstart"))
+
+
+def writer(storage: Storage, attempt: int = 1, segment_bytes: int = 1 << 20) -> JournalWriter:
+    return JournalWriter(
+        storage, attempt, segment_bytes=segment_bytes, now=lambda: datetime(2026, 1, 2, tzinfo=UTC)
+    )
+
+
+def test_generations_steps_and_events_are_read_back_in_order(storage) -> None:
+    for attempt in (2, 1):
+        journal = writer(storage, attempt)
+        journal.event("attempt", why="start")
+        journal.generation(start(1, None, attempt))
+        for step in (1, 2):
+            assert journal.step(record(key(step, attempt=attempt)))
+        journal.event("left out", rank=1, step=2)
+        journal.close()
+    found = read_journal(storage)
+    assert found.generations == (start(1, None, 1), start(1, None, 2))
+    assert [r.key for r in found.records] == [key(s, attempt=a) for a in (1, 2) for s in (1, 2)]
+    assert found.records[0] == record(key(1))
+    assert [(e.attempt, e.seq, e.kind, e.fields) for e in found.events[:2]] == [
+        (1, 1, "attempt", {"why": "start"}),
+        (1, 5, "left out", {"rank": 1, "step": 2}),
+    ]
+    assert found.torn == ()
+
+
+def test_every_line_is_json_with_the_common_fields(storage) -> None:
+    journal = writer(storage)
+    journal.step(record(key(1)))
+    journal.flush()
+    line = json.loads(storage.read("journal/a0001/000001.jsonl"))
+    common = {
+        "seq": 1,
+        "time": "2026-01-02T00:00:00.000+00:00",
+        "run": "quickstart",
+        "attempt": 1,
+        "kind": "step",
+    }
+    assert line.items() >= common.items()
+    assert (line["step"], line["digest"], line["consumed_samples"]) == (1, f"{1:016x}", 8)
+
+
+def test_nothing_is_on_disk_before_flush_and_an_empty_run_has_an_empty_journal(storage) -> None:
+    journal = writer(storage)
+    journal.event("attempt")
+    assert read_journal(storage).events == ()
+    journal.flush()
+    assert len(read_journal(storage).events) == 1
+
+
+def test_segments_are_rotated_at_their_size_and_never_changed(storage) -> None:
+    journal = writer(storage, segment_bytes=2000)
+    seen: dict[str, bytes] = {}
+    for step in range(1, 60):
+        journal.step(record(key(step)))
+        if step % 7 == 0:
+            journal.flush()
+            names = storage.list("journal/a0001")
+            closed = {name: storage.read(f"journal/a0001/{name}") for name in names[:-1]}
+            assert closed.items() >= seen.items()
+            seen = closed
+    journal.close()
+    names = storage.list("journal/a0001")
+    assert names == [f"{n:06d}.jsonl" for n in range(1, len(names) + 1)]
+    assert len(names) > 5
+    assert all(2000 <= storage.size(f"journal/a0001/{name}") < 2600 for name in names[:-1])
+    assert [r.step for r in read_journal(storage).records] == list(range(1, 60))
+
+
+def test_a_torn_last_line_is_left_out_and_reported(storage, tmp_path) -> None:
+    journal = writer(storage)
+    for step in (1, 2):
+        journal.step(record(key(step)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    data = path.read_bytes()
+    first = data.index(b"\n") + 1
+    for length in range(first, len(data)):
+        path.write_bytes(data[:length])
+        found = read_journal(storage)
+        assert [r.step for r in found.records] == [1]
+        assert found.torn == (("journal/a0001/000001.jsonl",) if length > first else ())
+    path.write_bytes(data[:first] + bytes(300))
+    assert [r.step for r in read_journal(storage).records] == [1], "the size on disk, the blocks not"
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda lines: [lines[0][: len(lines[0]) // 2], *lines[1:]], "line 1"),
+        (lambda lines: [lines[0], lines[2]], "line 2"),
+        (lambda lines: [*lines[:2], lines[1], lines[2]], "line 3"),
+        (lambda lines: [lines[0], b"{}", lines[2]], "line 2"),
+        (lambda lines: [lines[0], b"[1]", lines[2]], "line 2"),
+        (lambda lines: [lines[0], lines[1].replace(b'"loss"', b'"lass"'), lines[2]], "line 2"),
+    ],
+)
+def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path, change, where) -> None:
+    journal = writer(storage)
+    for step in (1, 2, 3):
+        journal.step(record(key(step)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join(change(lines)) + b"\n")
+    with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
+        read_journal(storage)
+    if where != "line 2" or b"lass" not in path.read_bytes():  # what a step record says is not looked at
+        with pytest.raises(StorageError, match=f"a0001/000001.jsonl {where}"):
+            read_outline(storage)
+
+
+def test_an_outline_decodes_only_the_newest_step_records_and_says_all_else(storage, monkeypatch) -> None:
+    journal = writer(storage, segment_bytes=1500)
+    journal.event("attempt", why="start")
+    journal.generation(start(1, None))
+    for step in range(1, 9):
+        journal.step(record(key(step)))
+    journal.event("point committed", point=key(8).point_name)
+    journal.generation(start(2, key(7)))
+    journal.step(record(key(8, generation=2)))
+    journal.generation(start(3, key(8, generation=2)))
+    journal.close()
+    later = writer(storage, attempt=2)
+    later.event("attempt", why="resume")
+    later.step(record(key(8, generation=2)))  # brought by members that outlived the first coordinator
+    later.step(record(key(9, generation=2)))
+    later.close()
+    whole = read_journal(storage)
+
+    def decode(kind, value):
+        assert kind is not StepRecord or (value["generation"], value["step"]) in ((1, 8), (2, 9))
+        return decode_any(kind, value)
+
+    decode_any = reader.decode
+    monkeypatch.setattr(reader, "decode", decode)
+    outline = read_outline(storage)
+    assert (outline.generations, outline.events, outline.torn) == (whole.generations, whole.events, ())
+    assert outline.last_records == (record(key(8)), record(key(9, generation=2)))
+    assert outline.last_steps == {(1, 1): 8, (1, 2): 9}, "generation 3 has trained no step"
+
+
+def test_an_outlines_newest_step_record_that_cannot_be_read_is_named(storage, tmp_path) -> None:
+    journal = writer(storage)
+    journal.step(record(key(3)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"lr"', b'"lx"'))
+    with pytest.raises(
+        StorageError, match=r"journal/a0001: .*generation 1 is not as .* missing fields \['lr'\]"
+    ):
+        read_outline(storage)
+
+
+def test_an_outline_leaves_out_a_torn_line_as_the_whole_journal_does(storage, tmp_path) -> None:
+    journal = writer(storage)
+    for step in (1, 2):
+        journal.step(record(key(step)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    outline = read_outline(storage)
+    assert (outline.last_steps, outline.torn) == ({(1, 1): 1}, ("journal/a0001/000001.jsonl",))
+
+
+def test_a_cut_or_missing_segment_in_the_middle_is_an_error(storage, tmp_path) -> None:
+    journal = writer(storage, segment_bytes=500)
+    for step in range(1, 9):
+        journal.step(record(key(step)))
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000002.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[:-5])
+    with pytest.raises(StorageError, match="000002.jsonl"):
+        read_journal(storage)
+    path.unlink()
+    with pytest.raises(StorageError, match="restore the missing"):
+        read_journal(storage)
+
+
+def test_equal_copies_count_once_whatever_each_rank_measured(storage) -> None:
+    journal = writer(storage)
+    assert journal.step(record(key(1)))
+    assert not journal.step(record(key(1)))
+    assert not journal.step(replace(record(key(1)), step_s=9.0, data_wait_s=1.0, save_blocked_s=2.0))
+    journal.close()
+    later = writer(storage, attempt=2)  # members bring what the dead coordinator had journalled already
+    later.step(record(key(1)))
+    later.close()
+    assert read_journal(storage).records == (record(key(1)),)
+
+
+@pytest.mark.parametrize("change", [{"digest": "f" * 16}, {"loss": 1.0}, {"consumed_tokens": 1}, {"lr": 9.0}])
+def test_unequal_copies_are_an_error_for_writer_and_reader(storage, change) -> None:
+    journal = writer(storage)
+    journal.step(record(key(1)))
+    with pytest.raises(TrainingError, match=next(iter(change))):
+        journal.step(replace(record(key(1)), **change))
+    journal.close()
+    other = writer(storage, attempt=2)
+    other.step(replace(record(key(1)), **change))
+    other.close()
+    with pytest.raises(StorageError, match="a0002/000001.jsonl line 1"):
+        read_journal(storage)
+
+
+def test_a_float_that_is_not_finite_survives(storage) -> None:
+    journal = writer(storage)
+    strange = replace(record(key(1)), loss=math.nan, grad_norm=math.inf)
+    journal.step(strange)
+    assert not journal.step(strange), "nan is equal to nan here"
+    journal.close()
+    found = read_journal(storage).records[0]
+    assert math.isnan(found.loss)
+    assert found.grad_norm == math.inf
+
+
+def test_flush_says_up_to_where_all_records_are_durable(storage) -> None:
+    journal = writer(storage)
+    assert journal.flush() is None
+    journal.generation(start(1, None))
+    assert journal.flush() == key(0)
+    for step in (1, 2, 4):
+        journal.step(record(key(step)))
+    assert not journal.covers(key(2)), "not before it is flushed"
+    assert journal.flush() == key(2), "3 is missing"
+    assert journal.covers(key(2))
+    assert not journal.covers(key(4))
+    journal.step(record(key(3)))
+    assert journal.flush() == key(4)
+    assert journal.covers(key(4))
+
+
+def test_a_generation_is_covered_only_with_the_chain_of_its_parents(storage) -> None:
+    journal = writer(storage)
+    journal.generation(start(1, None))
+    journal.generation(start(2, key(3)))
+    journal.step(record(key(1)))
+    for step in (4, 5):
+        journal.step(record(key(step, generation=2)))
+    assert journal.flush() == key(5, generation=2)
+    assert not journal.covers(key(5, generation=2)), "steps 2 and 3 of generation 1 are missing"
+    for step in (2, 3):
+        journal.step(record(key(step)))
+    journal.flush()
+    assert journal.covers(key(5, generation=2))
+    assert not journal.covers(key(5, generation=3))
+    assert not journal.covers(key(5, attempt=2))
+
+
+def test_records_of_an_older_attempt_belong_to_it_and_not_to_the_new_chain(storage) -> None:
+    journal = writer(storage, attempt=2)
+    journal.step(record(key(7, attempt=1)))
+    journal.generation(start(1, key(7, attempt=1), attempt=2))
+    assert journal.flush() == key(7, attempt=2)
+    assert journal.covers(key(7, attempt=2))
+    assert [r.key for r in read_journal(storage).records] == [key(7, attempt=1)]
+
+
+class Dying(ModelDisk):
+    """A disk that cannot sync any more."""
+
+    def fsync(self, handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def test_after_a_failed_flush_nothing_is_durable_any_more() -> None:
+    journal = JournalWriter(Storage("/run", Dying(), no_sleep), 1)
+    journal.generation(start(1, None))
+    for _ in range(2):
+        with pytest.raises(StorageError, match="Input/output error"):
+            journal.flush()
+    assert not journal.covers(key(0))
+
+
+
+def test_lines_that_come_again_with_another_text_are_an_error(storage, tmp_path) -> None:
+    journal = writer(storage, segment_bytes=300)
+    for step in range(1, 5):
+        journal.step(record(key(step)))
+    journal.close()
+    folder = tmp_path / "quickstart" / "journal" / "a0001"
+    first, second = (folder / f"00000{number}.jsonl" for number in (1, 2))
+    again = first.read_bytes().splitlines(keepends=True)[-1]
+    second.write_bytes(again + second.read_bytes())
+    assert [r.step for r in read_journal(storage).records] == [1, 2, 3, 4]
+    second.write_bytes(again.replace(b'"loss":', b'"loss":1') + second.read_bytes()[len(again) :])
+    with pytest.raises(StorageError, match=r"000002.jsonl line 1 .* differs from line"):
+        read_journal(storage)

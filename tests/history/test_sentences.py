@@ -1,0 +1,144 @@
+"""The sentences that a person reads at 3 a.m."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.history import sentences
+from orchestrator.records import GroupChange, GroupMember, Held, Loss, Stall
+
+ONE = GroupMember(rank=1, host="10.0.0.7", pid=22506)
+KILLED = Loss(worker=ONE, reason="killed (SIGKILL)")
+CHANGE = GroupChange(
+    attempt=1,
+    generation=2,
+    world_size=1,
+    wanted=2,
+    step=411,
+    step_before=411,
+    lost=(KILLED,),
+    joined=(),
+    paused_s=0.21,
+    reason="Connection closed by peer",
+    restarted=False,
+)
+NODE = tuple(
+    Loss(worker=GroupMember(rank=rank, host="10.0.0.9", pid=rank), reason="its node died") for rank in (2, 3)
+)
+CHANGES = {
+    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 412 · "
+    "paused 0.2 s": CHANGE,
+    "2 of 2 workers are ready · starting at step 1": replace(
+        CHANGE, world_size=2, lost=(), joined=(ONE,), paused_s=None, step=0, step_before=0, reason=""
+    ),
+    "worker 1 (10.0.0.7, pid 22506) joined · 2 of 2 workers, continuing at step 412 · paused 0.2 s": replace(
+        CHANGE, world_size=2, lost=(), joined=(ONE,)
+    ),
+    "2 workers on 10.0.0.9 (ranks 2, 3) lost: its node died; worker 1 (10.0.0.7, pid 22506) lost: killed "
+    "(SIGKILL) · 1 of 4 left, continuing at step 412 · paused 0.2 s": replace(
+        CHANGE, wanted=4, lost=(*NODE, KILLED)
+    ),
+    "re-formed with 2 of 2 workers (generation 2) after: Connection closed by peer · continuing at step 412 "
+    "· paused 0.2 s": replace(CHANGE, world_size=2, lost=()),
+    "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step 412 · "
+    "paused 0.2 s": replace(CHANGE, attempt=2, world_size=2, lost=(), restarted=True),
+    "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · 1 of 2 left, continuing at step 401 · no worker "
+    "that is left holds step 411: 11 steps are trained again · paused 0.2 s": replace(CHANGE, step=400),
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_a_change_of_the_group_is_one_line(text: str) -> None:
+    assert sentences.group_change(CHANGES[text]) == text
+
+
+def test_below_the_minimum_the_line_says_who_is_gone_and_how_long_the_run_waits() -> None:
+    assert sentences.waiting((KILLED,), 2, 600.0) == (
+        "worker 1 (10.0.0.7, pid 22506) lost: killed (SIGKILL) · fewer than 2 workers are left · "
+        "waiting up to 600 s for a replacement (cluster.wait_s)"
+    )
+    assert "· no worker is left · waiting" in sentences.waiting((KILLED,), 1, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("T", "its process is stopped (SIGSTOP)"),
+        ("D", "its process waits for a disk or a network file system"),
+        ("", "its process is gone"),
+        (None, "its node does not answer"),
+    ],
+)
+def test_a_worker_that_holds_the_others_up_is_named_with_what_its_process_does(
+    state: str | None, why: str
+) -> None:
+    other = Held(worker=GroupMember(rank=0, host="10.0.0.8", pid=1), state="S")
+    seen = Stall(quiet_s=5.24, median_s=0.1, held=(other, Held(worker=ONE, state=state)))
+    assert sentences.stall(seen) == [
+        f"worker 1 (10.0.0.7, pid 22506) has not answered for 5.2 s: {why} · the others wait for it"
+    ]
+
+
+def test_where_all_workers_are_gone_nobody_waits_for_them() -> None:
+    (line,) = sentences.stall(Stall(quiet_s=5.0, median_s=0.1, held=(Held(worker=ONE, state=""),)))
+    assert line.endswith("its process is gone · nobody trains")
+
+
+@pytest.mark.parametrize("state", ["R", "S", "?"])
+def test_where_nobody_is_stopped_one_line_says_so_after_30_s_or_five_median_steps(state: str) -> None:
+    held = (Held(worker=ONE, state=state),)
+    assert sentences.stall(Stall(quiet_s=29.0, median_s=1.0, held=held)) == []
+    assert sentences.stall(Stall(quiet_s=99.0, median_s=20.0, held=held)) == []
+    assert sentences.stall(Stall(quiet_s=31.0, median_s=1.0, held=held)) == [
+        "no step was finished for 31 s (median 1.0 s) · no worker's process is stopped: they wait for data "
+        "or storage, or for each other"
+    ]
+
+
+RAY = (
+    "\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system "
+    "error. To troubleshoot the problem, check the logs for the dead worker. Lease ID: 05 Node ID: 1d "
+    "Worker IP address: 192.0.2.2 Worker port: 34213 Worker PID: 23633 Worker exit type: SYSTEM_ERROR Worker "
+    "exit detail: Worker unexpectedly exits with a connection error code 2. End of file." + " And more." * 50
+)
+RAYLET = "Raylet is terminated. Termination is unexpected.\n" + "    [state-dump] NodeManager\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (RAY, "Ray: process 23633 on 192.0.2.2 died (SYSTEM_ERROR) ("),
+        (RAYLET, "Ray: Raylet is terminated. ("),
+        ("x" * 1000, "Ray: " + "x" * (sentences.SCREEN_CHARS - 1) + "… ("),
+        ("short", "Ray: short"),
+    ],
+)
+def test_what_ray_says_at_length_is_one_line_that_names_the_file_with_the_rest(text: str, line: str) -> None:
+    told = sentences.foreign("Ray", text, "logs/0001-host.log")
+    assert told.startswith(line)
+    assert "\n" not in told
+    assert "\x1b" not in told
+    assert told.endswith("more characters in logs/0001-host.log)") == (text != "short")
+
+
+def test_a_reason_that_quotes_tracebacks_is_short_on_the_screen_and_names_the_file_with_all_of_it() -> None:
+    trace = (
+        "Traceback (most recent call last):\n" + '  File "x", line 1, in y\n    z()\n' * 50 + "ValueError: y"
+    )
+    told = sentences.shortened(f"4 failures after step 7:\n  {trace}\n  {'x' * 500}", "logs/0001-host.log")
+    assert told.splitlines() == [
+        "4 failures after step 7:",
+        "  Traceback (most recent call last):",
+        "ValueError: y",
+        f"  {'x' * (sentences.SCREEN_CHARS - 3)}…",
+        "(all of it in logs/0001-host.log)",
+    ]
+    assert sentences.shortened("failed: cannot write x", "log") == "failed: cannot write x"
+
+
+def test_a_worker_that_could_still_speak_is_quoted_with_the_last_line_of_its_traceback() -> None:
+    text = 'Traceback (most recent call last):\n  File "x"\nValueError: no such thing\n'
+    assert sentences.failure("ValueError", text) == "ValueError: no such thing"
+    assert sentences.failure("StorageError", "cannot write x") == "StorageError: cannot write x"

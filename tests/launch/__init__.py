@@ -1,0 +1,1 @@
+"""Tests of starts, what they say and what they refuse."""

@@ -1,0 +1,143 @@
+"""`plan` and `train --dry-run`: what a start would refuse is refused without a cluster or a trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.errors import ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.launch.api import dry_run
+from tests.trainer.test_model import GEMMA2
+
+MakeJob = Callable[..., JobConfig]
+
+
+@pytest.fixture
+def make(tiny_config: Any) -> MakeJob:
+    """`make(model__config=…)`: the tiny job with dotted fields changed."""
+    return lambda **changes: parse_config(tiny_config({k.replace("__", "."): v for k, v in changes.items()}))
+
+
+def source(job: JobConfig, **changes: Any) -> list[dict[str, Any]]:
+    return [{**job.to_json()["data"]["sources"][0], **changes}]
+
+
+def test_a_dry_run_says_what_plan_says_ends_with_0_and_writes_nothing(make: MakeJob, tmp_path: Path) -> None:
+    job = make()
+    (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
+    command = [sys.executable, "-m", "orchestrator.cli.commands"]
+    printed = {
+        words: subprocess.run(
+            [*command, *words, str(tmp_path / "job.json"), "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for words in (("train", "--dry-run"), ("plan",))
+    }
+    assert {ended.returncode for ended in printed.values()} == {0}, printed
+    dry, plan = (json.loads(ended.stdout) for ended in printed.values())
+    assert dry == plan
+    assert dry["action"] == "start"
+    assert list(Path(job.run.storage).iterdir()) == []
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[OrchestratorError], str]] = {
+    "a model that does not exist": (
+        {"model.config": {"model_type": "no-such-model"}},
+        ConfigError,
+        "no-such-model",
+    ),
+    "an impossible model": (
+        {"model.config": {**GEMMA2, "vocab_size": 1000, "hidden_size": "wide"}},
+        ConfigError,
+        "hidden_size",
+    ),
+    "attention that the model has not": (
+        {"model.config": {**GEMMA2, "vocab_size": 1000}, "model.attn_implementation": "sdpa"},
+        ConfigError,
+        "scaled_dot_product_attention",
+    ),
+    "a folder without a model": (
+        {"model.config": None, "model.pretrained": "/nowhere"},
+        ConfigError,
+        "model.pretrained=/nowhere",
+    ),
+    "a vocabulary that is too small by default": (
+        {"model.config": {"model_type": "llama4_text", "vocab_size": 999}},
+        ConfigError,
+        "vocab_size=999.*1000",
+    ),
+    "a model that no memory holds": (
+        {
+            "model.config": {
+                "model_type": "llama",
+                "vocab_size": 1000,
+                "hidden_size": 65536,
+                "intermediate_size": 262144,
+                "num_hidden_layers": 200,
+            }
+        },
+        ResourceError,
+        "GiB of memory are needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_start_can_do_is_refused_with_2_and_leaves_nothing_behind(
+    case: str, tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    changes, kind, message = REFUSED[case]
+    job = parse_config(tiny_config(changes))
+    for start in (dry_run, orchestrator.train):
+        with pytest.raises(kind, match=message) as caught:
+            start(job)
+        assert caught.value.exit_code == 2
+        assert not Path(job.run.run_uri).exists()
+
+
+def test_a_pretrained_model_with_fewer_ids_than_the_tokenizer_is_refused_with_both_numbers(
+    make: MakeJob, tmp_path: Path
+) -> None:
+    import torch
+
+    from orchestrator.config.schema import ModelConfig
+    from orchestrator.trainer.model import build_model
+
+    small = build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True)
+    small.save_pretrained(tmp_path)
+    job = make(model__config=None, model__pretrained=str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=rf"model\.pretrained={tmp_path} embeds {GEMMA2['vocab_size']} ids.* 1000"
+    ):
+        dry_run(job)
+
+
+def test_plan_names_the_fields_of_the_first_record_where_text_field_is_none_of_them(make: MakeJob) -> None:
+    job = make()
+    wrong = make(data__sources=source(job, text_field="content"))
+    for look in (orchestrator.plan, dry_run, orchestrator.train):
+        with pytest.raises(ConfigError, match="no field `content`; it has: text, path. Set text_field"):
+            look(wrong)
+    assert not Path(wrong.run.run_uri).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(make: MakeJob, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StorageError, match="file is no writable folder"):
+        dry_run(make(run__storage=str(tmp_path / "file" / "runs")))
+
+
+def test_a_cluster_is_not_looked_at_and_this_is_said(make: MakeJob) -> None:
+    job = make(cluster__address="127.0.0.1:9")
+    assert "what the cluster has is not looked at: memory, CPUs, GPUs, object store" in dry_run(job).notes

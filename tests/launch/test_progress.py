@@ -1,0 +1,247 @@
+"""What a launch says: on the screen with time stamps, all of it in its log file; how it is interrupted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import orchestrator
+from orchestrator.cli import commands as cli
+from orchestrator.cluster.connection import _RayHeard
+from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death
+from orchestrator.elastic.policy import Limits
+from orchestrator.launch import start as starting
+from orchestrator.launch.on_cluster import _shower
+from orchestrator.launch.progress import Progress
+from orchestrator.records import GroupMember, Loss
+from tests.elastic.test_stall import status
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def log_of(folder: Path) -> str:
+    (file,) = (folder / "logs").iterdir()
+    assert re.fullmatch(r"0003-.+\.log", file.name)
+    return file.read_text()
+
+
+def test_every_line_has_a_time_stamp_and_the_log_file_has_them_all_and_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress.shown(0.0) as progress:
+        progress.say("before there is a file")
+        progress.begin(tmp_path, 3, 2, 16)
+        progress.show(status(7))
+        progress.foreign("Ray", "Something failed.\nAnd why, at length")
+        progress.note("for the file only")
+    shown = capsys.readouterr().err
+    assert all(re.match(STAMP + " ", line) for line in shown.splitlines())
+    assert re.search("step 7/16  loss 0.5000 .*workers 2/2  last point none", shown)
+    assert "Ray: Something failed. (19 more characters in " in shown
+    assert "for the file only" not in shown
+    kept = log_of(tmp_path)
+    said = (
+        "before there is a file",
+        "step 7/16",
+        "Ray: Something failed.\n    And why, at",
+        "for the file only",
+    )
+    assert all(text in kept for text in said)
+    assert re.match(STAMP + r"\.\d{3}[+-]\d\d:\d\d before there", kept)
+
+
+def test_a_log_file_is_only_added_to_and_keeps_what_ended_the_launch(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        with suppress(RuntimeError), Progress.shown(1.0) as progress:
+            progress.begin(tmp_path, 3, 2, None)
+            raise RuntimeError(text)
+    kept = log_of(tmp_path)
+    assert kept.index("RuntimeError: one") < kept.index("RuntimeError: two")
+
+
+def test_a_log_file_that_cannot_be_written_is_told_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").write_text("not a folder")
+    with Progress.shown(1.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        progress.say("one")
+        progress.say("two")
+    shown = capsys.readouterr().err
+    assert shown.count("cannot be written (") == 1
+    assert " one\n" in shown
+    assert " two\n" in shown
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew_by_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress.shown(1.0) as progress:
+        progress.begin(tmp_path / "gone", 3, 2, None)
+        progress.say("one")
+    assert not (tmp_path / "gone").exists()
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_before_the_first_step_the_line_says_what_is_being_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(0.0)
+    progress._wanted = 2
+    progress.show(status(None, world_size=0))
+    progress.show(status(None))
+    progress.close()
+    shown = capsys.readouterr().err
+    assert " starting: 2 workers\n" in shown
+    assert " in their first step: 2 workers\n" in shown
+
+
+# ------------------------------------------------------------ Ray
+def test_what_ray_would_print_on_stdout_goes_where_it_is_heard_until_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from ray._private import worker
+
+    rays_own, heard = worker.print_to_stdstream, list[str]()
+    handlers = logging.getLogger("ray").handlers
+    listening = _RayHeard(heard.append)
+    data = {"lines": ["Raylet is terminated", "[state-dump]"], "pid": "raylet", "is_err": False}
+    worker.print_to_stdstream(data, ignore_prefix=False)
+    logging.getLogger("ray").error("an error of %s", "Ray's")
+    logging.getLogger("ray.worker").warning("not worth a line")
+    listening.end()
+    assert heard == ["Raylet is terminated\n[state-dump]", "an error of Ray's"]
+    assert worker.print_to_stdstream is rays_own
+    assert logging.getLogger("ray").handlers is handlers
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ray_still_prints_its_errors_through_the_function_that_is_replaced() -> None:
+    from ray._private import worker
+
+    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names, (
+        "Ray has changed where it prints errors: they stand on stdout again; see cluster._RayHeard"
+    )
+
+
+DIED = (
+    'actor_died_error_context {\n  error_message: "The actor is dead because its worker process has died. '
+    "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error "
+    'code 2. End of file."'
+    "\n  reason: WORKER_DIED\n}"
+)
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (DIED, NO_ERROR),
+        (DIED.replace("WORKER_DIED", "NODE_DIED"), "its node died"),
+        ("error_message: Owner's node has crashed.\n reason: OWNER_DIED", "its node died"),
+        ("reason: OWNER_DIED", "its node's agent died"),
+        ("reason: RAY_KILL", "its node group was stopped"),
+        ("oom_context {}", "killed by Ray: its node ran out of memory"),
+        (None, NO_ERROR),
+        (
+            "Worker exit type: INTENDED_SYSTEM_EXIT Worker exit detail: Worker exits by an exit request. And",
+            "its process ended (INTENDED_SYSTEM_EXIT: Worker exits by an exit request)",
+        ),
+    ],
+)
+def test_why_a_worker_died_is_said_as_far_as_ray_knows_it(cause: str | None, why: str) -> None:
+    assert cause_of_death({"DeathCause": cause}) == why
+
+
+# ------------------------------------------------------------ versions and signals
+def test_the_version_names_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert re.fullmatch(
+        rf"orchestrator {re.escape(orchestrator.__version__)} \(ray 2\.\S+, torch \S+, Python 3\.\S+\)\n",
+        said,
+    )
+
+
+INTERRUPTED = """
+import os, signal, sys, orchestrator.launch.api
+from orchestrator.cli import commands as cli
+from orchestrator.launch import start as starting
+
+def train(config, overrides):
+    said = []
+    with starting.stop_on_signals(lambda: None, said.append):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        assert said, "the first one saves and stops"
+        os.kill(os.getpid(), int(sys.argv[1]))
+    raise AssertionError("the second one ends it")
+
+orchestrator.launch.api.train = train
+cli.main(["train", "job.yaml"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_that_shells_expect(
+    number: signal.Signals,
+) -> None:
+    line = [sys.executable, "-c", INTERRUPTED, str(int(number))]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert ended.returncode == 128 + number, ended.stderr
+    assert ended.stderr.splitlines()[-1] == (
+        f"{number.name} came twice: stopped at once, and nothing was saved; the same command continues "
+        "from the newest resume point"
+    )
+
+
+def test_ctrl_c_before_anything_runs_ends_with_130() -> None:
+    program = INTERRUPTED.replace("    said = []\n", "    raise KeyboardInterrupt\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "2"], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert (ended.returncode, ended.stderr) == (130, "interrupted; the same command starts again\n")
+
+
+def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(1.0)
+    with starting.stop_on_signals(lambda: None, progress.say), progress._lock:
+        os.kill(os.getpid(), signal.SIGTERM)
+    progress.close()
+    assert "SIGTERM: saving and stopping; once more to stop at once" in capsys.readouterr().err
+
+
+def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_log_with_all_its_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = Limits(
+        start_workers=2,
+        min_workers=2,
+        max_workers=2,
+        cpus_per_worker=1.0,
+        gpus_per_worker=0.0,
+        num_tokenizers=1,
+        wait_s=600.0,
+        max_failures=3,
+    )
+    lost = (Loss(worker=GroupMember(rank=1, host="10.0.0.7", pid=5), reason="its node died"),)
+    failures = ((7, "ValueError: Traceback\n  File x\nValueError: y"),)
+    with Progress.shown(1000.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        show = _shower(progress, limits, None, None)  # neither actor is asked while nothing is committed
+        for waited in (0.1, 0.2):
+            show(status(7, lost=lost, waiting_since=waited, failures=failures))
+    shown = capsys.readouterr().err
+    assert shown.count("worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left") == 1
+    assert "Traceback" not in shown
+    assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1

@@ -1,0 +1,131 @@
+"""A member's calls to a coordinator that is away, frozen, or has nothing to say yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import ElasticError
+from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
+from orchestrator.records import (
+    Cursor,
+    GenerationView,
+    JoinRequest,
+    MemberState,
+    RunOver,
+    StateKey,
+    StepRecord,
+    StillWaiting,
+    Wishes,
+)
+from tests.resume.samples import key, record
+
+BLANK = MemberState(
+    key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start"
+)
+VIEW = GenerationView(
+    attempt=1,
+    generation=1,
+    rank=0,
+    world_size=1,
+    members=("m",),
+    host="127.0.0.1",
+    port=1,
+    parent=None,
+    source_rank=None,
+    point=None,
+    cursor=Cursor(),
+    step=0,
+    launch="l",
+)
+WAIT_S = 30.0
+
+
+class Line:
+    """Answers each method with its answers, one after the other, the last one again and again."""
+
+    def __init__(self, **answers: Sequence[Any]) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.changed = threading.Condition()
+        self._answers = {method: list(values) for method, values in answers.items()}
+
+    def call(self, method: str, arguments: Sequence[Any], limit_s: float) -> Any:
+        with self.changed:
+            self.calls.append((method, tuple(arguments)))
+            self.changed.notify_all()
+            left = self._answers[method]
+            answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def wait_for(self, method: str) -> tuple[Any, ...]:
+        def came() -> tuple[Any, ...] | None:
+            return next((arguments for name, arguments in self.calls if name == method), None)
+
+        with self.changed:
+            found = self.changed.wait_for(came, WAIT_S)
+        assert found is not None, f"{method} was not called"
+        return found
+
+
+def member(line: Line, limit_s: float = WAIT_S) -> RemoteMembership:
+    return RemoteMembership(line, "l", Place(actor_id="a", node_id="n", host="127.0.0.1"), limit_s)
+
+
+def test_a_join_is_asked_again_while_the_coordinator_is_away_or_has_nothing_to_say() -> None:
+    away = UnansweredError("died")
+    line = Line(join=[away, StillWaiting(), away, RunOver(reason="over")])
+    assert member(line).join(BLANK) is None
+    requests = [arguments[0] for _, arguments in line.calls]
+    assert len(requests) == 4
+    assert all(isinstance(request, JoinRequest) and request == requests[0] for request in requests)
+
+
+def test_a_coordinator_that_answers_nothing_for_its_limit_is_named_with_what_to_do() -> None:
+    line = Line(join=[UnansweredError("GetTimeoutError")])
+    with pytest.raises(ElasticError, match=r"no coordinator of launch l answered for 0 s .*start the same"):
+        member(line, 0.2).join(BLANK)
+
+
+def test_rank_0_saves_and_stops_by_itself_when_the_coordinator_stays_away() -> None:
+    line = Line(join=[VIEW], watch=[UnansweredError("died")])
+    mine = member(line, 0.2)
+    assert mine.join(BLANK) == VIEW
+    line.wait_for("watch")
+    deadline = threading.Event()
+    wishes = mine.wishes(VIEW)
+    while not wishes.stop and not deadline.wait(0.01):
+        wishes = mine.wishes(VIEW)
+    assert (wishes.save, wishes.stop, wishes.ended) == (True, True, False)
+
+
+def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> None:
+    line = Line(join=[VIEW], watch=[ValueError("cannot be")], report=[None])
+    mine = member(line)
+    mine.join(BLANK)
+    line.wait_for("watch")
+
+    def train_on() -> None:
+        while True:
+            mine.wishes(VIEW)
+
+    with pytest.raises(ElasticError, match="a thread of member .* ended: ValueError: cannot be"):
+        train_on()
+
+
+def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:
+    over = Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
+    line = Line(join=[VIEW], watch=[over], report=[None], failed=[None])
+    mine = member(line)
+    view = mine.join(BLANK)
+    assert view is not None
+    mine.report(view, [record(key(1))])
+    mine.failed(ElasticError("enough"))
+    told = [name for name, _ in line.calls if name in ("report", "failed")]
+    assert told == ["report", "failed"]
+    steps: tuple[StepRecord, ...] = line.wait_for("report")[-1]
+    assert [step.key for step in steps] == [StateKey(attempt=1, generation=1, step=1)]

@@ -1,0 +1,170 @@
+"""A run's folder that was deleted, replaced or mixed with another one's: every piece says whose it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.coordinator.attempt import continue_launch, survey
+from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
+from orchestrator.faults import no_fault
+from orchestrator.launch import start as starting
+from orchestrator.records import StateKey
+from orchestrator.resume.store import RunStore
+from orchestrator.torchrun.recorder import StaticKeeper
+from tests.launch.test_start import LIMIT_S, Runner
+from tests.resume.samples import key, record, write_vote
+
+
+@pytest.fixture
+def runner(tiny_config: Any) -> Runner:
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+@pytest.fixture
+def other(tiny_config: Any) -> Runner:
+    """Another run of the same job, in another folder."""
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+def save(keeper: StaticKeeper, store: RunStore, at: StateKey) -> list[bool]:
+    """The answers to the votes of both ranks."""
+    keeper.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
+    votes = [keeper.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
+    return [vote.result(LIMIT_S) for vote in votes]
+
+
+def all_gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def run_file_gone(folder: Path) -> None:
+    (folder / "run.json").unlink()
+
+
+def journal_gone(folder: Path) -> None:
+    shutil.rmtree(folder / "journal")
+
+
+def journal_replaced(folder: Path) -> None:
+    path = folder / "journal" / "a0001" / "000001.jsonl"
+    copy = path.read_bytes()
+    path.unlink()
+    path.write_bytes(copy)
+
+
+def journal_changed(folder: Path) -> None:
+    path = folder / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize(
+    ("harm", "text"),
+    [
+        (all_gone, "run.json is gone"),
+        (run_file_gone, "run.json is gone"),
+        (journal_gone, "000001.jsonl is gone"),
+        (journal_replaced, "000001.jsonl is another file now"),
+        (journal_changed, "written were"),
+    ],
+)
+def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
+    runner: Runner, harm: Callable[[Path], None], text: str
+) -> None:
+    keeper = StaticKeeper(runner.store, runner.begin(), runner.config(), lambda text: None)
+    keeper.begin(2)
+    assert save(keeper, runner.store, key(10)) == [True, True]
+    harm(runner.folder)
+    with pytest.raises(FencedError, match=f"{text}.*deleted or replaced the run's folder while it trained"):
+        save(keeper, runner.store, key(20))
+    with pytest.raises(FencedError):
+        keeper.finished(key(20), "done")
+    assert key(20).point_name not in runner.store.point_names()
+    assert runner.store.read_end(1) is None
+
+
+def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(runner: Runner) -> None:
+    keeper = StaticKeeper(runner.store, runner.begin(), runner.config(), lambda text: None)
+    keeper.begin(2)
+    shutil.rmtree(runner.folder)
+    runner.begin()
+    with pytest.raises(FencedError, match="is now that of run"):
+        save(keeper, runner.store, key(10))
+    assert runner.store.point_names() == []
+
+
+@pytest.mark.parametrize("harm", [all_gone, run_file_gone])
+def test_a_coordinator_that_restarts_in_a_deleted_folder_goes_on_with_nothing(
+    runner: Runner, harm: Callable[[Path], None]
+) -> None:
+    attempt = runner.begin()
+    runner.journal(attempt).close()
+    harm(runner.folder)
+    with pytest.raises(FencedError, match="deleted or replaced"):
+        continue_launch(runner.store, attempt, "host", no_fault)
+    assert not (runner.folder / "attempts" / "0002.json").exists()
+
+
+@pytest.mark.parametrize("left", ["points", "attempts", "journal"])
+def test_nothing_begins_beside_what_is_left_of_a_run(runner: Runner, left: str) -> None:
+    runner.launch()
+    for path in runner.folder.iterdir():
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = sorted(runner.folder.rglob("*"))
+    said = f"has no run.json, but {left} of a run.*would mix two histories.*move the folder away"
+    with pytest.raises(RefusedError, match=said):
+        runner.plan()
+    with pytest.raises(RefusedError, match=said):
+        orchestrator.open(runner.folder)
+    assert sorted(runner.folder.rglob("*")) == before
+    start = starting.claimed(runner.store, runner.config(), runner.prepared(), 0)
+    with pytest.raises(RefusedError, match=said), start:
+        pass
+    assert sorted(runner.folder.rglob("*")) == before
+
+
+def test_a_point_of_another_run_is_shown_as_damaged_and_never_resumed(runner: Runner, other: Runner) -> None:
+    name = runner.launch().point_name
+    assert other.launch().point_name == name, "both runs' first point has this name"
+    shutil.rmtree(runner.folder / "points" / name)
+    shutil.copytree(other.folder / "points" / name, runner.folder / "points" / name)
+    (row,) = orchestrator.open(runner.folder).verify()
+    (damage,) = row["damaged"]
+    assert damage["file"] == "COMMIT"
+    assert f"belongs to run {other.begin().run_id}, run.json says" in damage["reason"]
+    assert survey(runner.store).points == ()
+    with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
+        runner.begin()
+
+
+@pytest.mark.parametrize("file", ["attempts/0002.json", "journal/a0002/000001.jsonl"])
+def test_claims_and_journals_of_another_run_are_refused_by_name(
+    runner: Runner, other: Runner, file: str
+) -> None:
+    for each in (runner, other):
+        each.launch()
+        each.launch()
+    shutil.copyfile(other.folder / file, runner.folder / file)
+    for read in (runner.plan, orchestrator.open(runner.folder).points):
+        with pytest.raises(OrchestratorError, match="belongs to run .*pieces of two runs"):
+            read()
+
+
+def test_the_end_that_another_run_said_is_not_this_runs_end(runner: Runner, other: Runner) -> None:
+    runner.begin()
+    other.launch()
+    shutil.copyfile(other.folder / "attempts" / "0001.end.json", runner.folder / "attempts" / "0001.end.json")
+    assert other.store.read_end(1) is not None
+    assert runner.store.read_end(1) is None
+
+
+def test_a_save_that_meets_a_name_that_exists_says_why(runner: Runner) -> None:
+    write_vote(runner.store.storage, key(10), rank=0)
+    with pytest.raises(StorageError, match="a file of this name .*what is left of an earlier run"):
+        write_vote(runner.store.storage, key(10), rank=0)

@@ -1,0 +1,362 @@
+"""What every start does before there is a cluster: one row of starts after another, on the real store and the
+real data.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, survey
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
+from orchestrator.faults import no_fault
+from orchestrator.history import journal_reader as reader
+from orchestrator.history.claim_files import RESUME
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import start as starting
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.records import StateKey, StepRecord
+from orchestrator.resume.fates import DELETING, Fates
+from orchestrator.resume.leftovers import Leftover, remove_leftovers
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import note_committed
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun.recorder import StaticKeeper
+from tests.resume.samples import key, no_sleep, record, start, write_vote
+from tests.storage.test_files import Failing
+
+LIMIT_S = 60.0
+NO_FATES = Fates(kept=frozenset(), deleted=frozenset())
+
+
+def newest_attempt(store: RunStore) -> int:
+    """What a start has watched that found nobody at work."""
+    return max(store.claim_numbers(), default=0)
+
+
+class Runner:
+    """A run that is started again and again; each launch trains ten steps and saves, without a model."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._mapping = dict(mapping)
+        self.folder = starting.run_folder(self.config())
+        self.store = RunStore(Storage(str(self.folder)))
+        self.as_stored: Callable[[dict[str, Any]], dict[str, Any]] = (
+            dict  # what a version writes of a flat one
+        )
+
+    def config(self, **data: Any) -> JobConfig:
+        return parse_config({**self._mapping, "data": {**self._mapping["data"], **data}})
+
+    def plan(self, **data: Any) -> ResumePlan:
+        job = self.config(**data)
+        return starting.look_ahead(self.store, job, starting.prepare(job, self.folder, freeze=False))
+
+    def prepared(self, **data: Any) -> DataSpec:
+        return starting.prepare(self.config(**data), self.folder, freeze=False)
+
+    def begin(self, **data: Any) -> Attempt:
+        job = self.config(**data)
+        spec = starting.prepare(job, self.folder, freeze=True)
+        with starting.claimed(self.store, job, spec, newest_attempt(self.store)) as (attempt, _):
+            return attempt
+
+    def journal(self, attempt: Attempt) -> JournalWriter:
+        return JournalWriter(self.store.storage, attempt.number, run_id=attempt.run_id)
+
+    def launch(self, **data: Any) -> StateKey:
+        """A whole launch; the key of the point that it leaves."""
+        attempt = self.begin(**data)
+        journal = self.journal(attempt)
+        note_beginning(journal, attempt, self.as_stored(self.config(**data).flat()))
+        journal.generation(start(1, attempt.parent, attempt.number))
+        first = attempt.parent.step if attempt.parent else 0
+        for step in range(first + 1, first + 11):
+            journal.step(record(key(step, attempt=attempt.number)))
+        at = key(first + 10, attempt=attempt.number)
+        votes = [write_vote(self.store.storage, at, rank) for rank in range(2)]
+        flat = self.as_stored(self.config(**data).flat())
+        point = self.store.commit_point(votes, flat, {"rule": "none"}, attempt.parent, run_id=attempt.run_id)
+        note_committed(journal, point)
+        journal.close()
+        self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
+        return at
+
+
+@pytest.fixture
+def runner(tiny_config: Any) -> Runner:
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt, ResumePlan, JobConfig]:
+    """A start that goes back to a point."""
+    job = runner.config()
+    changes = {"from_": to.point_name, "keep_latest": keep_latest}
+    job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    with starting.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
+        return attempt, plan, job
+
+
+def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner: Runner) -> None:
+    parent, orphan = runner.launch(), runner.launch()
+    attempt, _, job = rewind(runner, parent, keep_latest=2)
+    assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
+    keeper = StaticKeeper(runner.store, attempt, job, lambda text: None)
+    keeper.begin(2)
+    left = [parent.point_name, orphan.point_name]
+    for step in (20, 30):
+        at = key(step, attempt=attempt.number)
+        keeper.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+        votes = [keeper.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
+        assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
+        left.append(at.point_name)
+        if step == 20:
+            assert runner.store.point_names() == left
+    keeper.finished(at, "stopped")
+    # two newer points of the history are verified: the parent is one of many now
+    assert runner.store.point_names() == left[1:]
+    assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("first", "other"), [("tokenizers", "gigatoken"), ("gigatoken", "tokenizers")])
+def test_another_encoder_is_told_and_stays_at_every_later_start(
+    runner: Runner, first: str, other: str
+) -> None:
+    newest = runner.launch(encoder=first)
+    before = files(runner.folder)
+    plan = runner.plan(encoder=other)
+    assert (plan.action, plan.point) == ("resume", newest.point_name)
+    (told,) = [d for d in plan.differences if d.field == "data.encoder"]
+    assert (told.old.split()[0], told.new.split()[0], told.rule) == (first, other, "may_change")
+    assert files(runner.folder) == before
+    attempt = runner.begin(encoder=other)
+    said: list[str] = []
+    starting.announce(said.append, runner.config(encoder=other), attempt, plan)
+    assert [text for text in said if "encodes from the next whole document on: source" in text]
+    for wanted in (other, "auto", other):
+        runner.launch(encoder=wanted)
+        assert runner.begin(encoder="auto").encoders == attempt.encoders
+
+
+def test_a_rewind_goes_back_to_who_encoded_then(runner: Runner) -> None:
+    first = runner.launch(encoder="gigatoken")
+    assert len(runner.begin(encoder="tokenizers").encoders) == 2
+    runner.launch(encoder="tokenizers")
+    attempt, plan, _ = rewind(runner, first)
+    assert attempt.encoders == plan.encoders
+    assert [span.encoder.name for span in attempt.encoders] == ["gigatoken"]
+
+
+def test_before_anything_is_trained_another_encoder_takes_the_place_of_the_first(runner: Runner) -> None:
+    runner.begin(encoder="gigatoken")
+    attempt = runner.begin(encoder="tokenizers")
+    assert [(span.encoder.name, span.begins) for span in attempt.encoders] == [("tokenizers", {})]
+
+
+def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Runner) -> None:
+    older, newer = runner.launch(), runner.launch()
+    shutil.rmtree(runner.folder / "points" / newer.point_name)
+    told = f"warning: resume point {newer.point_name}"
+    assert [note for note in runner.plan().notes if note.startswith(told)]
+    attempt = runner.begin()
+    assert (attempt.parent, [damage.point for damage in attempt.damages]) == (older, [newer.point_name])
+    shutil.rmtree(runner.folder / "points")
+    for look in (runner.begin, runner.plan):
+        with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
+            look()
+
+
+def test_a_survey_without_steps_finds_the_same_points_generations_and_newest_records(runner: Runner) -> None:
+    names = [runner.launch() for _ in range(4)]
+    rewind(runner, names[1])
+    runner.launch()
+    shutil.rmtree(runner.folder / "points" / names[0].point_name)
+    whole, quick = survey(runner.store), survey(runner.store, with_steps=False)
+    same = ("points", "missing", "lost", "foreign", "fates", "encoders", "unreadable")
+    assert [getattr(whole, name) for name in same] == [getattr(quick, name) for name in same]
+    assert (whole.lost, len(whole.points)) == ((names[0].point_name,), 2)
+    assert (whole.journal.generations, whole.journal.events) == (
+        quick.journal.generations,
+        quick.journal.events,
+    )
+    ids = {(r.attempt, r.generation) for r in whole.journal.records}
+    newest = {max(r.key for r in whole.journal.records if (r.attempt, r.generation) == id_) for id_ in ids}
+    assert {r.key for r in quick.journal.records} == newest
+    keys = [record.key for record in whole.journal.records]
+    assert [whole.lineage.on_lineage(at) for at in keys] == [quick.lineage.on_lineage(at) for at in keys]
+
+
+def test_a_restarted_coordinator_reads_only_the_newest_step_records(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.launch()
+    attempt = begun(runner)
+    decoded: list[Any] = []
+    real = reader.decode
+    monkeypatch.setattr(reader, "decode", lambda kind, *rest: decoded.append(kind) or real(kind, *rest))
+    again = continue_launch(runner.store, attempt, "host", no_fault)
+    assert again.number == attempt.number + 1
+    assert decoded.count(StepRecord) == 1, "one generation of ten steps"
+
+
+def test_a_restarted_coordinator_goes_on_although_no_point_is_whole(runner: Runner) -> None:
+    runner.launch()
+    attempt = runner.begin()
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, runner.config().flat())
+    journal.close()
+    shutil.rmtree(runner.folder / "points")
+    again = continue_launch(runner.store, attempt, "host", no_fault)
+    assert (again.number, again.point) == (attempt.number + 1, attempt.point), "members hold a newer state"
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [("manifest", "its frozen data are gone"), ("attempts", r"attempt 1 has a journal but no claim")],
+)
+def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_none(
+    runner: Runner, folder: str, text: str
+) -> None:
+    runner.launch()
+    shutil.rmtree(runner.folder / folder)
+    before = files(runner.folder)
+    for read in (runner.plan, orchestrator.open(runner.folder).audit):
+        with pytest.raises(OrchestratorError, match=text):
+            read()
+    assert files(runner.folder) == before
+    with pytest.raises(OrchestratorError, match=text):
+        starting.look_ahead(runner.store, runner.config(), runner.prepared())
+
+
+def begun(runner: Runner) -> Attempt:
+    """An attempt whose coordinator has begun its journal."""
+    attempt = runner.begin()
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    return attempt
+
+
+def test_a_run_of_a_version_that_stored_model_dtype_is_read_and_continued(runner: Runner) -> None:
+    def older(flat: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: flat[name] for name in flat if name != "train.precision"}, "model.dtype": "float32"}
+
+    runner.as_stored = older
+    newest = runner.launch()
+    assert orchestrator.open(runner.folder).config() == runner.config()
+    plan = runner.plan()
+    assert (plan.action, plan.point, plan.differences) == ("resume", newest.point_name, ())
+    assert runner.begin().parent == newest
+
+
+def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -> None:
+    first = runner.launch()
+    storage = runner.store.storage
+    given_up, unfinished, later = (key(step, attempt=n) for step, n in ((14, 1), (17, 1), (5, 3)))
+    for at in (given_up, unfinished, later):
+        write_vote(storage, at, rank=0)
+    attempt = runner.begin()
+    assert attempt.number == 2
+    assert attempt.leftovers == (Leftover(point=given_up.point_name), Leftover(point=unfinished.point_name))
+    assert runner.store.leftovers() == [later.point_name], "what is not older stays"
+    assert runner.store.point_names() == [first.point_name]
+    assert runner.store.verify_point(first.point_name) == []
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
+    assert [event.fields["point"] for event in events] == [given_up.point_name, unfinished.point_name]
+    said: list[str] = []
+    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    assert [text for text in said if given_up.point_name in text] == [
+        f"note: points/{given_up.point_name} was left of a save that was given up; it is removed"
+    ]
+
+
+def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(runner: Runner) -> None:
+    runner.launch()
+    crashed = runner.begin()
+    write_vote(runner.store.storage, key(14), rank=0)
+    write_vote(runner.store.storage, key(12, attempt=crashed.number), rank=0)
+    assert runner.begin().leftovers == (Leftover(point=key(14).point_name),)
+    assert runner.begin().leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
+    assert runner.store.leftovers() == []
+
+
+def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_end(runner: Runner) -> None:
+    runner.launch()
+    crashed = runner.begin()
+    deleted, unfinished = key(12, attempt=crashed.number), key(14, attempt=crashed.number)
+    for at in (deleted, unfinished):
+        write_vote(runner.store.storage, at, rank=0)
+    journal = runner.journal(crashed)
+    journal.event(DELETING, points=[deleted.point_name])
+    journal.close()
+    assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
+    assert runner.store.leftovers() == [unfinished.point_name]
+
+
+def test_nothing_is_removed_once_a_newer_claim_exists(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    run = runner.store.read_run()
+    assert run is not None
+    runner.store.claim(2, "aaaa", RESUME, "host", run.id)
+    runner.store.claim(3, "bbbb", RESUME, "host", run.id)
+    assert remove_leftovers(runner.store, 2, NO_FATES) == ()
+    assert runner.store.leftovers() == [key(14).point_name]
+    assert remove_leftovers(runner.store, 3, NO_FATES) == (Leftover(point=key(14).point_name),)
+
+
+def test_a_refused_start_removes_nothing(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    with pytest.raises(RefusedError):
+        runner.begin(seed=1)
+    assert runner.store.leftovers() == [key(14).point_name]
+
+
+def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> None:
+    runner.launch()
+    write_vote(runner.store.storage, key(14), rank=0)
+    stuck = RunStore(Storage(str(runner.folder), Failing("remove_folder", errno.EBUSY), no_sleep))
+    (left,) = remove_leftovers(stuck, 2, NO_FATES)
+    assert left.point == key(14).point_name
+    assert "EBUSY" in left.kept
+    assert "could not be removed" in str(left)
+    assert remove_leftovers(runner.store, 2, NO_FATES) == (Leftover(point=key(14).point_name),)
+
+
+@pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])
+def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
+    runner: Runner, file: str
+) -> None:
+    runner.launch()
+    runner.launch()
+    path = runner.folder / file
+    path.write_bytes(path.read_bytes()[:40])
+    attempt = runner.begin()
+    assert [unreadable.path for unreadable in attempt.unreadable] == [file]
+    said: list[str] = []
+    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
+    journal = runner.journal(attempt)
+    note_beginning(journal, attempt, {})
+    journal.close()
+    (event,) = [e for e in read_journal(runner.store.storage).events if e.kind == "unreadable file"]
+    assert event.fields["file"] == file

@@ -1,0 +1,158 @@
+"""Two starts of one run: who may claim, who is watched for how long, and what is known of dead processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.coordinator.attempt import Attempt, note_beginning
+from orchestrator.errors import BusyError
+from orchestrator.history.busy import Busy
+from orchestrator.launch import start as starting
+from orchestrator.resume.store import RunStore
+from tests.launch.test_start import LIMIT_S, Runner, begun
+
+
+@pytest.fixture
+def runner(tiny_config: Any) -> Runner:
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+class Process:
+    """A process that does nothing, for claims and journals in its name."""
+
+    def __init__(self) -> None:
+        self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def does(self, monkeypatch: pytest.MonkeyPatch, what: Callable[[], Attempt]) -> Attempt:
+        with monkeypatch.context() as context:
+            context.setattr(os, "getpid", lambda: self.child.pid)
+            return what()
+
+
+@pytest.fixture
+def watched_for(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long starts have watched and waited; that time passes at once."""
+    waits: list[float] = []
+    real = RunStore.watch_busy
+
+    def watch(store: RunStore, seconds: float, clock: Any, wait: Any, *more: Any) -> Any:
+        return real(store, seconds, lambda: sum(waits), waits.append, *more)
+
+    monkeypatch.setattr(RunStore, "watch_busy", watch)
+    return waits
+
+
+def no_word(text: str) -> None:
+    """Nobody listens."""
+
+
+def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watched(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
+) -> None:
+    with Process() as driver:
+        assert driver.does(monkeypatch, lambda: begun(runner)).number == 1
+        driver.kill()
+        assert starting.refuse_busy(runner.store, no_word) == 1
+        assert watched_for == []
+
+
+@pytest.mark.parametrize(
+    "what", ["the coordinator lives", "no journal yet", "another machine", "an old claim"]
+)
+def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_dead(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float], what: str
+) -> None:
+    with Process() as driver:
+        if what == "another machine":
+            for module in ("coordinator.attempt", "history.claim_files"):
+                monkeypatch.setattr(f"orchestrator.{module}.machine_id", lambda: "another boot")
+        if what == "an old claim":
+            monkeypatch.setattr("orchestrator.history.claim_files.machine_id", lambda: "")
+            monkeypatch.setattr("orchestrator.coordinator.attempt.machine_id", lambda: "")
+        attempt = driver.does(monkeypatch, runner.begin)
+        if what != "no journal yet":
+            journal = runner.journal(attempt)
+            if what == "the coordinator lives":
+                note_beginning(journal, attempt, {})
+            else:
+                driver.does(monkeypatch, lambda: note_beginning(journal, attempt, {}) or attempt)
+            journal.close()
+        driver.kill()
+        assert starting.refuse_busy(runner.store, no_word) == 1
+        assert sum(watched_for) >= starting.BUSY_WATCH_S
+
+
+def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
+) -> None:
+    with Process() as driver:
+        for module in ("coordinator.attempt", "history.claim_files"):
+            monkeypatch.setattr(f"orchestrator.{module}.process_start", lambda pid: "1")
+        driver.does(monkeypatch, lambda: begun(runner))
+        monkeypatch.undo()
+        found = starting.refuse_busy(runner.store, no_word)
+        assert found == 1, "its pid is that of a process that began later"
+
+
+def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
+    job, store = runner.config(), runner.store
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    pause = threading.Event()
+    with starting.claimed(store, job, spec, 0):
+        seen = store.watch_busy(LIMIT_S, time.monotonic, lambda seconds: pause.wait(0.05) and None)
+        assert seen == Busy(number=1)
+
+
+def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
+    job, store = runner.config(), runner.store
+    spec = starting.prepare(job, runner.folder, freeze=True)
+    watched = starting.refuse_busy(store, no_word)
+    first = runner.begin()
+    told = f"attempt 1 of this run was claimed by launch {first.launch}"
+    with pytest.raises(BusyError, match=told), starting.claimed(store, job, spec, watched):
+        raise AssertionError("the first launch is fenced")
+    assert not store.next_claim_exists(first.number)
+
+
+def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
+    with Process() as driver:
+        number = driver.does(monkeypatch, runner.begin).number
+        heart, over = runner.store.heartbeat(number), threading.Event()
+
+        def beat() -> None:
+            while not over.wait(0.05):
+                heart.beat()
+
+        orphan = threading.Thread(target=beat)
+        orphan.start()
+        try:
+            with pytest.raises(BusyError, match="attempt 1 of launch"):
+                starting.refuse_busy(runner.store, no_word)
+            driver.kill()
+            threading.Timer(2.0, over.set).start()
+            starting.refuse_busy(runner.store, no_word)
+            assert over.is_set(), "it waited for the orphan"
+        finally:
+            over.set()
+            orphan.join()

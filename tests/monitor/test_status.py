@@ -1,0 +1,232 @@
+"""A run at a glance, from storage alone: alive or not by change, where it stands, what went wrong last."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import commands as cli
+from orchestrator.elastic.roster import Roster
+from orchestrator.history.journal import GROUP_FORMED, UNRESPONSIVE, JournalWriter
+from orchestrator.monitor import run as history
+from orchestrator.monitor.run import Run
+from orchestrator.records import JoinRequest, encode
+from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
+from tests.resume.samples import key, record, start
+
+SHORT_S = 0.3
+JOIN = JoinRequest(
+    member="b",
+    launch="l",
+    actor_id="",
+    node_id="n",
+    host="10.0.0.7",
+    port=1,
+    key=None,
+    leaves=None,
+    prepared=None,
+    cursor=None,
+    pid=22506,
+)
+
+
+class Attempt:
+    """An attempt that somebody works on, without a model."""
+
+    def __init__(self, runner: Runner, segment_bytes: int = 16 << 20) -> None:  # noqa: F811
+        attempt = runner.begin()
+        self.store, self.number, self.run_id = runner.store, attempt.number, attempt.run_id
+        self.journal = JournalWriter(
+            self.store.storage, self.number, segment_bytes=segment_bytes, run_id=self.run_id
+        )
+        self._runner = runner
+
+    def begin(self) -> None:
+        """A generation of two workers of two, `a` and `b`."""
+        self.journal.event("attempt", launch="l", why="start", pid=1, config=self._runner.config().flat())
+        roster = Roster(2)
+        for member in "ab":
+            self.journal.event("join", member=member, actor="", node="n", pid=JOIN.pid, host=JOIN.host)
+            roster.came(replace(JOIN, member=member), 0.0)
+        self.journal.generation(replace(start(1, None, self.number), world_size=2, members=("a", "b")))
+        self.journal.event(GROUP_FORMED, **encode(roster.formed(self.number, 1, ("a", "b"), 0, 0, 1.0)))
+        self.journal.flush()
+
+    def steps(self, first: int, last: int, **fields: Any) -> None:
+        for step in range(first, last + 1):
+            self.journal.step(replace(record(key(step, attempt=self.number)), **fields))
+        self.journal.flush()
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Its heartbeat goes on."""
+        heart, over = self.store.heartbeat(self.number), threading.Event()
+
+        def beat() -> None:
+            while not over.wait(0.02):
+                heart.beat()
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def run_of(runner: Runner) -> Run:  # noqa: F811
+    return Run(runner.folder)
+
+
+def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_done(
+    runner: Runner,  # noqa: F811
+) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 100, step_s=0.5)
+    with attempt.alive():
+        view = run_of(runner).status()
+    assert (view.state, view.alive, view.step, view.total_steps) == ("running", True, 100, 1000)
+    assert view.verdict == "running: step 100 of 1,000, 2 of 2 workers"
+    per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
+    assert view.tokens_per_s == per_step / 0.5
+    assert view.eta_s == 900 * 0.5
+    assert view.last_fault is None
+    assert not view.is_broken
+
+
+def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: Runner) -> None:  # noqa: F811
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 3)
+    attempt.journal.event("member dead", member="b", reason="its node died")
+    attempt.journal.flush()
+    with attempt.alive():
+        view = run_of(runner).status()
+    assert (view.state, view.workers, view.workers_wanted) == ("running", 1, 2)
+    assert view.last_fault == "worker 1 (10.0.0.7, pid 22506) lost: its node died"
+    attempt.journal.event(UNRESPONSIVE, reason="worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s")
+    attempt.journal.flush()
+    assert run_of(runner).status(0).last_fault == "worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s"
+    attempt.journal.event("left out", member="a", reason="it did not answer")
+    attempt.journal.flush()
+    with attempt.alive():
+        view = run_of(runner).status()
+    assert (view.state, view.workers) == ("waiting", 0)
+    assert view.verdict == "waiting for workers at step 3 of 1,000: 0 of 2 workers are left"
+
+
+def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: Runner) -> None:  # noqa: F811
+    point = runner.launch()
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(11, 12)
+    view = run_of(runner).status(SHORT_S)
+    assert (view.state, view.alive, view.is_broken) == ("dead", False, True)
+    assert view.verdict.startswith(
+        "not running: attempt 2 has no end record and gave no sign of life for 0 s"
+    )
+    assert view.verdict.endswith(f"the same command again: it continues from {point.point_name}")
+    assert view.newest_point == point.point_name
+
+
+def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_where_the_run_stands(
+    runner: Runner,  # noqa: F811
+) -> None:
+    runner.launch()
+    attempt = Attempt(runner)
+    with attempt.alive():
+        view = run_of(runner).status()
+    assert (view.state, view.step, view.attempt) == ("starting", 10, 2)
+
+
+def test_an_end_is_told_at_once_with_its_reason(runner: Runner) -> None:  # noqa: F811
+    runner.launch()
+    run = run_of(runner)
+    view = run.status(1e9)
+    assert (view.state, view.verdict) == ("stopped", "stopped: asked to")
+    assert repr(run) == f"Run('{runner.folder}': stopped: asked to, newest point 00000010-a0001-g0001)"
+    attempt = runner.begin()
+    runner.store.write_end(attempt.number, "failed", "cannot write", attempt.run_id)
+    assert run.status().is_broken
+
+
+def test_a_look_reads_only_the_newest_segments_of_a_long_journal(runner: Runner) -> None:  # noqa: F811
+    attempt = Attempt(runner, segment_bytes=1 << 16)
+    attempt.begin()
+    attempt.steps(1, 900)
+    segments = sorted((runner.folder / "journal" / "a0001").iterdir())
+    assert len(segments) > 4
+    segments[1].unlink()  # whoever read it all would miss it
+    view = run_of(runner).status(SHORT_S)
+    assert (view.step, view.tokens_per_s is not None) == (900, True)
+
+
+def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_no_harm(
+    runner: Runner,  # noqa: F811
+) -> None:
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 3, loss=float("nan"))
+    segment = next((runner.folder / "journal" / "a0001").iterdir())
+    segment.write_bytes(segment.read_bytes()[:-20])
+    view = run_of(runner).status(SHORT_S)
+    assert (view.step, view.loss) == (2, None)
+    json.dumps(view.to_json(), allow_nan=False)
+
+
+def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(runner: Runner) -> None:  # noqa: F811
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 1)
+    with attempt.alive():
+        views = run_of(runner).watch(every_s=0.01)
+        assert (first := next(views)).step == 1
+        assert first.quiet_s == 0.0
+        assert (second := next(views)).quiet_s is not None
+        assert second.quiet_s > 0
+        attempt.steps(2, 2)
+        assert [(view.step, view.quiet_s) for view in (next(views),)] == [(2, 0.0)]
+        attempt.store.write_end(attempt.number, "done", "done at step 2", attempt.run_id)
+        assert [view.state for view in views] == ["done"]
+
+
+def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if_somebody_should_look(
+    runner: Runner,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runner.launch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["status", str(runner.folder)])
+    assert not ended.value.code
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"{runner.folder}: stopped: asked to"
+    assert out[1].startswith("  last step   10  loss ")
+    assert out[2].startswith("  last point  00000010-a0001-g0001  20")
+    Attempt(runner).begin()
+    monkeypatch.setattr(history, "WATCH_S", SHORT_S)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["status", str(runner.folder), "--json"])
+    assert ended.value.code == 1
+    assert json.loads(capsys.readouterr().out)["state"] == "dead"
+
+
+def test_a_look_loads_neither_ray_nor_torch(runner: Runner, tmp_path: Path) -> None:  # noqa: F811
+    runner.launch()
+    code = (
+        "import sys; from orchestrator.monitor.run import Run; Run(sys.argv[1]).status();"
+        "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    )
+    line = [sys.executable, "-c", code, str(runner.folder)]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() == "[]"

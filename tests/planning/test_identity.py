@@ -1,0 +1,82 @@
+"""What may not change under a run, one row per way in which it does."""
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.planning.identity import (
+    FORMAT_VERSION,
+    STREAM_SETTINGS,
+    RunIdentity,
+    compare,
+    stream_settings,
+)
+from orchestrator.records import decode, encode
+from tests.planning.jobs import job
+
+FLAT = job().flat()
+FROZEN = RunIdentity(
+    format_version=FORMAT_VERSION,
+    order_version=1,
+    tokenizer="./corpus/tokenizer",
+    tokenizer_digest="aa11",
+    encoder_name="gigatoken",
+    encoder_version="0.3.1",
+    settings=stream_settings(FLAT),
+    manifests={"stdlib": "bb22", "web": "cc33"},
+)
+
+
+def settings_with(**changes):
+    return {**FROZEN.settings, **{f"data.{name}": value for name, value in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("change", "both_values"),
+    [
+        ({"format_version": 2}, ("format 1", "2")),
+        ({"order_version": 9}, ("version 1", "9")),
+        ({"tokenizer_digest": "dd44"}, ("aa11", "dd44")),
+        ({"settings": settings_with(seed="1")}, ("data.seed=0", "asks for 1")),
+        ({"manifests": {"stdlib": "ee55", "web": "cc33"}}, ("bb22", "ee55")),
+        ({"manifests": {"web": "cc33", "stdlib": "bb22"}}, ("['stdlib', 'web']", "['web', 'stdlib']")),
+        ({"manifests": {"stdlib": "bb22"}}, ("['stdlib', 'web']", "['stdlib']")),
+    ],
+)
+def test_every_change_of_the_identity_is_refused_with_both_values_and_a_way_on(change, both_values):
+    (refusal,) = compare(FROZEN, replace(FROZEN, **change))
+    assert all(value in refusal for value in both_values)
+    assert ";" in refusal
+
+
+def test_the_same_identity_passes_and_so_does_another_name_of_the_same_tokenizer_and_another_encoder():
+    assert compare(FROZEN, FROZEN) == ()
+    assert compare(FROZEN, replace(FROZEN, encoder_name="tokenizers")) == ()
+    assert compare(FROZEN, replace(FROZEN, tokenizer="elsewhere/tokenizer")) == ()
+
+
+def test_changed_files_pass_on_request_and_nothing_else_does():
+    changed = replace(FROZEN, manifests={"stdlib": "ee55", "web": "cc33"})
+    assert compare(FROZEN, changed, accept_changed=True) == ()
+    other = replace(changed, tokenizer_digest="dd44", manifests={"stdlib": "ee55"})
+    assert len(compare(FROZEN, other, accept_changed=True)) == 2
+
+
+def test_all_problems_are_told_at_once():
+    worst = replace(FROZEN, order_version=2, tokenizer_digest="0", settings={}, manifests={})
+    assert len(compare(FROZEN, worst)) == 3 + len(FROZEN.settings)
+
+
+def test_every_setting_that_shapes_the_stream_is_in_the_identity():
+    assert set(STREAM_SETTINGS) <= set(FROZEN.settings)
+    assert FROZEN.settings["data.sources.stdlib.format"] == '"jsonl"'
+    shaping = {name for name in FLAT if name.startswith(("data.", "pack."))}
+    content_or_free = {
+        *("data.sources", "data.tokenizer", "data.encoder", "data.num_epochs", "data.num_tokenizers"),
+        *("data.replay_bytes", "data.max_bad_share", "pack.seq_len"),
+    }
+    assert shaping - set(STREAM_SETTINGS) == content_or_free
+
+
+def test_the_identity_survives_its_json():
+    assert decode(RunIdentity, encode(FROZEN)) == FROZEN

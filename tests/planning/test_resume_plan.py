@@ -1,0 +1,270 @@
+"""The resume decision: what continues, what is refused, and what the plan says about it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.config.schema import field_rules
+from orchestrator.planning.batches import rebase_step
+from orchestrator.planning.identity import RunIdentity, stream_settings
+from orchestrator.planning.resume_plan import PointInfo, plan_resume
+from orchestrator.planning.schedule import budgets_for
+from orchestrator.records import Cursor, StateKey, decode, encode
+from tests.planning.jobs import job
+
+STEP = 16 * 256
+BEFORE = job()
+KEY = StateKey(attempt=3, generation=7, step=55)
+POINT = PointInfo(
+    name=KEY.point_name,
+    key=KEY,
+    cursor=Cursor(consumed_samples=55 * 16, consumed_tokens=55 * STEP, target_tokens=55 * STEP),
+    global_batch_size=16,
+    seq_len=256,
+    world_size=2,
+    optimizer_steps=55,
+    budgets=budgets_for(BEFORE, None),
+)
+IDENTITY = RunIdentity(
+    format_version=1,
+    order_version=1,
+    tokenizer="./corpus/tokenizer",
+    tokenizer_digest="aa11",
+    encoder_name="gigatoken",
+    encoder_version="0.3.1",
+    settings=stream_settings(BEFORE.flat()),
+    manifests={"stdlib": "bb22"},
+)
+KEYS_OF_THE_PLAN = {
+    *(
+        "action",
+        "point",
+        "step_before",
+        "step_after",
+        "consumed_samples",
+        "consumed_tokens",
+        "cursor",
+        "remaining_steps",
+    ),
+    *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
+}
+
+
+RULES = {rule.path: rule.rule for rule in field_rules()}
+
+
+HERE = {"gigatoken": "0.3.1", "tokenizers": "9"}
+
+
+def decide(config, point, old_flat=None, installed=HERE, **facts):
+    return plan_resume(config, RULES, point, old_flat, installed=installed, **facts)
+
+
+def resumed(*overrides, point=POINT, **facts):
+    return decide(job(*overrides), point, BEFORE.flat(), **facts)
+
+
+def test_the_json_has_exactly_the_agreed_keys_and_is_json():
+    document = resumed("train.lr=0.002").to_json()
+    assert set(document) == KEYS_OF_THE_PLAN
+    assert json.loads(json.dumps(document)) == document
+    assert document["differences"] == [
+        {"field": "train.lr", "old": 0.001, "new": 0.002, "rule": "may_change"}
+    ]
+
+
+def test_a_fresh_start_knows_its_length_and_its_first_learning_rate():
+    plan = decide(BEFORE, None)
+    assert (plan.action, plan.point, plan.step_before, plan.step_after) == ("start", None, None, 0)
+    assert (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens) == (300, 4800, 300 * STEP)
+    assert plan.lr_before is None
+    assert plan.lr_after == pytest.approx(1e-3 / 10)
+
+
+def test_an_unchanged_job_resumes_with_its_label_and_learning_rate():
+    plan = resumed()
+    assert (plan.action, plan.point) == ("resume", "00000055-a0003-g0007")
+    assert (plan.step_before, plan.step_after, plan.remaining_steps) == (55, 55, 245)
+    assert plan.lr_before == plan.lr_after
+    assert (plan.differences, plan.refusals) == ((), ())
+    assert plan.budgets == POINT.budgets
+
+
+@pytest.mark.parametrize(("batch", "seq_len"), [(24, 256), (16, 128), (24, 128), (704, 256), (7, 33)])
+def test_a_new_shape_rebases_the_label_and_keeps_budget_and_learning_rate(batch, seq_len):
+    plan = resumed(f"train.global_batch_size={batch}", f"pack.seq_len={seq_len}")
+    assert plan.action == "resume"
+    assert plan.step_after == rebase_step(55 * STEP, batch, seq_len)
+    assert plan.remaining_tokens == 245 * STEP
+    assert plan.remaining_steps == -(-245 * STEP // (batch * seq_len))
+    assert (plan.consumed_samples, plan.consumed_tokens) == (880, 55 * STEP)
+    assert plan.lr_before == plan.lr_after
+
+
+def test_a_label_that_is_not_the_count_of_steps_stays_where_the_shape_stays():
+    # after an earlier change of shape the label need not be what this shape would have needed
+    moved = replace(POINT, key=StateKey(attempt=4, generation=1, step=70))
+    assert resumed(point=moved).step_after == 70
+
+
+def test_a_stop_that_is_reached_is_a_resume_with_nothing_left():
+    plan = resumed("train.max_steps=40")
+    assert plan.action == "resume"
+    assert (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens) == (0, 0, 0)
+
+
+def test_what_nobody_can_know_is_null_and_the_data_bounds_what_is_known():
+    endless = ("train.max_steps=null", "train.schedule=constant")
+    assert resumed(*endless).remaining_steps is None
+    assert resumed(*endless, data_tokens=1000).remaining_tokens == 1000
+    assert resumed(data_tokens=3 * STEP + 1).remaining_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "old", "new"),
+    [
+        ("data.seed=1", "data.seed=0", "asks for 1"),
+        ("data.shuffle=none", "data.shuffle=block", "asks for none"),
+        ("data.eos=false", "data.eos=true", "asks for false"),
+        ("data.tokenizer=llama-3", "data.tokenizer=./corpus/tokenizer", "asks for llama-3"),
+        ("train.precision=pure_bf16", "train.precision=float32", "asks for pure_bf16"),
+        ("run.name=other", "run.name=small", "asks for other"),
+    ],
+)
+def test_what_must_stay_the_same_is_refused_with_both_values_and_what_to_do(override, old, new):
+    plan = resumed(override)
+    assert plan.action == "refuse"
+    (refusal,) = plan.refusals
+    assert refusal.startswith(f"resume point 00000055-a0003-g0007 was made with {old}")
+    assert new in refusal
+    assert f"keep {old}" in refusal
+    assert [d.rule for d in plan.differences] == ["same"]
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("train.lr=0.5", "may_change"),
+        ("train.micro_batch_size=3", "may_change"),
+        ("data.num_epochs=4", "may_change"),
+        ("cluster.num_workers=5", "free"),
+        ("monitor.progress_s=1.0", "free"),
+        ("run.storage=/elsewhere", "free"),
+    ],
+)
+def test_what_may_change_and_what_is_free_is_told_and_not_refused(override, rule):
+    plan = resumed(override)
+    assert plan.action == "resume"
+    assert [d.rule for d in plan.differences] == [rule]
+
+
+def test_where_contents_are_compared_a_path_may_change_and_a_content_may_not():
+    moved = job("data.tokenizer=elsewhere")
+    flat = BEFORE.flat()
+    assert decide(moved, POINT, flat, identities=(IDENTITY, IDENTITY)).action == "resume"
+    other = replace(IDENTITY, tokenizer_digest="dd44")
+    (refusal,) = decide(moved, POINT, flat, identities=(IDENTITY, other)).refusals
+    assert "aa11" in refusal
+    assert "dd44" in refusal
+
+
+def test_sources_may_move_to_another_path_but_not_change_their_format():
+    flat = BEFORE.flat()
+    moved = {**flat, "data.sources": [{**flat["data.sources"][0], "path": "old/*.jsonl"}]}
+    other = {**flat, "data.sources": [{**flat["data.sources"][0], "format": "lines"}]}
+    same = (IDENTITY, IDENTITY)
+    assert decide(BEFORE, POINT, moved, identities=same).action == "resume"
+    assert decide(BEFORE, POINT, moved).action == "refuse"
+    assert decide(BEFORE, POINT, other, identities=same).action == "refuse"
+
+
+def test_a_setting_is_refused_once_although_configuration_and_identity_both_name_it():
+    job_seed_1 = job("data.seed=1")
+    new = replace(IDENTITY, settings=stream_settings(job_seed_1.flat()))
+    assert len(decide(job_seed_1, POINT, BEFORE.flat(), identities=(IDENTITY, new)).refusals) == 1
+    assert len(decide(job_seed_1, POINT, None, identities=(IDENTITY, new)).refusals) == 1
+
+
+def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_auto_changes_nothing():
+    here = (IDENTITY, IDENTITY)
+    plan = resumed("data.encoder=tokenizers", identities=here)
+    (difference,) = plan.differences
+    assert (difference.field, difference.old, difference.new) == (
+        "data.encoder",
+        "gigatoken 0.3.1",
+        "tokenizers 9",
+    )
+    assert (plan.action, str(plan.encoder)) == ("resume", "tokenizers 9")
+    named = resumed("data.encoder=gigatoken", identities=here)
+    assert (named.action, str(named.encoder)) == ("resume", "gigatoken 0.3.1")
+    assert [(d.old, d.new) for d in named.differences] == [("auto", "gigatoken")]
+    newer = resumed(identities=here, installed={"gigatoken": "0.4.0"})
+    assert newer.action == "refuse"
+    assert "gigatoken 0.3.1, this machine has gigatoken 0.4.0" in newer.refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "texts"),
+    [
+        (
+            ("cluster.num_workers=2",),
+            ("2: a step of 16 samples is cut into 4 micro-batches", "for 0%"),
+        ),
+        (("cluster.num_workers=6",), ("world size 6: a step", "up to 1 for a worker", "idle for 33% of it")),
+        (
+            ("cluster.num_workers=[2,3]",),
+            ("size 2", "size 3", "up to 2", "for 33%", "the last bit"),
+        ),
+        (("cluster.num_workers=3", "train.numerics=fast"), ("differ in their last bits",)),
+        (("cluster.num_workers=3", "cluster.use_gpu=true"), ("differ in their last bits",)),
+    ],
+)
+def test_the_notes_say_how_the_batch_lies_on_the_workers(overrides, texts):
+    found = "\n".join(resumed(*overrides).notes)
+    assert all(text in found for text in texts), found
+    assert ("saved at world size 2" in found) is (overrides != ("cluster.num_workers=2",))
+    assert "the point" not in "\n".join(decide(BEFORE, None).notes)
+
+
+def test_a_run_without_a_point_is_still_held_to_what_it_was_started_with():
+    plan = decide(job("data.seed=1"), None, BEFORE.flat())
+    assert plan.action == "refuse"
+    assert plan.refusals[0].startswith("the run was made with data.seed=0")
+
+
+def test_a_field_that_is_newer_than_the_point_had_its_default_then():
+    old = BEFORE.flat()
+    del old["data.special_tokens_in_text"]
+    assert decide(BEFORE, POINT, old).differences == ()
+    plan = decide(job("data.special_tokens_in_text=parse"), POINT, old)
+    assert [(d.old, d.new) for d in plan.differences] == [("text", "parse")]
+
+
+def test_bfloat16_products_may_come_and_go_but_weights_keep_their_own_type():
+    assert [d.rule for d in resumed("train.precision=bf16").differences] == ["may_change"]
+    pure = job("train.precision=pure_bf16").flat()
+    for override in ("train.precision=bf16", "train.precision=float32"):
+        plan = decide(job(override), POINT, pure)
+        assert (plan.action, [d.rule for d in plan.differences]) == ("refuse", ["same"])
+        assert f"made with train.precision=pure_bf16, the job asks for {override[16:]}" in plan.refusals[0]
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "float32"), ("bfloat16", "pure_bf16")])
+def test_a_point_of_a_version_that_had_model_dtype_continues_with_the_same_weights(dtype, precision):
+    old = BEFORE.flat()
+    del old["train.precision"]
+    old["model.dtype"] = dtype
+    plan = decide(job(f"train.precision={precision}"), POINT, old)
+    assert (plan.action, plan.differences) == ("resume", ())
+    other = {"float32": "pure_bf16", "pure_bf16": "float32"}[precision]
+    assert decide(job(f"train.precision={other}"), POINT, old).action == "refuse"
+
+
+def test_a_user_who_changes_the_learning_rate_sees_it_jump_and_only_then():
+    plan = resumed("train.lr=0.002")
+    assert plan.lr_after == pytest.approx(2 * plan.lr_before)
+
+
+def test_the_points_facts_survive_their_json():
+    assert decode(PointInfo, encode(POINT)) == POINT

@@ -1,0 +1,203 @@
+"""The durable file operations, when names are taken, disks fail, or a file system can do less."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from orchestrator.errors import ConfigError, StorageError
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import TRIES, Storage
+from tests.resume.samples import no_sleep
+
+
+class Failing(OsDisk):
+    """The real disk, but a call named `call` fails `times` times with `number`."""
+
+    def __init__(self, call: str, number: int, times: int = 10**9) -> None:
+        self.call, self.number, self.times = call, number, times
+        self.seen = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != object.__getattribute__(self, "call"):
+            return object.__getattribute__(self, name)
+
+        def fail(*arguments: Any) -> Any:
+            self.seen += 1
+            if self.seen <= self.times:
+                raise OSError(self.number, os.strerror(self.number))
+            return object.__getattribute__(self, name)(*arguments)
+
+        return fail
+
+
+def test_what_is_written_is_read_back_with_its_digest(tmp_path) -> None:
+    storage = Storage(str(tmp_path / "new" / "run"))
+    entry = storage.write("a/b/c", memoryview(b"hello"))
+    storage.sync("a/b")
+    assert (entry.path, entry.bytes, entry.digest) == ("a/b/c", 5, blake3(b"hello").hexdigest())
+    assert storage.read("a/b/c") == b"hello"
+    assert storage.entry("a/b/c") == entry
+    assert storage.size("a/b/c") == 5
+    assert storage.exists("a/b/c")
+    assert storage.list("a") == ["b"]
+    assert storage.local_path("a/b/c") == str(tmp_path / "new" / "run" / "a" / "b" / "c")
+
+
+def test_a_name_is_never_written_twice(tmp_path) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("a", b"first")
+    with pytest.raises(StorageError, match="EEXIST"):
+        storage.write("a", b"second")
+    with pytest.raises(StorageError, match="EEXIST"):
+        storage.append("a")
+    assert not storage.create("a", b"third")
+    assert storage.read("a") == b"first"
+    assert storage.list("") == ["a"], "no temporary file is left"
+
+
+def test_of_many_that_create_a_name_exactly_one_wins(tmp_path) -> None:
+    barrier, won = threading.Barrier(8), []
+
+    def race(number: int) -> None:
+        storage = Storage(str(tmp_path))
+        barrier.wait()
+        if storage.create("claim", b"%d" % number):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert Storage(str(tmp_path)).read("claim") == b"%d" % won[0]
+
+
+def test_without_hard_links_a_name_is_still_created_once(tmp_path) -> None:
+    storage = Storage(str(tmp_path), Failing("link", errno.EPERM))
+    assert storage.create("claim", b"one")
+    assert not storage.create("claim", b"two")
+    assert storage.read("claim") == b"one"
+    assert storage.list("") == ["claim"]
+
+
+def test_a_link_that_was_made_but_reported_as_taken_counts_as_made(tmp_path) -> None:
+    class Repeated(OsDisk):
+        def link(self, old: str, new: str) -> None:
+            super().link(old, new)
+            super().link(old, new)  # as a network file system that sends its request twice
+
+    assert Storage(str(tmp_path), Repeated()).create("claim", b"one")
+
+
+@pytest.mark.parametrize("call", ["create", "write", "fsync", "make_folder", "fsync_folder"])
+def test_a_failure_that_passes_is_tried_again(tmp_path, call) -> None:
+    disk = Failing(call, errno.EIO, times=TRIES - 1)
+    waits: list[float] = []
+    storage = Storage(str(tmp_path), disk, waits.append)
+    storage.write("a/b", b"x")
+    storage.sync("a")
+    assert storage.read("a/b") == b"x"
+    assert disk.seen >= TRIES
+    assert sum(waits) < 3
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize("call", ["create", "write", "fsync"])
+def test_a_failure_that_stays_is_an_error_and_leaves_no_file(tmp_path, call, number) -> None:
+    disk = Failing(call, number)
+    storage = Storage(str(tmp_path), disk, no_sleep)
+    with pytest.raises(StorageError, match=errno.errorcode[number]):
+        storage.write("a", b"x")
+    assert disk.seen == TRIES
+    assert storage.list("") == []
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_failure_about_rights_is_not_tried_again(tmp_path, number) -> None:
+    disk = Failing("create", number)
+    with pytest.raises(StorageError, match=errno.errorcode[number]):
+        Storage(str(tmp_path), disk, no_sleep).write("a", b"x")
+    assert disk.seen == 1
+
+
+def test_surely_absent_is_another_thing_than_unreadable(tmp_path) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("file", b"x")
+    for absent in ("nothing", "no/folder", "file/below"):
+        assert not storage.exists(absent)
+        for look in (storage.read, storage.size, storage.entry):
+            with pytest.raises(FileNotFoundError):
+                look(absent)
+    assert storage.list("nothing") == []
+    for call, look in (
+        ("open", storage.read),
+        ("read", storage.read),
+        ("size", storage.exists),
+        ("list", storage.list),
+    ):
+        broken = Storage(str(tmp_path), Failing(call, errno.EIO), no_sleep)
+        with pytest.raises(StorageError, match="EIO"):
+            getattr(broken, look.__name__)("file" if call != "list" else "")
+
+
+@pytest.mark.parametrize("path", ["../x", "a/../../x", "/etc/passwd", "", "a/\0b"])
+def test_no_path_leads_out_of_the_run(tmp_path, path) -> None:
+    storage = Storage(str(tmp_path / "run"))
+    for use in (storage.read, storage.delete, storage.delete_folder, storage.exists, storage.append):
+        with pytest.raises(StorageError, match="no path inside"):
+            use(path)
+
+
+def test_deleting_a_folder_removes_links_but_not_what_they_point_to(tmp_path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_bytes(b"x")
+    storage = Storage(str(tmp_path / "run"))
+    storage.write("folder/inner/file", b"x")
+    (tmp_path / "run" / "folder" / "link").symlink_to(tmp_path / "outside")
+    storage.delete_folder("folder")
+    storage.delete_folder("folder")
+    storage.delete("folder/file")
+    assert storage.list("") == []
+    assert (tmp_path / "outside" / "file").exists()
+
+
+def test_an_appended_file_grows_and_a_failed_sync_ends_it(tmp_path) -> None:
+    storage = Storage(str(tmp_path))
+    with_failure = Storage(str(tmp_path), Failing("fsync", errno.EIO), no_sleep)
+    handle = storage.append("log")
+    handle.write(b"one\n")
+    handle.sync()
+    handle.write(b"two\n")
+    handle.close()
+    handle.close()
+    assert (storage.read("log"), handle.num_bytes) == (b"one\ntwo\n", 8)
+    broken = with_failure.append("other")
+    broken.write(b"x")
+    for use in (broken.sync, broken.sync, lambda: broken.write(b"y")):
+        with pytest.raises(StorageError):
+            use()
+
+
+def test_only_local_paths_are_supported_and_they_are_made_absolute(tmp_path, monkeypatch) -> None:
+    for uri in ("s3://bucket/run", "gs://bucket/run", ""):
+        with pytest.raises(ConfigError, match="supports only local paths"):
+            Storage(uri)
+    monkeypatch.chdir(tmp_path)
+    storage = pickle.loads(pickle.dumps(Storage("runs/a")))
+    monkeypatch.chdir("/")
+    storage.write("x", b"1")
+    assert (tmp_path / "runs" / "a" / "x").read_bytes() == b"1"
+
+
+def test_a_root_that_cannot_be_made_is_an_error_with_its_path(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StorageError, match="file"):
+        Storage(str(tmp_path / "file" / "run")).write("a", b"x")

@@ -1,0 +1,267 @@
+"""The same loop under torchrun's environment: a static group, with a keeper in rank 0's process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from orchestrator.errors import ElasticError
+from orchestrator.records import Cursor, MemberState, StateKey, StepRecord, Vote
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun.membership import Start, StaticMembership
+from orchestrator.torchrun.store_rendezvous import meet
+from orchestrator.trainer.loop import train
+from tests.trainer.feed import FormulaFeed
+from tests.trainer.launch import WAIT_S
+from tests.trainer.member import tiny_job
+
+BLANK = MemberState(
+    key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start"
+)
+FAILURE = 3  # an exit code
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.trainer.member"])
+
+
+class NotingKeeper:
+    """Starts from nothing, commits when all votes are in, and notes what it was told in a file."""
+
+    def __init__(self, folder: Path, stop_at: int | None = None) -> None:
+        self.folder, self.stop_at = folder, stop_at
+        self.membership: StaticMembership | None = None
+        self.steps: list[int] = []
+        self.votes: list[Vote] = []
+        self.answers: list[Future[bool]] = []
+
+    def begin(self, world_size: int) -> Start:
+        if world_size == 3:
+            raise ValueError("three are too many")
+        return Start(launch="l", attempt=4, generation=1, parent=None, point=None, cursor=Cursor(), step=0)
+
+    def records(self, records: Sequence[StepRecord]) -> None:
+        self.steps += [record.step for record in records]
+        if self.stop_at in self.steps and self.membership is not None:
+            self.membership.ask_stop()
+
+    def acknowledged_step(self) -> int:
+        return max(self.steps, default=-1)
+
+    def vote(self, vote: Vote) -> Future[bool]:
+        self.votes.append(vote)
+        self.answers.append(Future())
+        if len(self.votes) % vote.world_size == 0:
+            for answer in self.answers[-vote.world_size :]:
+                answer.set_result(True)
+        return self.answers[-1]
+
+    def finished(self, key: StateKey, reason: str) -> None:
+        told = {
+            "key": key.point_name,
+            "reason": reason,
+            "steps": self.steps,
+            "voters": [v.rank for v in self.votes],
+        }
+        (self.folder / "told.json").write_text(json.dumps(told))
+
+
+class SilentKeeper(NotingKeeper):
+    """Answers no vote, and tells when both are there."""
+
+    def __init__(self, folder: Path, voted: Any) -> None:
+        super().__init__(folder)
+        self.voted = voted
+
+    def vote(self, vote: Vote) -> Future[bool]:
+        if vote.rank == 1:
+            self.voted.set()
+        return Future()
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of a group that meets at `port`."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+
+
+def as_rank(rank: int, world_size: int, port: int) -> None:
+    """This process becomes a rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ |= rank_environment(rank, world_size, port)
+
+
+def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int | None) -> None:
+    as_rank(rank, world_size, port)
+    keeper = NotingKeeper(folder, stop_at) if rank == 0 else None
+    try:
+        membership = StaticMembership(meet(), keeper)
+        if keeper is not None:
+            keeper.membership = membership
+        outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), Storage(str(folder)))
+        (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
+    except Exception as error:  # noqa: BLE001  the test reads it
+        (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def torchrun(folder: Path, world_size: int, stop_at: int | None = None) -> list[str]:
+    """As torchrun does: one program for every rank, an address in the environment. Returns how each ended."""
+    port = free_port()
+    ranks = [
+        FORKED.Process(target=rank_main, args=(rank, world_size, port, folder, stop_at), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(WAIT_S)
+        process.kill()
+    return [(folder / f"outcome-{rank}").read_text() for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_static_group_trains_saves_and_tells_its_keeper(tmp_path, world_size):
+    ends = torchrun(tmp_path, world_size)
+    assert ends == [f"done {StateKey(attempt=4, generation=1, step=5)}"] * world_size
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told == {
+        "key": "00000005-a0004-g0001",
+        "reason": "done",
+        "steps": [1, 2, 3, 4, 5],
+        "voters": list(range(world_size)),
+    }
+    assert (tmp_path / "points/00000005-a0004-g0001/model").is_dir()
+
+
+def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):
+    ends = torchrun(tmp_path, 2, stop_at=2)
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("stopped")
+    assert json.loads((tmp_path / "told.json").read_text())["reason"] == "stopped"
+
+
+def empty_vote(rank: int, world_size: int) -> Vote:
+    """For a save without tensors."""
+    key = StateKey(attempt=4, generation=1, step=1)
+    return Vote(
+        key=key,
+        rank=rank,
+        world_size=world_size,
+        cursor=Cursor(),
+        optimizer_steps=1,
+        files=(),
+        tensors=(),
+        save_blocked_s=0.0,
+        records=(),
+    )
+
+
+def failing_rank(rank: int, port: int, folder: Path, voted: Any, other_is_gone: Any) -> None:
+    """Votes for a save that is never answered, and fails. Rank 0 fails last: the store is in its process."""
+    as_rank(rank, 2, port)
+    membership = StaticMembership(meet(), SilentKeeper(folder, voted) if rank == 0 else None)
+    view = membership.join(BLANK)
+    assert view is not None
+    answer = membership.vote(empty_vote(rank, 2))
+    assert (voted if rank == 1 else other_is_gone).wait(WAIT_S)
+    sys.exit("failed too late" if answer.done() else FAILURE)
+
+
+def test_a_rank_that_fails_while_a_vote_is_unanswered_ends_at_once(tmp_path):
+    voted, other_is_gone, port = FORKED.Event(), FORKED.Event(), free_port()
+    ranks = [
+        FORKED.Process(target=failing_rank, args=(rank, port, tmp_path, voted, other_is_gone), daemon=True)
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for process in reversed(ranks):
+            process.join(WAIT_S)
+            assert process.exitcode == FAILURE
+            other_is_gone.set()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_word_to_the_others(tmp_path, monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    trains, joins = (StaticMembership(meet(), NotingKeeper(tmp_path)) for _ in range(2))
+    assert trains.join(BLANK) is not None
+    del store
+    answer = trains.vote(empty_vote(0, 1))
+    with pytest.raises(ElasticError, match="the vote for 00000001-a0004-g0001 found no answer"):
+        answer.result(WAIT_S)
+    with pytest.raises(RuntimeError):
+        joins.join(BLANK)
+
+
+def test_a_refused_start_reaches_every_rank(tmp_path):
+    ends = torchrun(tmp_path, 3)
+    assert ends[0] == "ValueError: three are too many"
+    assert ends[1] == ends[2] == "ElasticError: rank 0 failed: ValueError: three are too many"
+
+
+def meeting_rank(rank: int, world_size: int, port: int, restarts: int, word: str, heard: Any) -> None:
+    """Meets the others in a store that outlives it; rank 0 tells them its word."""
+    as_rank(rank, world_size, port)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+    meeting = meet()
+    if rank == 0:
+        meeting.tell("word", word)
+    heard.put((rank, meeting.hear("word")))
+
+
+def test_ranks_that_were_restarted_unequally_often_meet_and_hear_nothing_of_older_starts():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard = FORKED.Queue()
+
+    def started(rank: int, restarts: int, word: str) -> Any:
+        arguments = (rank, 3, store.port, restarts, word, heard)
+        process = FORKED.Process(target=meeting_rank, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    killed = started(1, 0, "")
+    store.wait(["meeting/rank/1"])
+    killed.kill()
+    killed.join(WAIT_S)
+    # the restarts that each machine has counted, start by start
+    for word, restarts in {"first": (0, 1, 0), "second": (0, 1, 1), "third": (1, 0, 2)}.items():
+        ranks = [started(rank, count, word) for rank, count in enumerate(restarts)]
+        assert sorted(heard.get(timeout=WAIT_S) for _ in ranks) == [(rank, word) for rank in range(3)]
+        for process in ranks:
+            process.join(WAIT_S)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "missing: rank 1, rank 2"), (1, "keys: /meeting/answer/")])
+def test_a_rank_that_stays_alone_says_where_it_waited_and_for_whom(monkeypatch, rank, missing):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = rank_environment(rank, 3, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    alone = f"rank {rank} of 3 has not met the others at 127.0.0.1:{store.port} within 1 s .*{missing}"
+    with pytest.raises(ElasticError, match=alone):
+        meet(limit_s=1.0)

@@ -1,0 +1,236 @@
+"""What a member process of the tests runs, and how a test starts one: forked from a server that has imported
+everything once."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # noqa: F401  DDP needs it; the server imports it once for all members
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+from orchestrator.config.schema import parse_config
+from orchestrator.errors import StorageError
+from orchestrator.launch.remote_membership import Place, RemoteMembership
+from orchestrator.planning.schedule import budgets_for
+from orchestrator.records import FileEntry
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.group import GenerationEnded
+from orchestrator.trainer.job import TrainJob
+from orchestrator.trainer.loop import train
+from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed
+from tests.trainer.launch import LAUNCH, WAIT_S, Launch, LinkCalls
+
+Moment = tuple[str, int]  # (place of the fault hook, step)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the word of a
+    step that is lost on the way to it, although others have it."""
+
+    kill: Moment | None = None
+    hold: Moment | None = None
+    lose_word: int | None = None
+    kill_forming: int | None = None  # the how many-th process group, when all its members have met
+    full_disk_at: int | None = None  # the step whose part of a save cannot be written
+
+
+def tiny_job(**changes: Any) -> TrainJob:
+    """A Llama of about 4,000 parameters; `train__lr=…` sets `train.lr`."""
+    mapping: dict[str, Any] = {
+        "run": {"name": "tiny"},
+        "data": {"sources": [{"name": "formula", "path": "none", "format": "lines"}], "tokenizer": "none"},
+        "pack": {"seq_len": 8},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "vocab_size": VOCABULARY,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 64,
+                "attention_dropout": 0.1,
+                "tie_word_embeddings": True,
+            }
+        },
+        "train": {
+            "global_batch_size": 12,
+            "micro_batch_size": 2,
+            "max_steps": 8,
+            "lr": 0.01,
+            "warmup_steps": 2,
+        },
+        "resume": {"every_steps": None},
+    }
+    for dotted, value in changes.items():
+        section, _, name = dotted.partition("__")
+        if section == "model":
+            mapping["model"].pop("config", None)
+        mapping[section][name] = value
+    config = parse_config(mapping)
+    return TrainJob(
+        model=config.model,
+        train=config.train,
+        resume=config.resume,
+        seq_len=config.pack.seq_len,
+        budgets=budgets_for(config, None),
+        config_digest="tiny",
+        collective_limit_s=30.0,
+    )
+
+
+class PoisonModel(torch.nn.Module):
+    """Its logits are NaN for a sample that holds POISON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        poison = (input_ids == POISON).any(1)[:, None, None]
+        return self.table(input_ids).masked_fill(poison, float("nan"))
+
+
+class FullDisk(Storage):
+    """Storage that has no room for the points of one step."""
+
+    def __init__(self, root: str, step: int | None) -> None:
+        super().__init__(root)
+        self._step = step
+
+    def write(self, path: str, data: bytes | memoryview) -> FileEntry:
+        if self._step is not None and path.startswith(f"points/{self._step:08d}-"):
+            raise StorageError(f"cannot write {path}: no space left on device (ENOSPC)")
+        return super().write(path, data)
+
+
+def kill_at_call(function: str, number: int) -> None:
+    """SIGKILL to this process when it calls a function for the `number`-th time."""
+    module, _, name = function.rpartition(".")
+    original, calls = getattr(sys.modules[module], name), itertools.count(1)
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **named)
+
+    setattr(sys.modules[module], name, counted)
+
+
+def member_main(address: Any, name: str, root: str, job: TrainJob, feed: FormulaFeed, plan: Plan) -> None:
+    """A member's whole life; what it came to is told to the launch."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # several members share few cores; waiting OpenMP threads would stop each other
+    calls = LinkCalls(address, name)
+    place = Place(actor_id=name, node_id=f"node-{name}", host="127.0.0.1")
+    membership = RemoteMembership(calls, LAUNCH, place)
+    membership.member = name
+    if plan.kill_forming is not None:
+        kill_at_call("torch.distributed.init_process_group", plan.kill_forming)
+    files = FullDisk(root, plan.full_disk_at)
+    done: set[str] = (
+        set()
+    )  # a step is trained again after its word was lost; what was planned for it happens once
+
+    def fault(place: str, step: int, rank: int) -> None:
+        if plan.hold == (place, step) and "hold" not in done:
+            done.add("hold")
+            calls.hold(place)
+        if plan.kill == (place, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place == "word_received" and plan.lose_word == step and "word" not in done:
+            done.add("word")
+            raise GenerationEnded("the word was lost")
+
+    try:
+        outcome = train(job, membership, feed, files, fault)
+        calls.send("outcome", outcome)
+    except Exception as error:  # noqa: BLE001  the test reads it
+        calls.send("error", f"{type(error).__name__}: {error}")
+        membership.failed(error)
+
+
+@dataclass
+class Members:
+    """The member processes of one test."""
+
+    launch: Launch
+    job: TrainJob
+    feed: FormulaFeed
+    processes: dict[str, BaseProcess] = field(default_factory=dict)
+
+    def start(self, name: str, plan: Plan | None = None, job: TrainJob | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.trainer.member"])
+        arguments = (
+            self.launch.address,
+            name,
+            self.launch.storage.root,
+            job or self.job,
+            self.feed,
+            plan or Plan(),
+        )
+        process = context.Process(target=member_main, args=arguments, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def finish(self) -> None:
+        """Waits until all are gone; every one that was not killed must have had an outcome."""
+        self.join_all()
+        self.launch.wait_for(
+            lambda: all(
+                p.exitcode == -signal.SIGKILL or n in self.launch.outcomes for n, p in self.processes.items()
+            )
+        )
+
+    def join_all(self) -> None:
+        """Waits until all are gone, however they ended, and the launch knows it."""
+        for name, process in self.processes.items():
+            process.join(WAIT_S)
+            assert process.exitcode is not None, f"member {name} does not end"
+        with self.launch.changed:
+            assert self.launch.changed.wait_for(lambda: not self.launch.has_links(), WAIT_S)
+
+
+@contextmanager
+def members(
+    folder: Path,
+    names: Sequence[str],
+    plans: dict[str, Plan] | None = None,
+    job: TrainJob | None = None,
+    feed: FormulaFeed | None = None,
+    **launch: Any,
+) -> Iterator[Members]:
+    """A launch with these members started; whatever happens, no process of theirs is left."""
+    group = Members(
+        Launch(folder, first_size=len(names), **launch), job or tiny_job(), feed or FormulaFeed()
+    )
+    try:
+        for name in names:
+            group.start(name, (plans or {}).get(name))
+        yield group
+    finally:
+        for process in group.processes.values():
+            process.kill()
+            process.join()
+
+
+def run_to_end(folder: Path, world_size: int, **settings: Any) -> Launch:
+    """An undisturbed run of `world_size` members to its end."""
+    with members(folder, [f"m{i}" for i in range(world_size)], **settings) as group:
+        group.finish()
+        return group.launch

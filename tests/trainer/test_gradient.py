@@ -1,0 +1,92 @@
+"""The fixed tree: whoever sums which run of micro-batches, the additions are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.planning.batches import num_micro_batches, rank_run
+from orchestrator.records import Cursor, StepRange
+from orchestrator.trainer.gradient import cut
+from orchestrator.trainer.gradient_invariant import TreeSum, finish_tree, tree_nodes
+from tests.trainer.feed import FormulaFeed
+
+SIZES = st.integers(1, 40)
+WORLDS = st.integers(1, 9)
+
+
+def partial_sums(values: torch.Tensor, world_size: int) -> dict[tuple[int, int], torch.Tensor]:
+    """What all ranks together hold when each has summed its run."""
+    known = {}
+    for rank in range(world_size):
+        tree = TreeSum()
+        for number in rank_run(len(values), rank, world_size):
+            tree.add(number, values[number].clone())
+        known |= {(start, size): value for start, size, value in tree.nodes}
+    return known
+
+
+def tree_sum(values: torch.Tensor, world_size: int) -> torch.Tensor:
+    total = finish_tree(partial_sums(values, world_size), 0, 1 << (len(values) - 1).bit_length())
+    assert total is not None
+    return total
+
+
+def rank_after_rank(values: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The planted wrong version: each rank adds up its run, then the ranks are added."""
+    runs = [rank_run(len(values), rank, world_size) for rank in range(world_size)]
+    sums = [values[run.start : run.stop].cumsum(0)[-1] for run in runs if len(run)]
+    return torch.stack(sums).cumsum(0)[-1]
+
+
+def gradients(num: int) -> torch.Tensor:
+    """Numbers of very different size, whose sum depends on the order of additions."""
+    return torch.randn(num, 50, generator=torch.Generator().manual_seed(num)) * torch.logspace(-4, 4, 50)
+
+
+@settings(deadline=None)
+@given(SIZES, WORLDS)
+def test_the_tree_gives_the_same_bits_for_every_world_size(num, world_size):
+    values = gradients(num)
+    assert torch.equal(tree_sum(values, world_size), tree_sum(values, 1))
+
+
+def test_adding_rank_after_rank_does_not_and_is_caught():
+    values = gradients(13)
+    assert not torch.equal(rank_after_rank(values, 3), rank_after_rank(values, 1))
+    assert torch.allclose(rank_after_rank(values, 3), tree_sum(values, 2))
+
+
+@settings(deadline=None)
+@given(SIZES, WORLDS)
+def test_a_rank_is_left_with_the_nodes_that_the_others_expect_of_it(num, world_size):
+    expected = [node for r in range(world_size) for node in tree_nodes(*_bounds(num, r, world_size))]
+    assert list(partial_sums(gradients(num), world_size)) == expected
+    covered = [number for start, size in expected for number in range(start, start + size)]
+    assert covered == list(range(num))
+
+
+def _bounds(num: int, rank: int, world_size: int) -> tuple[int, int]:
+    run = rank_run(num, rank, world_size)
+    return run.start, run.stop
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_ranks_micro_batches_together_are_those_of_the_step(world_size):
+    step = StepRange(first_sample=100, num_samples=7, num_tokens=7 * 8 - 3, seq_len=8)
+    feed, cursor = FormulaFeed(), Cursor(consumed_samples=100, consumed_tokens=800, target_tokens=800)
+    micros = [
+        micro
+        for rank in range(world_size)
+        for micro in cut(
+            feed.get(step, rank, world_size, 2, cursor), 2, rank, world_size, torch.device("cpu")
+        )
+    ]
+    assert [m.number for m in micros] == list(range(num_micro_batches(7, 2)))
+    assert [m.first_sample for m in micros] == [100, 102, 104, 106]
+    whole = feed.get(step, 0, 1, 2, cursor)
+    assert np.array_equal(torch.cat([m.input_ids for m in micros]).numpy(), whole.input_ids)
+    assert np.array_equal(torch.cat([m.labels for m in micros]).numpy(), whole.labels)

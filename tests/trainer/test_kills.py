@@ -1,0 +1,272 @@
+"""Members die, lose the word, and come: the others train on in their processes, and the end is that of the
+unbroken run, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import pytest
+
+from orchestrator.records import StateKey
+from tests.trainer.launch import SETTINGS, Launch
+from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
+
+END = 8
+PLACES = ("step_begin", "gradient_done", "word_received", "applied")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Launch:
+    return run_to_end(tmp_path_factory.mktemp("unbroken"), 1)
+
+
+def assert_same_training(launch: Launch, unbroken: Launch) -> None:
+    """The history that the last point stands on has every step once, as the unbroken run trained it, and ends
+    in the same bits."""
+    assert launch.last_point().state_digest == unbroken.last_point().state_digest
+    assert launch.last_point().cursor == unbroken.last_point().cursor
+    history: dict[int, tuple] = {}
+    for record in sorted(launch.records.values(), key=lambda r: r.key):
+        history[record.step] = (record.loss, record.grad_norm, record.lr, record.digest)
+    expected = {r.step: (r.loss, r.grad_norm, r.lr, r.digest) for r in unbroken.records.values()}
+    assert history == expected
+
+
+def killed(group: Members) -> set[str]:
+    return {name for name, process in group.processes.items() if process.exitcode == -signal.SIGKILL}
+
+
+def let_in(group: Members, name: str, plan: Plan | None = None, held: str = "b") -> None:
+    """Starts a member while `held` is held, and lets that go on when the newcomer waits."""
+    group.launch.wait_for(lambda: group.launch.held(held) is not None)
+    group.start(name, plan)
+    group.launch.wait_for(lambda: group.launch.waits(name))
+    group.launch.release(held)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("victim", ["a", "c"])
+def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken, place, victim):
+    plans = {victim: Plan(kill=(place, 4)), "b": Plan(hold=("step_begin", 6))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        let_in(group, "d")
+        group.finish()
+        assert killed(group) == {victim}
+        launch = group.launch
+    assert [view.world_size for view in launch.views] == [3, 2, 3]
+    assert all(view.source_rank == 0 and view.point is None for view in launch.views[1:])
+    assert_same_training(launch, unbroken)
+
+
+def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, unbroken):
+    plans = {"a": Plan(kill=("gradient_done", 3)), "c": Plan(kill=("word_received", 3))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) <= {"a", "c"}
+        launch = group.launch
+    assert_same_training(launch, unbroken)
+
+
+def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_path, unbroken):
+    # were it to receive a state, it would be killed
+    plans = {"b": Plan(lose_word=4, kill=("state_half_received", 4))}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) == set()
+        launch = group.launch
+    late = next(join for name, join in launch.joins if name == "b" and join.leaves == (1, 1))
+    assert (late.key, late.prepared) == (
+        StateKey(attempt=1, generation=1, step=3),
+        StateKey(attempt=1, generation=1, step=4),
+    )
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=4)
+    assert_same_training(launch, unbroken)
+
+
+def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_path, unbroken):
+    plans = {name: Plan(lose_word=4, kill=("state_half_received", 3)) for name in "abc"}
+    with members(tmp_path, ["a", "b", "c"], plans) as group:
+        group.finish()
+        assert killed(group) == set()
+        launch = group.launch
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert_same_training(launch, unbroken)
+
+
+def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_that_went_on(tmp_path, unbroken):
+    # c alone has the word of step 4; the others go on without it and train that step again
+    losing = Plan(lose_word=4)
+    plans = {
+        "a": losing,
+        "b": dataclasses.replace(losing, hold=("step_begin", 6)),
+        "c": Plan(hold=("applied", 4)),
+    }
+    settings = dataclasses.replace(SETTINGS, missing_grace_s=1.0)
+    with members(tmp_path, ["a", "b", "c"], plans, settings=settings) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("c") is not None)
+        launch.wait_for(lambda: launch.held("b") is not None)
+        launch.release("c")
+        launch.wait_for(lambda: launch.waits("c"))
+        launch.release("b")
+        group.finish()
+        assert killed(group) == set()
+    thawed = next(join for name, join in launch.joins if name == "c" and join.leaves == (1, 1))
+    assert thawed.key == StateKey(attempt=1, generation=1, step=4)
+    assert [view.world_size for view in launch.views] == [3, 2, 3]
+    assert launch.views[1].parent == StateKey(attempt=1, generation=1, step=3)
+    assert launch.views[2].parent == StateKey(attempt=1, generation=2, step=6)
+    assert_same_training(launch, unbroken)
+
+
+def test_a_newcomer_that_dies_with_half_of_the_state_received_disturbs_nobody(tmp_path, unbroken):
+    plans = {"b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        let_in(group, "c", Plan(kill=("state_half_received", 4)))
+        group.finish()
+        assert killed(group) == {"c"}
+        launch = group.launch
+    assert [view.world_size for view in launch.views] == [2, 3, 2]
+    assert_same_training(launch, unbroken)
+
+
+def test_half_a_state_is_not_used_when_its_source_dies_and_another_member_sends_the_whole(tmp_path, unbroken):
+    plans = {"a": Plan(kill=("state_half_sent", 4)), "b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        let_in(group, "c")
+        group.finish()
+        assert killed(group) == {"a"}
+        launch = group.launch
+    blank = [join for name, join in launch.joins if name == "c"]
+    assert [join.key for join in blank] == [None, None]
+    assert [view.members for view in launch.views[1:]] == [("a", "b", "c"), ("b", "c")]
+    assert_same_training(launch, unbroken)
+
+
+def test_when_nobody_is_left_the_next_members_go_on_from_the_newest_point(tmp_path, unbroken):
+    job = tiny_job(resume__every_steps=3)
+    plans = {name: Plan(kill=("gradient_done", 5)) for name in "ab"}
+    with members(tmp_path, ["a", "b"], plans, job=job) as group:
+        group.join_all()
+        for name in "cde":
+            group.start(name)
+        group.finish()
+        launch = group.launch
+    assert launch.views[1].point == "00000003-a0001-g0001"
+    assert_same_training(launch, unbroken)
+
+
+def test_the_coordinators_death_costs_no_step_and_a_stop_is_asked_for_again(tmp_path, unbroken):
+    plans = {"b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("b") is not None)
+        launch.restart_coordinator()
+        launch.release("b")
+        group.finish()
+        assert launch.wait_for_end().ended == "done"
+    assert [view.attempt for view in launch.views] == [1, 2]
+    assert_same_training(launch, unbroken)
+
+
+def test_the_run_ends_although_a_newcomer_waits_while_the_others_finish(tmp_path, unbroken):
+    plans = {"a": Plan(hold=("save_part_written", END)), "b": Plan(hold=("save_part_written", END))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        launch = group.launch
+        launch.wait_for(lambda: launch.held("a") is not None and launch.held("b") is not None)
+        group.start("late")
+        launch.wait_for(lambda: "late" in launch.coordinator._launch.waiting)
+        launch.release("a")
+        launch.release("b")
+        group.finish()
+        assert launch.wait_for_end().ended == "done"
+    assert launch.outcomes["late"].reason == "left"
+    assert_same_training(launch, unbroken)
+
+
+def test_a_member_that_dies_in_the_last_save_makes_the_others_save_again(tmp_path, unbroken):
+    with members(tmp_path, ["a", "b", "c"], {"c": Plan(kill=("save_part_written", END))}) as group:
+        group.finish()
+        launch = group.launch
+    assert set(launch.points) == {"00000008-a0001-g0002"}
+    assert launch.finished.keys() == {"a", "b"}
+    assert_same_training(launch, unbroken)
+
+
+def test_a_member_that_waits_for_one_that_died_while_forming_is_not_left_out(tmp_path, unbroken):
+    # gloo looks for the dead one for 10 s, which is longer than the others' time to come
+    plans = {"c": Plan(kill=("step_begin", 4)), "b": Plan(kill_forming=2)}
+    settings = dataclasses.replace(SETTINGS, missing_grace_s=3.0)
+    with members(tmp_path, ["a", "b", "c"], plans, settings=settings) as group:
+        group.finish()
+        assert killed(group) == {"b", "c"}
+        launch = group.launch
+    assert [view.members for view in launch.views[1:]] == [("a", "b"), ("a",)]
+    assert "left out" not in {event.kind for event in launch.journal().events}
+    assert_same_training(launch, unbroken)
+
+
+def test_a_save_that_one_rank_cannot_write_is_given_up_and_training_goes_on(tmp_path, unbroken):
+    job = tiny_job(resume__every_steps=2)
+    with members(tmp_path, ["a", "b", "c"], {"b": Plan(full_disk_at=4)}, job=job) as group:
+        group.finish()
+        launch = group.launch
+        assert any("no space left" in text for text in launch.status().warnings)
+    assert [point.key.step for point in launch.points.values()] == [2, 6, 8]
+    assert len(launch.views) == 1
+    assert_same_training(launch, unbroken)
+
+
+def test_the_last_save_is_tried_again_under_a_new_name(tmp_path, unbroken):
+    plans = {"b": Plan(full_disk_at=END)}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        group.launch.wait_for(lambda: len(group.launch.views) > 2)
+        group.processes["b"].kill()  # its disk stays full
+        group.finish()
+        launch = group.launch
+    assert_same_training(launch, unbroken)
+
+
+def test_members_keep_their_records_until_these_are_acknowledged(tmp_path):
+    kept = {}
+    for acknowledge in (True, False):
+        plans = {"a": Plan(kill=("step_begin", 6)), "b": Plan(hold=("step_begin", 4))}
+        with members(tmp_path / str(acknowledge), ["a", "b"], plans) as group:
+            launch = group.launch
+            launch.acknowledge = acknowledge
+            launch.wait_for(lambda launch=launch: launch.held("b") is not None)
+            launch.wait_for(lambda launch=launch: not launch.acknowledge or launch.acknowledged() == 3)
+            launch.release("b")
+            group.finish()
+        kept[acknowledge] = [
+            r.step for r in next(j for n, j in group.launch.joins if n == "b" and j.leaves).records
+        ]
+    assert kept[False] == [1, 2, 3, 4, 5]
+    assert kept[True] == [4, 5]
+
+
+def test_a_member_with_another_configuration_is_told_so_and_harms_nobody(tmp_path, unbroken):
+    with members(tmp_path, ["a", "b"], {"b": Plan(hold=("step_begin", 4))}) as group:
+        group.launch.wait_for(lambda: group.launch.held("b") is not None)
+        group.start("stranger", job=dataclasses.replace(group.job, config_digest="another"))
+        group.launch.wait_for(lambda: group.launch.waits("stranger"))
+        group.launch.release("b")
+        group.launch.wait_for(
+            lambda: any("another configuration" in join.reason for _, join in group.launch.joins)
+        )
+        group.processes["stranger"].kill()
+        group.finish()
+        launch = group.launch
+    assert_same_training(launch, unbroken)
+
+
+def test_fast_numerics_survive_a_kill_too(tmp_path, unbroken):
+    job = tiny_job(train__numerics="fast")
+    plans = {"a": Plan(kill=("step_begin", 4)), "b": Plan(hold=("step_begin", 6))}
+    with members(tmp_path, ["a", "b", "c"], plans, job=job) as group:
+        let_in(group, "d")
+        group.finish()
+        launch = group.launch
+    losses = [r.loss for r in sorted(launch.records.values(), key=lambda r: r.step)]
+    assert losses == pytest.approx([r.loss for r in unbroken.records.values()], rel=1e-3)

@@ -1,0 +1,103 @@
+"""The word of a step: integer sums that mean the same however divided, and refuse a wrong step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.records import BatchSlice, Cursor, StepRange
+from orchestrator.trainer.step_summary import NUM_SLOTS, Share, Word, fixed_point
+
+DIGESTS = st.integers(0, 2**64 - 1)
+
+
+def share(**fields) -> Share:
+    plain = {"loss": 0, "targets": 8, "samples": 1, "digest": 0, "data_wait_s": 0.0, "save_blocked_s": 0.0}
+    return Share(**(plain | fields))
+
+
+def said(shares: list[Share]) -> Word:
+    vectors = [s.pack(rank, len(shares)) for rank, s in enumerate(shares)]
+    return Word.unpack(sum(vectors, start=vectors[0] * 0))
+
+
+def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
+    nothing = np.zeros((0, 8), np.int32)
+    return BatchSlice(
+        step=StepRange(first_sample=0, num_samples=num_samples, num_tokens=8 * num_samples, seq_len=8),
+        start=0,
+        stop=0,
+        source_numbers=nothing[:, 0],
+        input_ids=nothing,
+        labels=nothing,
+        document_ids=nothing,
+        step_targets=targets,
+        step_digest=digest,
+        cursor=Cursor(),
+        end_of_data=False,
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(DIGESTS, st.integers(-(2**40), 2**40)), min_size=1, max_size=5))
+def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
+    word = said([share(digest=digest, loss=loss) for digest, loss in rows])
+    assert word.digest == sum(d for d, _ in rows) % 2**64
+    assert word.loss == sum(loss for _, loss in rows) / 2**24
+    assert (word.ranks, word.not_finite, word.samples) == (len(rows), 0, len(rows))
+
+
+@settings(deadline=None)
+@given(st.floats(allow_nan=False), st.integers(0, 7), st.integers(-1, 10**9))
+def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowledged):
+    first = share(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)
+    word = said([first, replace(first, grad_norm=1.0, control=7, acknowledged=3), first])
+    assert math.copysign(1, word.grad_norm) == math.copysign(1, number)
+    assert (word.grad_norm, word.step_s, word.control, word.acknowledged) == (
+        number,
+        number,
+        control,
+        acknowledged,
+    )
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_loss_that_is_no_number_counts_its_rank_and_adds_nothing(loss):
+    assert fixed_point(loss) is None
+    word = said([share(loss=fixed_point(2.5)), share(loss=fixed_point(loss))])
+    assert (word.not_finite, word.loss) == (1, 2.5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_losses_whose_sum_would_wrap_are_refused_as_absurd(num_ranks):
+    largest = share(loss=(2**63 - 1) // num_ranks)
+    assert said([largest] * num_ranks).not_finite == 0
+    too_large = replace(largest, loss=(largest.loss or 0) + 1)
+    assert said([too_large] * num_ranks).not_finite == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([share(digest=5)], "1 ranks took part in a group of 2"),
+        ([share(digest=5), share(loss=None)], "on 1 of 2 ranks"),
+        ([share(digest=5, grad_norm=math.inf), share()], "the norm of its gradient is inf"),
+        ([share(digest=5), share(samples=2)], "trained 3 samples, the feed announced 2"),
+        ([share(digest=5), share(targets=7)], "trained 15 target tokens, the feed announced 16"),
+        ([share(digest=5), share(digest=1)], "digest 0000000000000006, the feed announced 0000000000000005"),
+        ([share(digest=5), share()], None),
+    ],
+)
+def test_a_step_is_refused_with_both_values(shares, message):
+    problem = said(shares).problem(2, announced(2, 16, 5))
+    assert problem is None if message is None else message in str(problem)
+
+
+def test_the_vector_holds_nothing_but_its_slots():
+    assert share().pack(1, 2).shape == (NUM_SLOTS,)
+    assert share(control=4, acknowledged=9).pack(1, 2)[8:].tolist() == [0, 0, 0, 0]

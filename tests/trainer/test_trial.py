@@ -1,0 +1,101 @@
+"""What no start can work with is said by building the model without its weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator.config.schema import JobConfig, ModelConfig
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.model import build_model
+from orchestrator.trainer.trial import ModelFacts, require_vocabulary, try_model
+from tests.planning.jobs import job
+from tests.trainer.feed import VOCABULARY
+from tests.trainer.member import tiny_job
+from tests.trainer.test_model import GEMMA2
+
+LLAMA = tiny_job().model.config
+
+
+def with_model(**model: Any) -> JobConfig:
+    return job("model=" + json.dumps(model), "pack.seq_len=8")
+
+
+# It asks for values, which the meta device has not.
+FACTORY = """
+import torch
+def read_by_itself():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.tolist()
+    return layer
+"""
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, {**LLAMA, "num_hidden_layers": 2000, "hidden_size": 8192}])
+def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
+    assert try_model(with_model(config=config)) == ModelFacts(num_embeddings=VOCABULARY)
+
+
+def test_a_process_without_torch_stays_without_it():
+    program = (
+        "import json, sys; from orchestrator.config.schema import parse_config; "
+        "from orchestrator.trainer.trial import try_model; "
+        "print(try_model(parse_config(json.load(sys.stdin))).num_embeddings, "
+        "[m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    )
+    given = json.dumps(with_model(config=LLAMA).to_json())
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == f"{VOCABULARY} []"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"config": {"model_type": "no-such-model"}}, "no-such-model"),
+        ({"config": {"model_type": "vit"}}, "no causal language model of type vit"),
+        ({"config": {**LLAMA, "hidden_size": 15}}, "gives no causal language model"),
+        ({"config": GEMMA2, "attn_implementation": "sdpa"}, "scaled_dot_product_attention"),
+        ({"pretrained": "/nowhere"}, "model.pretrained=/nowhere"),
+        ({"factory": "torch.nn:absent"}, "torch.nn:absent cannot be called"),
+        ({"factory": "torch.nn:Linear", "factory_args": {"x": 1}}, "factory_args"),
+        ({"factory": "builtins:int"}, "returned int"),
+    ],
+)
+def test_what_gives_no_model_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        try_model(with_model(**model))
+
+
+def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_safetensors(tmp_path):
+    build_model(ModelConfig(config=GEMMA2), "float32", 0, torch.device("cpu"), True).save_pretrained(tmp_path)
+    asked = with_model(pretrained=str(tmp_path))
+    assert try_model(asked) == ModelFacts(num_embeddings=VOCABULARY)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors"):
+        try_model(asked)
+
+
+def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_tried_is_said(
+    tmp_path, monkeypatch
+):
+    assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts()
+    (tmp_path / "our_models.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    note = try_model(with_model(factory="our_models:read_by_itself")).note
+    assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in note
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused_with_both_numbers():
+    asked = with_model(pretrained="somewhere")
+    require_vocabulary(ModelFacts(num_embeddings=100), asked, 100)
+    require_vocabulary(ModelFacts(), asked, 100)
+    with pytest.raises(
+        ConfigError, match=r"model\.pretrained=somewhere embeds 99 ids, but the tokenizer .* has 100"
+    ):
+        require_vocabulary(ModelFacts(num_embeddings=99), asked, 100)

@@ -1,0 +1,134 @@
+"""The same training on one, two and three members, and continued on another number of them: bits, ends,
+stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.records import StateKey
+from tests.trainer.feed import FormulaFeed
+from tests.trainer.launch import Launch
+from tests.trainer.member import members, run_to_end, tiny_job
+
+SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole samples and one of 5 tokens
+
+
+def trained(launch: Launch) -> list[tuple]:
+    """What the journal says of the training itself; not the times."""
+    records = sorted(launch.records.values(), key=lambda r: r.step)
+    return [
+        (r.step, r.loss, r.grad_norm, r.lr, r.digest, r.consumed_samples, r.target_tokens) for r in records
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Launch:
+    return run_to_end(tmp_path_factory.mktemp("alone"), 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_final_state_is_the_same_to_the_last_bit_on_any_number_of_members(tmp_path, alone, world_size):
+    launch = run_to_end(tmp_path, world_size)
+    assert launch.last_point().key == StateKey(attempt=1, generation=1, step=8)
+    assert launch.last_point().state_digest == alone.last_point().state_digest
+    assert launch.last_point().cursor == alone.last_point().cursor
+    assert trained(launch) == trained(alone)
+    assert {outcome.reason for outcome in launch.outcomes.values()} == {"done"}
+
+
+def test_what_two_members_saved_is_continued_by_one_and_by_three(tmp_path, alone):
+    half = run_to_end(tmp_path, 2, job=tiny_job(train__max_steps=4))
+    (point,) = half.points
+    for attempt, world_size in ((2, 1), (3, 3)):
+        later = run_to_end(tmp_path, world_size, attempt=attempt, point=point)
+        assert later.last_point().key == StateKey(attempt=attempt, generation=1, step=8)
+        assert later.last_point().state_digest == alone.last_point().state_digest
+        assert trained(half) + trained(later) == trained(alone)
+
+
+def test_a_label_given_by_the_view_is_gone_on_from_while_the_optimizer_counts_its_own_steps(tmp_path):
+    half = run_to_end(tmp_path, 1, job=tiny_job(train__max_steps=4))
+    later = run_to_end(tmp_path, 1, attempt=2, point=max(half.points), step=20)
+    assert [record.step for record in later.records.values()] == [21, 22, 23, 24]
+    assert {vote.optimizer_steps for vote in later.last_point().votes} == {8}
+
+
+def test_a_budget_that_is_reached_already_ends_at_once_without_a_save(tmp_path):
+    first = run_to_end(tmp_path, 1)
+    again = run_to_end(tmp_path, 2, attempt=2, point=max(first.points))
+    assert set(again.points) == set(first.points)
+    assert not again.records
+    assert {reason for _, reason in again.finished.values()} == {"done"}
+
+
+@pytest.mark.parametrize("numerics", ["invariant", "fast"])
+def test_the_end_of_the_data_is_a_smaller_step_in_which_some_members_have_no_sample(tmp_path, numerics):
+    feed = FormulaFeed(total_tokens=SHORT_TAIL)
+    ends = [
+        run_to_end(tmp_path / str(world_size), world_size, feed=feed, job=tiny_job(train__numerics=numerics))
+        for world_size in (1, 3)
+    ]
+    for launch in ends:
+        assert [r.consumed_samples for r in launch.records.values()] == [12, 24, 28]
+        assert launch.last_point().cursor.target_tokens == SHORT_TAIL
+    if numerics == "invariant":
+        assert trained(ends[0]) == trained(ends[1])
+    assert [r[1] for r in trained(ends[0])] == pytest.approx([r[1] for r in trained(ends[1])], rel=1e-5)
+
+
+def test_fast_numerics_train_nearly_the_same(tmp_path, alone):
+    fast = run_to_end(tmp_path, 2, job=tiny_job(train__numerics="fast"))
+    for column in (1, 2):  # loss, norm of the gradient
+        expected = [row[column] for row in trained(alone)]
+        assert [row[column] for row in trained(fast)] == pytest.approx(expected, rel=1e-3)
+    assert fast.last_point().state_digest != alone.last_point().state_digest
+
+
+def test_saves_come_every_n_steps_and_when_wished_for_and_each_is_committed(tmp_path):
+    job = tiny_job(resume__every_steps=3)
+    with members(tmp_path, ["a", "b"], job=job) as group:
+        group.launch.wish("save")
+        group.finish()
+        steps = {point.key.step for point in group.launch.points.values()}
+    assert steps >= {3, 6, 8}
+
+
+def test_saves_come_every_so_many_minutes(tmp_path):
+    launch = run_to_end(tmp_path, 2, job=tiny_job(resume__every_minutes=1e-9))
+    assert {point.key.step for point in launch.points.values()} == set(range(1, 9))
+
+
+def test_a_wished_stop_saves_and_leaves(tmp_path):
+    with members(tmp_path, ["a", "b"], job=tiny_job(train__max_steps=1000)) as group:
+        group.launch.wait_for(lambda: len(group.launch.records) >= 2)
+        group.launch.wish("stop")
+        group.finish()
+        launch = group.launch
+    key, reason = launch.finished["a"]
+    assert reason == "stopped"
+    assert launch.last_point().key == key == launch.outcomes["b"].key
+    assert 2 <= key.step < 1000
+
+
+@pytest.mark.parametrize(
+    ("feed", "job", "message"),
+    [
+        (FormulaFeed(wrong_digest_at_sample=30), {}, "the samples trained have digest"),
+        (FormulaFeed(wrong_targets_at_sample=30), {}, "trained 96 target tokens, the feed announced 97"),
+        (
+            FormulaFeed(poisoned_sample=30),
+            {"model__factory": "tests.trainer.member:PoisonModel"},
+            "on 1 of 2 ranks",
+        ),
+    ],
+)
+def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(tmp_path, feed, job, message):
+    with members(tmp_path, ["a", "b"], feed=feed, job=tiny_job(**job)) as group:
+        group.join_all()
+        errors = group.launch.errors
+        assert group.launch.wait_for_end().ended == "failed"
+    assert set(errors) == {"a", "b"}
+    for error in errors.values():
+        assert error.startswith("TrainingError: step 3 ")
+        assert message in error
+    assert [record.step for record in group.launch.journal().records] == [1, 2]
