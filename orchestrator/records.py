@@ -383,7 +383,7 @@ class MemberState:
     """What a member brings when it joins.
 
     `key`, `cursor`: the state it holds (None: blank). `leaves`: (attempt, generation) it was in, None at
-    first. `prepared`: the step whose word it waited for. `voted`: the newest save that it voted for.
+    first. `prepared`: the step whose summary it waited for. `voted`: the newest save that it voted for.
     `records`: all that were not acknowledged. `reason`: why the last generation ended, for the journal.
     """
 
@@ -401,8 +401,8 @@ class JoinRequest:
     """A member asks to be in the next generation. `key` is its state's key, None when blank.
 
     `leaves` is the (attempt, generation) it was in, None for a newcomer. `prepared` is the key of the step
-    that it had entered the word of without learning the result (its reduced gradient is kept): `StateKey(step
-    = key.step + 1)` in the generation it leaves.
+    that it had entered the summary of without learning the result (its reduced gradient is kept):
+    `StateKey(step = key.step + 1)` in the generation it leaves.
     """
 
     member: str
@@ -457,12 +457,12 @@ BETWEEN = "between steps"  # a step was finished just now
 # a group forms in four steps (store, meeting, process group, comparison) of at most 10 s each
 PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 
-# control bits that rank 0 adds to the word of a step
+# control bits that rank 0 adds to the summary of a step
 SAVE, STOP, REFORM = 1, 2, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class ControlRequests:
     """What the coordinator wants of a running generation. `ended`: this generation is over (also: not one of
     mine, join again).
     """

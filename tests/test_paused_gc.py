@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 
 
 @pytest.fixture(autouse=True)
@@ -19,21 +19,21 @@ def _collector() -> Iterator[None]:
 
 
 def test_the_collector_rests_while_loading_and_works_afterwards() -> None:
-    with loading():
+    with paused_gc():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_what_was_loaded_is_not_looked_at_again() -> None:
     gc.unfreeze()
-    with loading():
+    with paused_gc():
         kept = [[] for _ in range(100)]  # type: ignore[var-annotated]
     assert gc.get_freeze_count() > len(kept)
 
 
 def test_loading_may_be_nested_and_may_fail() -> None:
-    with loading():
-        with pytest.raises(ImportError), loading():
+    with paused_gc():
+        with pytest.raises(ImportError), paused_gc():
             importlib.import_module("no_such_module")
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -41,6 +41,6 @@ def test_loading_may_be_nested_and_may_fail() -> None:
 
 def test_a_collector_that_the_process_has_switched_off_stays_off() -> None:
     gc.disable()
-    with loading():
+    with paused_gc():
         pass
     assert not gc.isenabled()

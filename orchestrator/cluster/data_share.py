@@ -16,7 +16,7 @@ from ray.data._internal.execution.interfaces.execution_options import ExecutionR
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.utils import cached_ray_internals
 
-from orchestrator.cluster.null_actor import Nobody
+from orchestrator.cluster.null_actor import NullActor
 
 # Credits bound what lies in the object store (`Feeder.slot`, `Feeder.room`), so no share of it is dealt out.
 _OBJECT_STORE_BYTES = 1 << 50
@@ -46,7 +46,7 @@ def take_own_share(num_cpus: float) -> None:
     (they would feed a page of Ray's dashboard) or for actors' places: each costs 1 to 2 CPU seconds and up to
     200 MB.
     """
-    share, statistics, places = _OwnShare(num_cpus), Nobody(uuid.uuid4().hex), Nobody({})
+    share, statistics, places = _OwnShare(num_cpus), NullActor(uuid.uuid4().hex), NullActor({})
     setattr(streaming_executor, "create_cluster_autoscaler", lambda *_, **__: share)  # noqa: B010
     setattr(stats, "get_or_create_stats_actor", lambda: statistics)  # noqa: B010
     for module in (actor_pool_map_operator, cached_ray_internals):

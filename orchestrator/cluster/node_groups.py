@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.machine import process_state
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
 # started.
@@ -58,7 +58,7 @@ class NodeAgent:
         """
         os.environ.update(_TRAIN_ENVIRONMENT)
         # imported here: the agent's process is the only one that needs Ray Train's controller side
-        with loading():
+        with paused_gc():
             from orchestrator.cluster.train_run import run_group
 
         run_group(

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 
-class Nobody:
+class NullActor:
     """Every call of every method is answered with `answer`. It pickles."""
 
     def __init__(self, answer: Any = None) -> None:
         self._answer = answer
 
-    def __getattr__(self, name: str) -> Nobody:
+    def __getattr__(self, name: str) -> NullActor:
         if name.startswith("_"):
             raise AttributeError(name)
         return self

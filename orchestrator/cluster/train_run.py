@@ -19,7 +19,7 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from orchestrator.cluster.backend import InPlaceConfig
-from orchestrator.cluster.null_actor import Nobody
+from orchestrator.cluster.null_actor import NullActor
 
 # Each costs a process or about a CPU second at start and does nothing for us: we hand Ray Train no datasets,
 # and placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's
@@ -51,9 +51,9 @@ class _NoBarrier:
         return cls
 
     @classmethod
-    def remote(cls, **_: Any) -> Nobody:
+    def remote(cls, **_: Any) -> NullActor:
         """No process is started."""
-        return Nobody()
+        return NullActor()
 
 
 class _LeanTrainer(DataParallelTrainer):

@@ -40,6 +40,7 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.journal import GROUP_FORMED, JournalWriter
 from orchestrator.records import (
     PHASE_LIMITS_S,
+    ControlRequests,
     Cursor,
     GenerationView,
     GroupChange,
@@ -52,7 +53,6 @@ from orchestrator.records import (
     StepRecord,
     StillWaiting,
     Vote,
-    Wishes,
     encode,
 )
 from orchestrator.resume.commit_driver import Commits
@@ -116,9 +116,7 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault
         )
-        self._journal = JournalWriter(
-            self._store.storage, attempt.number, start.run, run_id=attempt.run_id
-        )
+        self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
         note_beginning(self._journal, attempt, start.flat_config)
         self._journal.flush()
         self._heartbeat = self._store.heartbeat(attempt.number)
@@ -209,16 +207,18 @@ class Coordinator:
         found: GenerationView | Refusal | RunOver = future.result()
         return found
 
-    async def watch(self, launch: str, attempt: int, generation: int, known: Wishes | None) -> Wishes:
-        """Rank 0's open call: answered when the wishes for this generation differ from `known`, and at least
-        every few seconds.
+    async def watch(
+        self, launch: str, attempt: int, generation: int, known: ControlRequests | None
+    ) -> ControlRequests:
+        """Rank 0's open call: answered when the control requests for this generation differ from `known`, and
+        at least every few seconds.
         """
         self._check(launch)
         deadline = time.monotonic() + ANSWER_S
         while True:
-            wishes = self._launch.wishes(attempt, generation, self._acknowledged)
-            if wishes != known or time.monotonic() > deadline:
-                return wishes
+            wanted = self._launch.control_requests(attempt, generation, self._acknowledged)
+            if wanted != known or time.monotonic() > deadline:
+                return wanted
             await self._wait_for_change(deadline - time.monotonic())
 
     async def report(
@@ -315,16 +315,16 @@ class Coordinator:
         self._launch.rendezvous.expect(num_workers)
         self._wake.set()
 
-    async def wish(self, what: str) -> None:
+    async def request(self, what: str) -> None:
         """`stop`: save and stop at the next step boundary; `save`: save."""
         self._ensure_running()
         if what == "stop" and self._launch.stopping:
             return
         self._journal.event("wish", what=what)
         if what == "stop":
-            self._launch.wish_stop()
+            self._launch.request_stop()
         else:
-            self._launch.wish_save()
+            self._launch.request_save()
         self._wake.set()
         await self._notify()
 

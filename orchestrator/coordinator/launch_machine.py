@@ -24,6 +24,7 @@ from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
 from orchestrator.records import (
+    ControlRequests,
     GenerationView,
     JoinRequest,
     MemberInfo,
@@ -31,7 +32,6 @@ from orchestrator.records import (
     RunOver,
     StateKey,
     StepRecord,
-    Wishes,
 )
 from orchestrator.resume.commit_events import VoterGone
 
@@ -239,27 +239,29 @@ class LaunchMachine:
         ]
 
     # ---- what is asked of the run
-    def wish_stop(self) -> None:
+    def request_stop(self) -> None:
         """Save and stop at the next step boundary."""
         self.stopping = True
-        self.rendezvous.wish_stop()
+        self.rendezvous.request_stop()
 
-    def wish_save(self) -> None:
+    def request_save(self) -> None:
         """Save at the next step boundary."""
         self._num_saves += 1
         self._save = f"save-{self._num_saves}"
-        self.rendezvous.wish_save(self._save)
+        self.rendezvous.request_save(self._save)
 
     def voted(self) -> None:
         """A vote came: what was asked for as a save has begun."""
         self.rendezvous.save_answered(self._save)
 
-    def wishes(self, attempt: int, generation: int, acknowledged_step: int) -> Wishes:
-        """What is wanted of a generation; see `Rendezvous.wishes`."""
-        found = self.rendezvous.wishes(attempt, generation, acknowledged_step)
+    def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
+        """What is wanted of a generation; see `Rendezvous.control_requests`."""
+        found = self.rendezvous.control_requests(attempt, generation, acknowledged_step)
         if self.ended is None:
             return found
-        return Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=acknowledged_step)
+        return ControlRequests(
+            ended=True, save=False, stop=False, reform=False, acknowledged_step=acknowledged_step
+        )
 
     def end(self, outcome: str, reason: str) -> list[Action]:
         """The run ends; nobody is waited for. The first reason stands."""

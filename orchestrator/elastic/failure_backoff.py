@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from orchestrator.elastic.formation import RendezvousSettings
 
 
-class Blame:
+class FailureBackoff:
     """Bounds every repetition of a failed generation (I6).
 
     Newcomers are blamed by node, not by name: the process that replaces a killed one has a new name and the
@@ -79,7 +79,7 @@ class Blame:
             )
         return None
 
-    def copy(self) -> Blame:
+    def copy(self) -> FailureBackoff:
         """An independent copy."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)

@@ -87,8 +87,8 @@ class Formation:
     - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
     - `probe_ports`: two generations in a row came to nothing with nobody to blame, so members should try each
       other's ports first.
-    - `save_only`: formed below the minimum, so that nothing is lost while the group waits; its `wishes` ask
-      for a save and a re-form from its first step on.
+    - `save_only`: formed below the minimum, so that nothing is lost while the group waits; its
+      `control_requests` ask for a save and a re-form from its first step on.
     """
 
     attempt: int

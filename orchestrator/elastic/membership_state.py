@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from orchestrator.elastic.failure_backoff import Blame
+from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
     Arrival,
     Generation,
@@ -24,7 +24,7 @@ from orchestrator.records import JoinRequest, StateKey
 DEAD, SILENT, LEFT = "dead", "silent", "left"
 
 
-class Gathering:
+class MembershipState:
     """Members come, go, and are missed. All times are seconds."""
 
     def __init__(self, settings: RendezvousSettings, previous: PreviousGeneration | None) -> None:
@@ -83,7 +83,7 @@ class Gathering:
         self.current, self.ended_at, self.gone, self._judged = generation, None, {}, False
         self._reached, self._agreed = generation.start, False
 
-    def observe(self, key: StateKey | None, blame: Blame) -> None:
+    def observe(self, key: StateKey | None, backoff: FailureBackoff) -> None:
         """Somebody holds `key`: what does it say about the current generation?"""
         current = self.current
         if key is None or current is None or (key.attempt, key.generation) != current.identity:
@@ -91,7 +91,7 @@ class Gathering:
         self._agreed = True
         if key.step > self._reached:
             self._reached = key.step
-            blame.progressed(key.step, [current.requests[m].node_id for m in current.newcomers])
+            backoff.progressed(key.step, [current.requests[m].node_id for m in current.newcomers])
 
     # ---- what is so
     def is_inside(self, member: str) -> bool:
@@ -170,7 +170,7 @@ class Gathering:
         return max(self._settings.missing_grace_s, 2 * self.median_step_s)
 
     # ---- the lesson (rules 18 and 25)
-    def judge(self, blame: Blame, now: float) -> bool:
+    def judge(self, backoff: FailureBackoff, now: float) -> bool:
         """Draws the lesson from the generation that ended, once; True if it came to nothing."""
         current = self.current
         if current is None or self._judged:
@@ -180,40 +180,40 @@ class Gathering:
             return False  # it was not meant to train
         lost = [m for m, why in self.gone.items() if why != LEFT]
         if lost and self._agreed:
-            blame.lost_member(self._reached)
+            backoff.lost_member(self._reached)
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
         silent = [m for m in current.newcomers if self.gone.get(m) == SILENT]
         blamed = silent if lost else list(current.newcomers)
         if blamed:
-            blame.blame([current.requests[m].node_id for m in blamed], now)
+            backoff.blame([current.requests[m].node_id for m in blamed], now)
         elif not lost:
-            blame.came_to_nothing()
+            backoff.came_to_nothing()
         return True
 
     # ---- searches
-    def copy(self) -> Gathering:
+    def copy(self) -> MembershipState:
         """An independent copy."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.waiting, twin.gone, twin._excused = dict(self.waiting), dict(self.gone), dict(self._excused)
         return twin
 
-    def snapshot(self, blame: Blame) -> tuple[Hashable, dict[str, Hashable]]:
+    def snapshot(self, backoff: FailureBackoff) -> tuple[Hashable, dict[str, Hashable]]:
         """What later answers depend on: what concerns nobody in particular, then each member by name."""
         current = self.current
         names = {*self.waiting, *(current.members if current else ())}
         identity = current.identity if current else None
         everyone = (identity, self.ended_at, self._judged, self._reached, self._agreed)
-        return everyone, {name: self._told_of(name, blame) for name in names}
+        return everyone, {name: self._told_of(name, backoff) for name in names}
 
-    def _told_of(self, name: str, blame: Blame) -> Hashable:
+    def _told_of(self, name: str, backoff: FailureBackoff) -> Hashable:
         current, arrival = self.current, self.waiting.get(name)
         inside = self.is_inside(name)
         request = arrival.request if arrival else current.requests.get(name) if current and inside else None
         waits = (
             (arrival.since, request.key, request.leaves, request.prepared) if arrival and request else None
         )
-        delay = blame.not_before(request.node_id) if request else None
+        delay = backoff.not_before(request.node_id) if request else None
         new = bool(current and name in current.newcomers)
         return inside, new, self.gone.get(name), self._excused.get(name), waits, delay

@@ -12,7 +12,7 @@ from orchestrator.elastic.formation import Formation, NewestPoint
 from orchestrator.records import Cursor, JoinRequest, StateKey
 
 
-class Succession:
+class ParentStateSelection:
     """The states of one attempt. `first_attempt`, `rebase`: see `Rendezvous`."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Succession:
         origin = self.origin(parent)
         return origin is not None and (self.point is None or self.origin(self.point.key) != origin)
 
-    def copy(self) -> Succession:
+    def copy(self) -> ParentStateSelection:
         """An independent copy."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)

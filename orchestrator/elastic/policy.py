@@ -90,13 +90,13 @@ class ExpectWorkers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StopRun:
+class EndLaunch:
     """End the run with this reason."""
 
     reason: str
 
 
-Decision = StartGroup | StopGroup | ExpectWorkers | StopRun
+Decision = StartGroup | StopGroup | ExpectWorkers | EndLaunch
 
 
 def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
@@ -108,7 +108,7 @@ def decide(facts: Facts, limits: Limits) -> tuple[Decision, ...]:
     """
     reason = _give_up(facts, limits)
     if reason:
-        return (StopRun(reason=reason),)
+        return (EndLaunch(reason=reason),)
     live = {node.node_id for node in facts.nodes}
     lost = tuple(
         StopGroup(node_id=g.node_id, reason="its node is gone") for g in facts.groups if g.node_id not in live

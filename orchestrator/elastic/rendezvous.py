@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 
-from orchestrator.elastic.failure_backoff import Blame
+from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
     Action,
     Form,
@@ -24,11 +24,11 @@ from orchestrator.elastic.formation import (
     StopRun,
     Waiting,
 )
-from orchestrator.elastic.membership_state import DEAD, LEFT, Gathering
-from orchestrator.elastic.parent_state import Succession
+from orchestrator.elastic.membership_state import DEAD, LEFT, MembershipState
+from orchestrator.elastic.parent_state import ParentStateSelection
 from orchestrator.elastic.reach import largest_reaching
 from orchestrator.errors import FencedError
-from orchestrator.records import Cursor, GenerationView, JoinRequest, StateKey, Wishes
+from orchestrator.records import ControlRequests, Cursor, GenerationView, JoinRequest, StateKey
 
 
 class Rendezvous:
@@ -36,8 +36,8 @@ class Rendezvous:
 
     `min_workers` to `max_workers` members train; a group without survivors (a start, or after all died) waits
     for `expected`. `previous` is what a restarted coordinator knows of the generation that trains on; its
-    members are asked to meet at a step boundary (`wishes`). `rebase(parent, cursor)` gives the step label
-    with which this launch continues a point of an older launch, that is one whose attempt is below
+    members are asked to meet at a step boundary (`control_requests`). `rebase(parent, cursor)` gives the step
+    label with which this launch continues a point of an older launch, that is one whose attempt is below
     `first_attempt` (the launch's first; default: this one). All times are seconds.
     """
 
@@ -61,10 +61,12 @@ class Rendezvous:
         self.attempt, self.launch = attempt, launch
         self._min, self._max, self._expected = min_workers, max_workers, expected
         self._settings = settings or RendezvousSettings()
-        self._states = Succession(attempt, attempt if first_attempt is None else first_attempt, rebase)
+        self._states = ParentStateSelection(
+            attempt, attempt if first_attempt is None else first_attempt, rebase
+        )
         self._is_first = previous is None  # nobody has trained in this launch before
-        self._blame = Blame(self._settings)
-        self._group = Gathering(self._settings, previous)
+        self._backoff = FailureBackoff(self._settings)
+        self._group = MembershipState(self._settings, previous)
         if previous is not None and not previous.members:
             self._group.end(float("-inf"))  # all of them are known to be dead
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
@@ -82,9 +84,9 @@ class Rendezvous:
         """A member asks for the next generation. None: it waits until a `Form` names it (`view_for`).
 
         A repeated join replaces the member's earlier one. A join by a member of the current generation ends
-        that one for all (`wishes`). One that names an older generation than the one its member is in is
-        `Ignored` (rule 20), unless it comes from the very port that was answered: then the answer is given
-        again. Raises `FencedError` if the member knows a newer attempt than this one.
+        that one for all (`control_requests`). One that names an older generation than the one its member is
+        in is `Ignored` (rule 20), unless it comes from the very port that was answered: then the answer is
+        given again. Raises `FencedError` if the member knows a newer attempt than this one.
         """
         refused = self._refusal(request)
         if refused is not None:
@@ -97,7 +99,7 @@ class Rendezvous:
         # it may never have heard of an older attempt's last generation, which has lost it nevertheless
         if self._group.is_inside(request.member):
             self._end(now)
-        self._group.observe(request.key, self._blame)
+        self._group.observe(request.key, self._backoff)
         self._group.arrive(request, now)
         return None
 
@@ -113,7 +115,7 @@ class Rendezvous:
         Its generation ends: the other members leave at the same step, or come to join within the grace of
         any generation that ended.
         """
-        self._group.observe(key, self._blame)
+        self._group.observe(key, self._backoff)
         self._group.forget(member, LEFT)
         if self._group.is_inside(member):
             self._end(now)
@@ -122,7 +124,7 @@ class Rendezvous:
         """A report: `step` was applied in `generation` of this attempt. Those of other generations are
         ignored.
         """
-        self._group.observe(StateKey(attempt=self.attempt, generation=generation, step=step), self._blame)
+        self._group.observe(StateKey(attempt=self.attempt, generation=generation, step=step), self._backoff)
 
     def excuse(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23): it does not count as silent before
@@ -144,21 +146,21 @@ class Rendezvous:
             None if key is None else NewestPoint(key=key, cursor=cursor, name=name or key.point_name)
         )
 
-    def wish_stop(self) -> None:
+    def request_stop(self) -> None:
         """Save and stop at the next step boundary; repeated to every generation until its members left."""
         self._stop = True
 
-    def wish_save(self, wish: str) -> None:
-        """Save at the next step boundary; repeated until `save_answered(wish)`, and not taken up again after
-        it.
+    def request_save(self, request: str) -> None:
+        """Save at the next step boundary; repeated until `save_answered(request)`, and not taken up again
+        after it.
         """
-        if wish not in self._saves_done:
-            self._save = wish
+        if request not in self._saves_done:
+            self._save = request
 
-    def save_answered(self, wish: str) -> None:
-        """The save asked for as `wish` has begun (its first vote came)."""
-        self._saves_done.add(wish)
-        if self._save == wish:
+    def save_answered(self, request: str) -> None:
+        """The save asked for as `request` has begun (its first vote came)."""
+        self._saves_done.add(request)
+        if self._save == request:
             self._save = None
 
     # ---- what to do
@@ -241,14 +243,14 @@ class Rendezvous:
             else (),
         )
 
-    def wishes(self, attempt: int, generation: int, acknowledged_step: int) -> Wishes:
+    def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
         """What is wanted of a generation: the answer to its long call. Raises `FencedError` for a newer
         attempt.
 
-        The running one: its wishes. An ended or replaced one of this attempt: `ended`. One of an older
-        attempt of this launch trains on and is asked only for `reform`, so that all meet at a step boundary
-        with equal states (rule 10); once one of its members has come or died, or a generation of this attempt
-        was formed, it is `ended`, because it cannot go on.
+        The running one: its control requests. An ended or replaced one of this attempt: `ended`. One of an
+        older attempt of this launch trains on and is asked only for `reform`, so that all meet at a step
+        boundary with equal states (rule 10); once one of its members has come or died, or a generation of
+        this attempt was formed, it is `ended`, because it cannot go on.
         """
         if attempt > self.attempt:
             raise FencedError(
@@ -270,7 +272,9 @@ class Rendezvous:
             save_only = current.formation is not None and current.formation.save_only
             save, stop = self._save is not None or save_only, self._stop
             reform = self._reform and not stop
-        return Wishes(ended=ended, save=save, stop=stop, reform=reform, acknowledged_step=acknowledged_step)
+        return ControlRequests(
+            ended=ended, save=save, stop=stop, reform=reform, acknowledged_step=acknowledged_step
+        )
 
     @property
     def generation(self) -> int:
@@ -341,7 +345,7 @@ class Rendezvous:
         if current.formation is None or current.formation.save_only:
             return True
         arrivals = self._group.waiting.values()
-        joiners = [a.since for a in arrivals if self._blame.not_before(a.request.node_id) <= now]
+        joiners = [a.since for a in arrivals if self._backoff.not_before(a.request.node_id) <= now]
         if not joiners or len(current.members) - len(self._group.gone) >= self._max:
             return False
         debounce = self._settings.join_debounce_s
@@ -360,9 +364,9 @@ class Rendezvous:
         """All that will come are there: forms the next generation, unless they are too few or the run must
         stop.
         """
-        if self._group.judge(self._blame, now):
+        if self._group.judge(self._backoff, now):
             self._saved_below = False
-        verdict = self._blame.verdict()
+        verdict = self._backoff.verdict()
         if verdict is not None:
             return StopRun(reason=verdict)
         chosen = self._chosen(now)
@@ -388,11 +392,11 @@ class Rendezvous:
             cursor=holder.cursor if holder else point.cursor if point else None,
             step=self._states.label(parent, point),
             newcomers=tuple(sorted(names - known)) if names & known else (),
-            probe_ports=self._blame.probe_ports,
+            probe_ports=self._backoff.probe_ports,
             save_only=save_only,
         )
         if formation.probe_ports:
-            self._blame.probed()
+            self._backoff.probed()
         self._states.formed[formation.generation] = formation
         self._pending = (formation, {r.member: r for r in chosen})
         return Form(formation=formation)
@@ -408,7 +412,7 @@ class Rendezvous:
         allowed = [
             r
             for r in requests
-            if self._group.is_trusted(r.member) or self._blame.not_before(r.node_id) <= now
+            if self._group.is_trusted(r.member) or self._backoff.not_before(r.node_id) <= now
         ]
         best = max((r for r in requests if r.key is not None), key=_key_of, default=None)
         if best is not None:
@@ -431,7 +435,7 @@ class Rendezvous:
         holders = {r.member for r in requests if best is None or r.key == best.key}
         kept = largest_reaching([r.member for r in requests], failed, holders)
         left = [r for r in requests if r.member not in kept]
-        self._blame.blame([r.node_id for r in left], now)
+        self._backoff.blame([r.node_id for r in left], now)
         for request in left:
             self._group.forgive(request.member)
         return [r for r in requests if r.member in kept]
@@ -456,7 +460,8 @@ class Rendezvous:
         self._short_since = now if self._short_since is None else self._short_since
         reason = f"{len(chosen)} of at least {self._min} members are there"
         later = {
-            a.request.member: self._blame.not_before(a.request.node_id) for a in self._group.waiting.values()
+            a.request.member: self._backoff.not_before(a.request.node_id)
+            for a in self._group.waiting.values()
         }
         waits = [
             f"{member} for {until - now:.0f} s" for member, until in sorted(later.items()) if until > now
@@ -471,9 +476,9 @@ class Rendezvous:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._states, twin._older_ended = self._states.copy(), set(self._older_ended)
-        twin._saves_done, twin._blame, twin._group = (
+        twin._saves_done, twin._backoff, twin._group = (
             set(self._saves_done),
-            self._blame.copy(),
+            self._backoff.copy(),
             self._group.copy(),
         )
         return twin
@@ -484,7 +489,7 @@ class Rendezvous:
         First what concerns nobody in particular, then what concerns each member by name. Two machines with
         equal snapshots decide alike, up to who is first among equals, so a search visits only one of them.
         """
-        group, told = self._group.snapshot(self._blame)
+        group, told = self._group.snapshot(self._backoff)
         everyone: Hashable = (
             self.attempt,
             self.generation,
@@ -492,7 +497,7 @@ class Rendezvous:
             self._states.point and self._states.point.key,
             (self._stop, self._save, self._stopped, self._saved_below, self._short_since, self._reform),
             frozenset(self._older_ended),
-            self._blame.snapshot(),
+            self._backoff.snapshot(),
         )
         return everyone, told
 

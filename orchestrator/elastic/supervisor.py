@@ -18,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
 from orchestrator.elastic.policy import (
     Decision,
+    EndLaunch,
     ExpectWorkers,
     Facts,
     GroupFacts,
@@ -25,7 +26,6 @@ from orchestrator.elastic.policy import (
     NodeFacts,
     StartGroup,
     StopGroup,
-    StopRun,
     decide,
 )
 from orchestrator.elastic.stall import StallWatch
@@ -92,7 +92,7 @@ class Supervisor:
                 seen = (status.attempt, status.version)
                 self._watch_steps(status)
                 if self._stop_wanted and not status.stopping:
-                    self._coordinator.wish.remote("stop")  # again, for a restarted coordinator
+                    self._coordinator.request.remote("stop")  # again, for a restarted coordinator
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     nodes, looked_at = self._nodes(), time.monotonic()
                 if status.ended is None:
@@ -217,7 +217,7 @@ class Supervisor:
                 if self._expected != (attempt, decision.num_workers):
                     self._expected = (attempt, decision.num_workers)
                     self._coordinator.expect.remote(decision.num_workers)
-            case StopRun():
+            case EndLaunch():
                 self._coordinator.end.remote("failed", decision.reason)
 
     def _note(self, kind: str, **fields: Any) -> None:

@@ -23,6 +23,7 @@ from orchestrator.records import (
     BETWEEN,
     FEED_WAIT,
     STEP,
+    ControlRequests,
     GenerationView,
     JoinRequest,
     MemberState,
@@ -32,7 +33,6 @@ from orchestrator.records import (
     StepRecord,
     StillWaiting,
     Vote,
-    Wishes,
 )
 from orchestrator.trainer.membership import connect_store, open_store
 
@@ -44,9 +44,9 @@ _REPORT_EVERY_S = 0.5
 _PROBE_S = 3.0  # how long a port is tried
 _LONG_PHASE_S = 1.0  # a shorter one is nobody's business
 _AGAIN_S = 60.0
-_QUIET = Wishes(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
+_QUIET = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
 # what rank 0 asks for by itself when the coordinator stays away
-_ALONE = Wishes(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
+_ALONE = ControlRequests(ended=False, save=True, stop=True, reform=False, acknowledged_step=-1)
 
 
 class UnansweredError(Exception):
@@ -84,7 +84,7 @@ class RemoteMembership:
         self._calls, self._launch, self._place = calls, launch, place
         self._limit_s = coordinator_limit_s
         self.store = open_store(place.host)
-        self._wishes: dict[tuple[int, int], Wishes] = {}
+        self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._phase = (STEP, time.monotonic())
         self._stepped_at = time.monotonic()  # when the newest step was finished
@@ -135,10 +135,10 @@ class RemoteMembership:
             self._in_thread("watch", lambda: self._watch(answer))
         return answer
 
-    def wishes(self, view: GenerationView) -> Wishes:
-        """The latest wishes that the watching thread has heard of; never blocks."""
+    def control_requests(self, view: GenerationView) -> ControlRequests:
+        """The latest control requests that the watching thread has heard of; never blocks."""
         self._check()
-        return self._wishes.get((view.attempt, view.generation), _QUIET)
+        return self._control_requests.get((view.attempt, view.generation), _QUIET)
 
     def phase(self, name: str) -> None:
         """The reporting thread tells the coordinator, should it last."""
@@ -218,17 +218,17 @@ class RemoteMembership:
             answered = time.monotonic()
 
     def _watch(self, view: GenerationView) -> None:
-        """Rank 0's open call: it returns when the wishes for this generation change, and is asked again until
-        the generation is over.
+        """Rank 0's open call: it returns when the control requests for this generation change, and is asked
+        again until the generation is over.
         """
-        known: Wishes | None = None
+        known: ControlRequests | None = None
         while known is None or not known.ended:
             try:
                 known = self._ask("watch", self._launch, view.attempt, view.generation, known)
             except OrchestratorError:
-                self._wishes[view.attempt, view.generation] = _ALONE
+                self._control_requests[view.attempt, view.generation] = _ALONE
                 return
-            self._wishes[view.attempt, view.generation] = known
+            self._control_requests[view.attempt, view.generation] = known
 
     def _report_loop(self) -> None:
         """Tells the coordinator what nobody waits for: step records in batches, long phases. While it stays

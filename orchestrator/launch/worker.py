@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.schedule import Budgets
 
 
@@ -63,7 +63,7 @@ def train_function(config: dict[str, Any]) -> None:
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with loading():
+    with paused_gc():
         from orchestrator.data.feed.remote_feed import RayFeed
         from orchestrator.faults import hook
         from orchestrator.launch.remote_membership import Place, RemoteMembership

@@ -15,7 +15,7 @@ import numpy as np
 from orchestrator.coordinator.attempt import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.step_names import find_steps, step_name
-from orchestrator.monitor.epoch_checksum import Tally, tally_files
+from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.planning.batches import ceil_div
@@ -141,9 +141,9 @@ class _Walk:
         not_shown: list[str] = []
         if reason := self._trained.end():
             return {"step": None, "reason": reason}, not_shown
-        tallies = self._trained.tallies
+        checksums = self._trained.checksums
         for epoch in range(begin.epoch, end.epoch + (0 if _at_border(end) else 1)):
-            twice = tallies.twice(epoch)
+            twice = checksums.twice(epoch)
             if twice is not None:
                 reason = (
                     f"epoch {epoch} held the record at {twice[1]} of {plan.manifest.path(twice[0])} twice"
@@ -155,7 +155,7 @@ class _Walk:
                 not_shown.append(_ALL.format(epoch) + "goes on after them; no record came twice")
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
-                found, files = tallies.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
+                found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
                 if encoder is None:
                     not_shown.append(f"epoch {epoch}'s tokens against the files: two encoders made them")
                     found, files = found.without_tokens(), files.without_tokens()
@@ -165,8 +165,8 @@ class _Walk:
         return None, not_shown
 
     @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
-    def _files(self, encoder: EncoderChoice) -> Tally:
-        return tally_files(self._spec, encoder)
+    def _files(self, encoder: EncoderChoice) -> EpochChecksum:
+        return checksum_files(self._spec, encoder)
 
 
 def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:

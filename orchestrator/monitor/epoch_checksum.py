@@ -1,6 +1,6 @@
 """What an epoch holds whatever its order: the second half of an audit, which needs neither order nor packer.
 
-`tally_files` reads whole files, one behind the other; `Tallies` count what was trained.
+`checksum_files` reads whole files, one behind the other; `EpochChecksums` count what was trained.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class EpochChecksum:
     """`documents` are those with text. The digests are sums modulo 2^64 over these, of the xxh3_64 of (file,
     place), and of (file, place, tokens with BOS and EOS): little-endian, int64 twice and int32.
     """
@@ -38,7 +38,7 @@ class Tally:
     tokens: int = 0
     digest: int = 0
 
-    def without_tokens(self) -> Tally:
+    def without_tokens(self) -> EpochChecksum:
         """What it says of documents only."""
         return replace(self, tokens=0, digest=0)
 
@@ -50,11 +50,11 @@ class Tally:
         )
 
 
-class Tallies:
+class EpochChecksums:
     """What the epochs hold of a stream that comes by chunk by chunk, from any place on."""
 
     def __init__(self) -> None:
-        self._epochs: dict[int, Tally] = defaultdict(Tally)
+        self._epochs: dict[int, EpochChecksum] = defaultdict(EpochChecksum)
         self._records: dict[int, _Records] = defaultdict(_Records)
         self._hasher: Any = xxh3_64()
 
@@ -62,7 +62,7 @@ class Tallies:
         """Its records came by, for `twice`."""
         self._records[chunk.epoch].add(chunk)
 
-    def of(self, epoch: int) -> Tally:
+    def of(self, epoch: int) -> EpochChecksum:
         """What of this epoch was counted; whole documents, if it was from its begin on."""
         return self._epochs[epoch]
 
@@ -90,7 +90,7 @@ class Tallies:
             if is_last:
                 digest += self._hasher.intdigest()
         so_far = self._epochs[chunk.epoch]
-        self._epochs[chunk.epoch] = Tally(
+        self._epochs[chunk.epoch] = EpochChecksum(
             documents=so_far.documents + documents,
             empty=so_far.empty + int((chunk.kind == EMPTY).sum()),
             bad=so_far.bad + int((chunk.kind == BAD).sum()),
@@ -140,7 +140,7 @@ class _Records:
             self._intervals.append((file, int(found[first, 1]), int(found[last, 1])))
 
 
-def tally_files(spec: DataSpec, encoder: EncoderChoice) -> Tally:
+def checksum_files(spec: DataSpec, encoder: EncoderChoice) -> EpochChecksum:
     """One epoch: every file from its first byte to its last, document by document, encoded by `encoder`,
     without fragments, blocks, windows and chunks. A bad record is counted, whatever `data.on_bad_document`
     says. Raises as the stream does where a file cannot be read.
@@ -186,10 +186,10 @@ class _FileSums:
             if self._text_bytes >= _BATCH_BYTES:
                 self._encode()
 
-    def finish(self) -> Tally:
+    def finish(self) -> EpochChecksum:
         """The sums over all documents."""
         self._encode()
-        return Tally(
+        return EpochChecksum(
             documents=self._documents,
             empty=self.empty,
             bad=self.bad,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.monitor.epoch_checksum import Tallies
+from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.records import Int32Array, TokenChunk
 
@@ -22,12 +22,13 @@ _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or no
 class TrainedTokens:
     """The samples from a cursor on, in order, beside the chunks that they must be made of.
 
-    `skipped` of the first chunk's tokens lie before the cursor. `tallies` counts a chunk when all its tokens
-    have been targets, with the samples' own tokens in place of its own, and its records as soon as it comes.
+    `skipped` of the first chunk's tokens lie before the cursor. `checksums` counts a chunk when all its
+    tokens have been targets, with the samples' own tokens in place of its own, and its records as soon as it
+    comes.
     """
 
     def __init__(self, skipped: int) -> None:
-        self.tallies = Tallies()
+        self.checksums = EpochChecksums()
         self._chunks: deque[TokenChunk] = deque()  # whose tokens have not all been targets
         self._skipped = skipped
         self._last_label: int | None = None
@@ -42,7 +43,7 @@ class TrainedTokens:
         """The same chunks, noted."""
         for chunk in chunks:
             self._chunks.append(chunk)
-            self.tallies.note_records(chunk)
+            self.checksums.note_records(chunk)
             yield chunk
 
     def add(self, samples: Samples, num_tokens: int) -> str | None:
@@ -103,7 +104,7 @@ class TrainedTokens:
             tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
             before = chunk.tokens[: self._skipped]
             self._compare(chunk, tokens, begins)
-            self.tallies.count(chunk, np.concatenate([before, tokens]))
+            self.checksums.count(chunk, np.concatenate([before, tokens]))
             self._skipped = 0
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:

@@ -53,7 +53,7 @@ def rank_run(num_micro: int, rank: int, world_size: int) -> range:
     return range(start, start + size + (rank < larger))
 
 
-def steps_per_rank(num_micro: int, world_size: int) -> int:
+def micro_batches_per_rank(num_micro: int, world_size: int) -> int:
     """How many micro-batches every rank runs, missing ones being empty (data rule 16): ceil(num_micro /
     world_size).
     """
@@ -62,7 +62,7 @@ def steps_per_rank(num_micro: int, world_size: int) -> int:
 
 def idle_share(num_micro: int, world_size: int) -> float:
     """The share of a step's micro-batches that are empty because every rank runs equally many; 0 for none."""
-    slots = steps_per_rank(num_micro, world_size) * world_size
+    slots = micro_batches_per_rank(num_micro, world_size) * world_size
     return (slots - num_micro) / slots if slots else 0.0
 
 

@@ -16,11 +16,11 @@ from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.planning.batches import (
     Remaining,
     idle_share,
+    micro_batches_per_rank,
     next_range,
     num_micro_batches,
     rebase_step,
     remaining,
-    steps_per_rank,
 )
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
@@ -246,8 +246,8 @@ def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
         idle = idle_share(num_micro, world)
         yield (
             f"world size {world}: a step of {train.global_batch_size} samples is cut into {num_micro} "
-            f"micro-batches of at most {train.micro_batch_size}, up to {steps_per_rank(num_micro, world)} "
-            f"for a worker; workers are idle for {idle:.0%} of it"
+            f"micro-batches of at most {train.micro_batch_size}, up to "
+            f"{micro_batches_per_rank(num_micro, world)} for a worker; workers are idle for {idle:.0%} of it"
         )
     worlds = {cluster.start_workers, cluster.max_workers} - {point.world_size if point else 0}
     if point is not None and worlds:

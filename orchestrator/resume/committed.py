@@ -13,7 +13,7 @@ from orchestrator.storage.files import Storage
 
 
 class CommittedFiles:
-    """`trainer.weights.PointFiles` of a run. Safe to use from threads.
+    """`trainer.weights.StateFiles` of a run. Safe to use from threads.
 
     A document (parts.json) is read only with the bytes that the point's COMMIT lists; it holds the digest of
     every tensor, so that nothing of another step, or of another save of the same one, is loaded. Files of

@@ -19,17 +19,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from orchestrator.errors import ElasticError, OrchestratorError
 from orchestrator.records import (
+    ControlRequests,
     Cursor,
     GenerationView,
     MemberState,
     StateKey,
     StepRecord,
     Vote,
-    Wishes,
     decode,
     encode,
 )
-from orchestrator.torchrun.store_rendezvous import Meeting
+from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class StaticMembership:
     ranks' answers go through torchrun's store.
     """
 
-    def __init__(self, meeting: Meeting, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
+    def __init__(self, meeting: StoreRendezvous, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
         """`vote_limit_s`: how long a vote may stay unanswered."""
         self.member = secrets.token_hex(6)
         self._meeting = meeting
@@ -135,11 +135,11 @@ class StaticMembership:
         """See `Membership`."""
         return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._meeting.store)
 
-    def wishes(self, view: GenerationView) -> Wishes:
+    def control_requests(self, view: GenerationView) -> ControlRequests:
         """See `Membership`: nothing but a stop is ever wished for."""
         del view
         acknowledged = self._keeper.acknowledged_step() if self._keeper is not None else -1
-        return Wishes(
+        return ControlRequests(
             ended=False, save=False, stop=self._stop.is_set(), reform=False, acknowledged_step=acknowledged
         )
 

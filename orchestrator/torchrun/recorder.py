@@ -40,7 +40,7 @@ HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 
 
-class StaticKeeper:
+class RankZeroRecorder:
     """`torchrun.membership.Keeper` of one claimed attempt.
 
     One thread writes: it takes votes, drives the commits, and keeps the journal durable meanwhile. Another

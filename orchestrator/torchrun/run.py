@@ -26,7 +26,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
@@ -34,12 +34,12 @@ from orchestrator.records import GroupMember, Held, Stall, decode, encode
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.recorder import StaticKeeper
+from orchestrator.torchrun.recorder import RankZeroRecorder
 from orchestrator.trainer.trial import require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
-    from orchestrator.torchrun.store_rendezvous import Meeting
+    from orchestrator.torchrun.store_rendezvous import StoreRendezvous
     from orchestrator.trainer.job import Outcome
 
 _USAGE = "usage: torchrun --nproc-per-node N jobs/torchrun_train.py CONFIG [key=value ...]"
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
 
 
 def _lead(
-    meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
+    meeting: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
     store = RunStore(Storage(str(folder)))
@@ -109,7 +109,7 @@ def _lead(
             progress.say(f"done: {starting.stop_is_reached(plan)}")
             return None
         with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
-            keeper = StaticKeeper(store, attempt, job, progress.say, fault_plan)
+            keeper = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, meeting.world_size, total)
     with _ending(keeper), meeting.telling_failure("decision"):
@@ -129,7 +129,7 @@ def _lead(
     return outcome
 
 
-def _follow(meeting: Meeting, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _follow(meeting: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
     """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
     told = meeting.hear("decision")
     if told is None:
@@ -180,19 +180,19 @@ def _require_memory(job: JobConfig) -> None:
 
 
 def _train(
-    meeting: Meeting,
+    meeting: StoreRendezvous,
     job: JobConfig,
     spec: DataSpec,
     folder: Path,
     budgets: Budgets,
-    keeper: StaticKeeper | None,
+    keeper: RankZeroRecorder | None,
     say: Callable[[str], None],
     fault_plan: str,
 ) -> Outcome:
     from orchestrator.data.feed.local_feed import InProcessFeed
     from orchestrator.trainer.job import TrainJob
 
-    with loading():
+    with paused_gc():
         from orchestrator.torchrun.membership import StaticMembership
         from orchestrator.trainer.loop import train as run_loop
 
@@ -217,7 +217,7 @@ def _train(
 
 
 @contextmanager
-def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
+def _ending(keeper: RankZeroRecorder | None) -> Iterator[None]:
     """Whatever goes wrong inside ends the attempt."""
     try:
         yield
@@ -229,7 +229,7 @@ def _ending(keeper: StaticKeeper | None) -> Iterator[None]:
 
 @contextmanager
 def _shown(
-    progress: Progress, keeper: StaticKeeper, every_s: float, members: Sequence[GroupMember]
+    progress: Progress, keeper: RankZeroRecorder, every_s: float, members: Sequence[GroupMember]
 ) -> Iterator[None]:
     """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
     machine go.

@@ -28,7 +28,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class StoreRendezvous:
     """The ranks of one start of the group have met. The keys of `store` belong to this start alone: nobody
     reads what an older one wrote. A store serves one blocked caller at a time.
     """
@@ -38,7 +38,7 @@ class Meeting:
     rank: int
     world_size: int
 
-    def again(self) -> Meeting:
+    def again(self) -> StoreRendezvous:
         """The same over a connection of its own, for another thread."""
         store, _, _ = _connect(MEETING_LIMIT_S)
         return replace(self, store=PrefixStore(self.start, store))
@@ -77,7 +77,7 @@ class Meeting:
         return answer["value"]
 
 
-def meet(limit_s: float = MEETING_LIMIT_S) -> Meeting:
+def meet(limit_s: float = MEETING_LIMIT_S) -> StoreRendezvous:
     """Waits until all ranks of this start have met. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
     `ElasticError`: they have not after `limit_s`.
@@ -91,7 +91,7 @@ def meet(limit_s: float = MEETING_LIMIT_S) -> Meeting:
             f"{where.format_map(os.environ)} within {limit_s:.0f} s ({error}); "
             "start the same command again on every machine"
         ) from error
-    return Meeting(start=start, store=PrefixStore(start, store), rank=rank, world_size=world_size)
+    return StoreRendezvous(start=start, store=PrefixStore(start, store), rank=rank, world_size=world_size)
 
 
 def _connect(limit_s: float) -> tuple[Store, int, int]:

@@ -1,6 +1,6 @@
 """The worker's main loop: join, form the group, agree on state, train until the generation ends, and again.
 
-It is written against `Membership`, `Feed` and `PointFiles` and knows neither Ray nor who answers them.
+It is written against `Membership`, `Feed` and `StateFiles` and knows neither Ray nor who answers them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from orchestrator.errors import ElasticError, StorageError, TrainingError
 from orchestrator.faults import Hook, no_fault
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
@@ -44,20 +44,20 @@ from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.saving import await_votes, save_share
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
-from orchestrator.trainer.step_summary import Share, Word
-from orchestrator.trainer.weights import PointFiles
+from orchestrator.trainer.step_summary import RankContribution, StepSummary
+from orchestrator.trainer.weights import StateFiles
 
 _log = logging.getLogger(__name__)
 LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 
 
 def train(
-    job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook = no_fault
+    job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook = no_fault
 ) -> Outcome:
     """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
 
     `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
-    with the label of the last step done, and at `step_begin`, `gradient_done`, `word_received`, `applied`,
+    with the label of the last step done, and at `step_begin`, `gradient_done`, `summary_received`, `applied`,
     `save_part_written` with that of the step that is made there. Raises `TrainingError` if a step is wrong;
     it was not applied on any rank. Errors of feed, membership and storage pass through.
     """
@@ -65,16 +65,16 @@ def train(
 
 
 class _Trainer:
-    """One member's life. `_prepared`: the step whose word is awaited. `_records`: not acknowledged yet."""
+    """One member's life. `_prepared`: the step whose summary is awaited. `_records`: not acknowledged yet."""
 
     def __init__(
-        self, job: TrainJob, membership: Membership, feed: Feed, files: PointFiles, faults: Hook
+        self, job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook
     ) -> None:
         self._job, self._membership, self._feed = job, membership, feed
         self._files, self._faults = files, faults
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
-        with loading():  # the model's code comes with it
+        with paused_gc():  # the model's code comes with it
             self._state = TrainState(job.model, job.train, self._device, job.invariant)
             numerics = InvariantGradient if job.invariant else FastGradient
             self._gradient: Gradient = numerics(self._state.model, job.train.seed, job.train.precision)
@@ -123,7 +123,7 @@ class _Trainer:
         with collective("reaching the store of rank 0"):
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
-        limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.wishes(view).ended
+        limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
         with Group.formed(view, store, self._device, limit_s, called_off) as group:
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
@@ -151,7 +151,7 @@ class _Trainer:
     def _train(self, group: Group) -> Outcome:
         view = group.view
         while True:
-            if self._membership.wishes(view).ended:
+            if self._membership.control_requests(view).ended:
                 raise GenerationEnded("the membership ended it")
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
@@ -205,14 +205,16 @@ class _Trainer:
         return batch
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
-        """Trains and applies the step; gives the word's control. `TrainingError`: it must not be applied."""
+        """Trains and applies the step; gives the summary's control. `TrainingError`: it must not be
+        applied.
+        """
         view, job, label = group.view, self._job, self._label
         loss, norm = self._reduce(view, batch)
         self._faults("gradient_done", label, view.rank)
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         control, acknowledged = self._control(view, label)
-        share = Share(
+        share = RankContribution(
             loss=loss,
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
@@ -229,10 +231,12 @@ class _Trainer:
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
-        word = Word.unpack(group.sum(share.pack(view.rank, view.world_size), f"the word of step {label}"))
-        self._faults("word_received", label, view.rank)
+        summary = StepSummary.unpack(
+            group.sum(share.pack(view.rank, view.world_size), f"the summary of step {label}")
+        )
+        self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None
-        problem = word.problem(view.world_size, batch)
+        problem = summary.problem(view.world_size, batch)
         if problem is not None:
             raise TrainingError(
                 f"step {label} (attempt {key.attempt}, generation {key.generation}) is not applied: {problem}"
@@ -242,8 +246,8 @@ class _Trainer:
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         self._blocked_s = 0.0
-        self._keep(view, word.record(prepared.key, prepared.cursor, prepared.lr), word.acknowledged)
-        return word.control
+        self._keep(view, summary.record(prepared.key, prepared.cursor, prepared.lr), summary.acknowledged)
+        return summary.control
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
         job = self._job
@@ -267,15 +271,15 @@ class _Trainer:
         return self._state.key.step + 1
 
     def _control(self, view: GenerationView, label: int) -> tuple[int, int]:
-        """The control and the acknowledged step for the word; only rank 0's are used."""
-        wishes = self._membership.wishes(view)
+        """The control and the acknowledged step for the summary; only rank 0's are used."""
+        wanted = self._membership.control_requests(view)
         every_steps, every_minutes = self._job.resume.every_steps, self._job.resume.every_minutes
         due = every_steps is not None and label % every_steps == 0
         due = due or (every_minutes is not None and time.monotonic() - self._last_save >= every_minutes * 60)
-        # the wish is repeated until the first vote has been heard of
-        due = due or (wishes.save and all(answer.done() for _, answer in self._votes))
-        control = (SAVE if due else 0) | (STOP if wishes.stop else 0) | (REFORM if wishes.reform else 0)
-        return control, wishes.acknowledged_step
+        # the request is repeated until the first vote has been heard of
+        due = due or (wanted.save and all(answer.done() for _, answer in self._votes))
+        control = (SAVE if due else 0) | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
+        return control, wanted.acknowledged_step
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:

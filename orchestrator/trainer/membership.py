@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from orchestrator.errors import OrchestratorError
 from orchestrator.records import (
     BatchSlice,
+    ControlRequests,
     Cursor,
     GenerationView,
     MemberState,
@@ -22,7 +23,6 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
     Vote,
-    Wishes,
 )
 
 STORE_TIMEOUT_S = 10.0
@@ -68,10 +68,10 @@ class Membership(Protocol):
     def connect_store(self, view: GenerationView) -> Store:
         """The store through which the generation's process group forms."""
 
-    def wishes(self, view: GenerationView) -> Wishes:
+    def control_requests(self, view: GenerationView) -> ControlRequests:
         """The latest that is known of what the coordinator wants of this generation; never blocks.
 
-        Rank 0 copies them into the word; the others use only `ended`. `acknowledged_step` counts in this
+        Rank 0 copies them into the summary; the others use only `ended`. `acknowledged_step` counts in this
         generation's labels: all its records up to there are durable, and those of earlier generations with
         them; below the generation's first step it says nothing.
         """

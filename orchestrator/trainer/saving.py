@@ -18,13 +18,13 @@ from orchestrator.records import GenerationView, StateKey, StepRecord, Vote
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import PointFiles, write_share
+from orchestrator.trainer.weights import StateFiles, write_share
 
 _ASK_AGAIN_S = 0.05
 
 
 def save_share(
-    state: TrainState, view: GenerationView, files: PointFiles, records: Sequence[StepRecord]
+    state: TrainState, view: GenerationView, files: StateFiles, records: Sequence[StepRecord]
 ) -> Vote:
     """Writes this rank's share of the save of `state.key` and returns its vote; when it returns, the share is
     durable.
@@ -71,7 +71,7 @@ def await_votes(
     while True:
         futures.wait(pending, timeout=_ASK_AGAIN_S)
         answered = all(answer.done() for answer in pending)
-        if membership.wishes(group.view).ended and not (answered and committed()):
+        if membership.control_requests(group.view).ended and not (answered and committed()):
             raise GenerationEnded("the membership ended it while votes were unanswered")
         mine = torch.tensor([int(answered), int(committed())], dtype=torch.int64)
         try:

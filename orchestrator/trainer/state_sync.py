@@ -15,12 +15,12 @@ from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, StateKey
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import PointFiles, load
+from orchestrator.trainer.weights import StateFiles, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A step whose every collective but the word succeeded; its whole gradient stands in `.grad`. `key` is
+    """A step whose every collective but the summary succeeded; its whole gradient stands in `.grad`. `key` is
     that of the state it leads to.
     """
 
@@ -56,7 +56,7 @@ def agree(
     state: TrainState,
     config_digest: str,
     prepared: Prepared | None,
-    files: PointFiles,
+    files: StateFiles,
     faults: Hook,
     warm: bool,
 ) -> bool:
@@ -89,7 +89,7 @@ def agree(
     return all(row[0] for row in warms)
 
 
-def _from_storage(state: TrainState, view: GenerationView, files: PointFiles) -> None:
+def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
     state.key = None
     if view.point is not None:
         load(state.items(), view.point, files)

@@ -1,5 +1,5 @@
-"""The word of a step: one int64 vector, summed over the ranks by the step's last collective, from which all
-learn the same.
+"""The summary of a step: one int64 vector, summed over the ranks by the step's last collective, from which
+all learn the same.
 
 Integer sums depend on no order and no division. It knows what the slots mean; who applies the step on it is
 decided in `loop`.
@@ -29,7 +29,7 @@ _MASK = (1 << 64) - 1
 def fixed_point(loss: float) -> int | None:
     """A micro-batch's summed loss in fixed point, None if it is not finite or absurdly large.
 
-    NaN would become −2^63, so it never enters the word: its rank adds 0 and counts itself as not finite.
+    NaN would become −2^63, so it never enters the summary: its rank adds 0 and counts itself as not finite.
     """
     if not math.isfinite(loss) or abs(loss) >= _LOSS_LIMIT >> FRACTION_BITS:
         return None
@@ -37,7 +37,7 @@ def fixed_point(loss: float) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankContribution:
     """What one rank adds. `loss` in fixed point over its micro-batches, None if one was not finite; `digest`
     of its samples (unsigned).
 
@@ -82,7 +82,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class StepSummary:
     """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
     over the ranks (seconds).
     """
@@ -101,7 +101,7 @@ class Word:
     step_s: float
 
     @classmethod
-    def unpack(cls, vector: Tensor) -> Word:
+    def unpack(cls, vector: Tensor) -> StepSummary:
         """From the summed vector (NUM_SLOTS,) int64."""
         values = [int(value) for value in vector.tolist()]
         ranks = max(1, values[_RANKS])

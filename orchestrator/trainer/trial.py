@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import ModelConfig
 from orchestrator.errors import ConfigError
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -139,7 +139,7 @@ def _main() -> None:
     given = json.load(sys.stdin)
     try:
         config = ModelConfig.model_validate_json(json.dumps(given.pop("model")))
-        with loading():
+        with paused_gc():
             answer = asdict(_build(config, **given))
     except ConfigError as error:
         answer = {"refused": str(error)}

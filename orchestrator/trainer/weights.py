@@ -34,7 +34,7 @@ from orchestrator.trainer.state import Item, tensor_bytes
 POINTS, PARTS = "points", "parts.json"
 
 
-class PointFiles(Protocol):
+class StateFiles(Protocol):
     """Where files of points lie; `storage.Storage` is one. Paths are relative to the run's folder:
     `points/<name>/model/…`.
     """
@@ -64,7 +64,7 @@ def share_of(items: Sequence[Item], rank: int, world_size: int) -> list[Item]:
 
 
 def write_share(
-    items: Sequence[Item], point: str, rank: int, world_size: int, files: PointFiles
+    items: Sequence[Item], point: str, rank: int, world_size: int, files: StateFiles
 ) -> tuple[tuple[FileEntry, ...], tuple[TensorEntry, ...]]:
     """Writes this rank's share of `items` as at most one safetensors file per group, synced, and says what
     lies where.
@@ -101,7 +101,7 @@ def _entry(item: Item, path: str) -> TensorEntry:
     )
 
 
-def load(items: Sequence[Item], point: str, files: PointFiles) -> None:
+def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
     """Fills `items` with the tensors of a point, each chunk's digest checked before it is used;
     `TrainState.filled` must follow.
 
@@ -132,7 +132,7 @@ def load(items: Sequence[Item], point: str, files: PointFiles) -> None:
             planner.commit_tensor(read, target)
 
 
-def read_parts(point: str, files: PointFiles) -> tuple[TensorEntry, ...]:
+def read_parts(point: str, files: StateFiles) -> tuple[TensorEntry, ...]:
     """A point's tensors and where their chunks lie. Raises `ResumePointError` if the list is missing or
     cannot be read.
     """
@@ -185,7 +185,7 @@ def _chunk(entry: TensorEntry, index: MetadataIndex) -> TensorChunk:
     return next(c for c in entry.chunks if index.offset is None or tuple(index.offset) == c.offsets)
 
 
-def _read_tensors(point: str, file: str, files: PointFiles) -> dict[str, Tensor]:
+def _read_tensors(point: str, file: str, files: StateFiles) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(files.read(f"{POINTS}/{point}/{file}"))
     except FileNotFoundError as error:

@@ -21,6 +21,7 @@ from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.records import (
+    ControlRequests,
     Cursor,
     GenerationView,
     JoinRequest,
@@ -29,7 +30,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
     Vote,
-    Wishes,
 )
 from orchestrator.resume import commit_events as commit
 from orchestrator.resume.commit_machine import CommitMachine
@@ -109,7 +109,7 @@ class Group:
     left: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
     entered: dict[int, set[str]] = field(default_factory=dict)
-    words: dict[int, Wishes] = field(default_factory=dict)
+    words: dict[int, ControlRequests] = field(default_factory=dict)
 
     @property
     def view(self) -> GenerationView:
@@ -673,7 +673,7 @@ class World:
         if step not in group.words:
             group.words[step] = self.word(group)
         if self.random.random() < 0.02:
-            self.leave(member)  # the word is lost on the way to it, although others have it
+            self.leave(member)  # the summary is lost on the way to it, although others have it
             return True
         self.set_state(member, *member.prepared)
         member.prepared = None
@@ -688,15 +688,17 @@ class World:
             member.mode = "meets"
         return True
 
-    def word(self, group: Group) -> Wishes:
-        """What rank 0 has heard of the wishes, and its own saves."""
+    def word(self, group: Group) -> ControlRequests:
+        """What rank 0 has heard of the control requests, and its own saves."""
         view = group.view
-        quiet = Wishes(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
+        quiet = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)
         heard = quiet
         if self.coordinator.alive and self.random.random() < 0.9:
-            heard = self.coordinator.machine.wishes(view.attempt, view.generation, -1)
+            heard = self.coordinator.machine.control_requests(view.attempt, view.generation, -1)
         save = heard.save or self.random.random() < 0.25
-        return Wishes(ended=False, save=save, stop=heard.stop, reform=heard.reform, acknowledged_step=-1)
+        return ControlRequests(
+            ended=False, save=save, stop=heard.stop, reform=heard.reform, acknowledged_step=-1
+        )
 
     def write_part(self, member: Member) -> bool:
         key, member.writing = member.writing, None
@@ -755,8 +757,8 @@ class World:
         view = member.group.views[member.name]
         over = member.mode == "meets" or bool(member.group.left)
         if view.rank == 0 and self.coordinator.alive:
-            wishes = self.coordinator.machine.wishes(view.attempt, view.generation, -1)
-            over = over or (wishes.ended and not (member.mode == "leaves" and member.committed))
+            wanted = self.coordinator.machine.control_requests(view.attempt, view.generation, -1)
+            over = over or (wanted.ended and not (member.mode == "leaves" and member.committed))
         if over:
             self.leave(member)
 
@@ -778,10 +780,10 @@ class World:
         elif x < 0.95:
             self.storage_works = not self.storage_works
         elif x < 0.97 and machine.ended is None:
-            machine.wish_stop()
+            machine.request_stop()
             self.stop_asked = True
         elif machine.ended is None:
-            machine.wish_save()
+            machine.request_save()
 
     def look_for_the_dead(self) -> None:
         machine = self.coordinator.machine
@@ -809,7 +811,7 @@ class World:
         if machine.stopping and not self.stop_asked:
             raise BrokenError("a stop that nobody asked for")
         if self.stop_asked and not machine.stopping:
-            machine.wish_stop()  # as the supervisor does until it hears that it is known
+            machine.request_stop()  # as the supervisor does until it hears that it is known
         self.look_for_the_dead()
         alive = [m for m in self.members if m.alive and m.mode != "over"]
         if machine.ended is None and not self.stop_asked and len(alive) < self.size and not machine._finished:

@@ -213,8 +213,8 @@ def test_a_journal_that_fails_for_a_while_costs_no_step_and_the_user_is_told(sto
         await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
         await until(lambda: warned(actor, "No space left on device"))
         assert (await status(actor)).ended is None
-        wishes = await actor.watch(LAUNCH, 1, 1, None)
-        assert (wishes.ended, wishes.acknowledged_step) == (False, 0)
+        wanted = await actor.watch(LAUNCH, 1, 1, None)
+        assert (wanted.ended, wanted.acknowledged_step) == (False, 0)
         disk.broken = False
         await until(lambda: warned(actor, "storage works again"))
         await until(lambda: acknowledged(actor, 1))
@@ -274,7 +274,7 @@ def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: R
         again = await actor.status((first.attempt, first.version), 0.0)
         assert lost.warnings == again.warnings == ("a save was given up",)
         assert (await actor.status((again.attempt, again.version), 0.0)).warnings == ()
-        await actor.wish("stop")
+        await actor.request("stop")
         assert (await status(actor)).stopping
         await actor.end("stopped", "enough")
 

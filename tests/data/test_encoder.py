@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from orchestrator.data.tokens import encoder as encoder_module
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
-    HOSTILE,
+    ADVERSARIAL_TEXTS,
     Encoder,
     EncoderChoice,
     Pieces,
@@ -49,7 +49,11 @@ def facts(corpus: Path) -> TokenizerFacts:
 
 @pytest.mark.parametrize("mode", ["text", "parse"])
 def test_both_encoders_agree_on_hostile_texts(facts: TokenizerFacts, mode: str) -> None:
-    texts = [*HOSTILE, "a<|endoftext|>b<|endoftext|><|endoftext", *(chr(i) for i in range(0x20, 0x3000, 7))]
+    texts = [
+        *ADVERSARIAL_TEXTS,
+        "a<|endoftext|>b<|endoftext|><|endoftext",
+        *(chr(i) for i in range(0x20, 0x3000, 7)),
+    ]
     assert find_difference(Encoder(facts.model, FAST, mode), texts) is None
 
 
@@ -174,9 +178,9 @@ def test_the_encoder_is_renewed_and_gives_the_same_ids(
 ) -> None:
     monkeypatch.setattr(encoder_module, "RENEW_BYTES", 100)
     encoder = Encoder(facts.model, FAST, "text")
-    first = [encoder.encode([text * 3])[0].tolist() for text in HOSTILE]
+    first = [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS]
     made = encoder._fast
-    assert [encoder.encode([text * 3])[0].tolist() for text in HOSTILE] == first
+    assert [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS] == first
     assert encoder._fast is not made
 
 

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from orchestrator.data.packing.step_samples import DrawnStep
+from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
@@ -107,7 +107,7 @@ def test_the_frozen_list_of_its_files(spec: DataSpec, tmp_path: Path) -> None:
 def test_the_layout_of_a_drawn_step() -> None:
     step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
     tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
-    drawn = DrawnStep(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
+    drawn = StepSamples(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
     batch = drawn.slice(3, 5)
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, 0]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.data.packing.stream import DrawnStep, Packer
+from orchestrator.data.packing.stream import Packer, StepSamples
 from orchestrator.data.settings import StreamSettings
 from orchestrator.errors import DataError, FeedError
 from orchestrator.planning.batches import ceil_div
@@ -58,7 +58,7 @@ def packer_of(
     return packer
 
 
-def draw(packer: Packer, asked: StepRange) -> DrawnStep:
+def draw(packer: Packer, asked: StepRange) -> StepSamples:
     """The step, which must be there."""
     drawn = packer.draw(asked)
     assert drawn is not None

@@ -248,10 +248,10 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
     if any(m.life == WAITS for m in world.members):
         machine = machine.copy()
         machine.tick(LONG[0])  # whoever waits has waited long enough to interrupt
-    wishes = machine.wishes(*first.leaves, 0)
-    if wishes.reform:
+    wanted = machine.control_requests(*first.leaves, 0)
+    if wanted.reform:
         yield "all leave at the step boundary", thrown_out(world, inside)
-    if wishes.ended:
+    if wanted.ended:
         yield "the generation is aborted", thrown_out(world, inside)
     if len(first.history) >= rules.steps:
         return
@@ -261,7 +261,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
             continue
         after = word(world, inside, applied)
         names = "all" if whole else str([world.members[i].name for i in applied])
-        yield f"the word of step {len(first.history)} reaches {names}", after
+        yield f"the summary of step {len(first.history)} reaches {names}", after
         # a restarted coordinator takes no vote of an older attempt's generation (rule 10)
         if whole and world.pending is None and first.leaves[0] == machine.attempt:
             trained = after.members[inside[0]]
@@ -274,7 +274,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
 
 
 def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
-    """The word of the next step reaches `applied`; the others entered it and keep their gradient."""
+    """The summary of the next step reaches `applied`; the others entered it and keep their gradient."""
     members = list(world.members)
     for i in inside:
         m = members[i]

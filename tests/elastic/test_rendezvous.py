@@ -85,7 +85,7 @@ def started(members: str = "abc", **other: object) -> Rendezvous:
 
 
 def ended(machine: Rendezvous, generation: int) -> bool:
-    return machine.wishes(ATTEMPT, generation, 0).ended
+    return machine.control_requests(ATTEMPT, generation, 0).ended
 
 
 # ---- the first generation
@@ -124,7 +124,7 @@ def test_more_than_the_maximum_wait_and_take_a_place_that_gets_free():
         machine.join(request(member), 0.0)
     assert form(machine).members == ("a", "b")
     machine.tick(9.0)
-    assert not machine.wishes(ATTEMPT, 1, 0).reform
+    assert not machine.control_requests(ATTEMPT, 1, 0).reform
     machine.dead("a", 10.0)
     machine.join(request("b", key(1, 4), leaves=1), 10.0)
     assert form(machine, 10.0).members == ("b", "c")
@@ -275,7 +275,7 @@ def test_a_member_in_a_phase_of_its_own_is_not_silent():
 
 def test_a_member_frozen_one_step_ahead_and_thawed_later_joins_as_any_other():
     machine = started()
-    # c has the word of step 8, the others have only entered it; c freezes
+    # c has the summary of step 8, the others have only entered it; c freezes
     for member in "ab":
         machine.join(request(member, key(1, 7), leaves=1, prepared=key(1, 8)), 5.0)
     left_out, made = machine.tick(15.0)
@@ -288,7 +288,7 @@ def test_a_member_frozen_one_step_ahead_and_thawed_later_joins_as_any_other():
     assert machine.join(request("c", key(1, 8), leaves=1), 30.0) is None
     assert not ended(machine, 2)
     machine.tick(30.5)
-    assert machine.wishes(ATTEMPT, 2, 0).reform
+    assert machine.control_requests(ATTEMPT, 2, 0).reform
     for member in "ab":
         machine.join(request(member, key(2, 12), leaves=2), 31.0)
     again = form(machine, 31.0)
@@ -365,12 +365,12 @@ def test_joiners_that_come_together_interrupt_once():
     machine = started("a")
     machine.join(request("b"), 10.0)
     machine.tick(10.1)
-    assert not machine.wishes(ATTEMPT, 1, 0).reform
+    assert not machine.control_requests(ATTEMPT, 1, 0).reform
     machine.join(request("c"), 10.15)
     machine.tick(10.3)
-    assert not machine.wishes(ATTEMPT, 1, 0).reform
+    assert not machine.control_requests(ATTEMPT, 1, 0).reform
     machine.tick(10.36)
-    assert machine.wishes(ATTEMPT, 1, 0).reform
+    assert machine.control_requests(ATTEMPT, 1, 0).reform
     machine.join(request("a", key(1, 9), leaves=1), 10.4)
     made = form(machine, 10.4)
     assert (made.members, made.newcomers, made.parent) == (("a", "b", "c"), ("b", "c"), key(1, 9))
@@ -384,7 +384,7 @@ def test_a_joiner_that_reaches_the_coordinator_but_not_rank_0_is_left_aside_with
         machine.applied(generation, step, now)
         machine.join(request("c", node_id="bad"), now)
         machine.tick(now + 0.3)
-        assert machine.wishes(ATTEMPT, generation, 0).reform
+        assert machine.control_requests(ATTEMPT, generation, 0).reform
         for member in "ab":
             machine.join(request(member, key(generation, step), leaves=generation), now + 0.4)
         with_joiner = form(machine, now + 0.4)
@@ -400,9 +400,9 @@ def test_a_joiner_that_reaches_the_coordinator_but_not_rank_0_is_left_aside_with
         step += 3
         machine.applied(without.generation, step, now + 1)
         machine.tick(now + delay - 0.1)
-        assert not machine.wishes(ATTEMPT, without.generation, 0).reform, "it has to wait"
+        assert not machine.control_requests(ATTEMPT, without.generation, 0).reform, "it has to wait"
         machine.tick(now + delay)
-        assert machine.wishes(ATTEMPT, without.generation, 0).reform
+        assert machine.control_requests(ATTEMPT, without.generation, 0).reform
         machine.dead("c", now + delay)  # its replacement has another name and the same bad node
         machine.tick(now + delay + 1)
         now += delay + 1
@@ -491,9 +491,9 @@ def test_the_largest_set_in_which_all_reach_all_goes_on(unreached: dict[str, tup
     assert not made.probe_ports
     machine.applied(5, 6, 32.0)
     machine.tick(40.9)
-    assert not machine.wishes(ATTEMPT, 5, 0).reform, "who was left out has to wait"
+    assert not machine.control_requests(ATTEMPT, 5, 0).reform, "who was left out has to wait"
     machine.tick(41.1)
-    assert machine.wishes(ATTEMPT, 5, 0).reform == (together != "abc"), "and is tried again"
+    assert machine.control_requests(ATTEMPT, 5, 0).reform == (together != "abc"), "and is tried again"
 
 
 def test_the_set_that_goes_on_holds_the_newest_state():
@@ -646,17 +646,17 @@ def older(member: str, step: int, **other: object) -> JoinRequest:
 @pytest.mark.parametrize("previous", [PREVIOUS, None])
 def test_a_restarted_coordinator_has_the_members_meet_at_a_step_boundary(previous: PreviousGeneration | None):
     machine = rendezvous(expected=2, previous=previous)
-    wishes = machine.wishes(2, 5, 40)
-    assert (wishes.ended, wishes.reform, wishes.save, wishes.stop) == (False, True, False, False)
-    assert wishes.acknowledged_step == 40
+    wanted = machine.control_requests(2, 5, 40)
+    assert (wanted.ended, wanted.reform, wanted.save, wanted.stop) == (False, True, False, False)
+    assert wanted.acknowledged_step == 40
     machine.join(older("b", 41), 1.0)
-    assert machine.wishes(2, 5, 40).ended
+    assert machine.control_requests(2, 5, 40).ended
     only(machine.tick(1.0), Waiting)
     machine.join(older("a", 41), 1.1)
     made = form(machine, 1.1)
     assert (made.attempt, made.generation, made.parent) == (ATTEMPT, 1, key(5, 41, attempt=2))
     assert made.members == ("a", "b")
-    assert machine.wishes(2, 5, 40).ended
+    assert machine.control_requests(2, 5, 40).ended
 
 
 def test_a_restarted_coordinator_does_not_wait_for_a_member_that_died_meanwhile():
@@ -670,7 +670,7 @@ def test_a_newcomer_does_not_cut_short_the_step_of_the_generation_that_trains_on
     machine = rendezvous(expected=3, previous=PREVIOUS)
     machine.join(request("z"), 0.0)
     assert machine.tick(30.0) == []
-    assert not machine.wishes(2, 5, 0).ended
+    assert not machine.control_requests(2, 5, 0).ended
     machine.join(older("a", 41), 40.0)
     machine.join(older("b", 41), 41.0)
     made = form(machine, 41.0)
@@ -698,7 +698,7 @@ def test_a_member_of_a_newer_attempt_fences_the_coordinator():
     with pytest.raises(FencedError, match="knows attempt 4, this coordinator is attempt 3"):
         machine.join(request("z", key(1, 1, attempt=4)), 0.0)
     with pytest.raises(FencedError, match="attempt 4"):
-        machine.wishes(4, 1, 0)
+        machine.control_requests(4, 1, 0)
 
 
 # ---- the minimum
@@ -710,9 +710,9 @@ def test_below_the_minimum_the_survivors_save_before_they_wait():
     made = form(machine, 5.0)
     assert made.save_only
     assert made.members == ("a",)
-    wishes = machine.wishes(ATTEMPT, 2, 0)
-    assert wishes.save
-    assert wishes.reform
+    wanted = machine.control_requests(ATTEMPT, 2, 0)
+    assert wanted.save
+    assert wanted.reform
     assert machine.below_minimum_since == 5.0
     machine.join(request("a", key(2, 8), leaves=2), 6.0)
     machine.set_newest_point(key(2, 8), Cursor(), "p8")
@@ -743,23 +743,23 @@ def test_below_the_minimum_is_counted_from_the_first_tick_without_members():
     assert machine.below_minimum_since == 3.0
 
 
-# ---- wishes
+# ---- control requests
 def test_a_stop_is_repeated_to_the_next_generation_and_lets_no_newcomer_in():
     machine = started("ab")
-    machine.wish_stop()
-    assert machine.wishes(ATTEMPT, 1, 0).stop
+    machine.request_stop()
+    assert machine.control_requests(ATTEMPT, 1, 0).stop
     machine.join(request("c"), 1.0)
     machine.tick(5.0)
-    assert not machine.wishes(ATTEMPT, 1, 0).reform
+    assert not machine.control_requests(ATTEMPT, 1, 0).reform
     machine.dead("b", 6.0)
     machine.join(request("a", key(1, 4), leaves=1), 6.0)
     assert form(machine, 6.0).members == ("a",)
-    assert machine.wishes(ATTEMPT, 2, 0).stop
+    assert machine.control_requests(ATTEMPT, 2, 0).stop
 
 
 def test_a_stop_with_nobody_left_to_save_ends_the_run():
     machine = started("a")
-    machine.wish_stop()
+    machine.request_stop()
     machine.dead("a", 1.0)
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
@@ -769,7 +769,7 @@ def test_a_stop_with_nobody_left_to_save_ends_the_run():
 def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
     machine = rendezvous()
     machine.join(request("a"), 0.0)
-    machine.wish_stop()
+    machine.request_stop()
     stop = only(machine.tick(1.0), StopRun)
     assert isinstance(stop, StopRun)
     assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
@@ -777,15 +777,15 @@ def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
 
 def test_a_save_is_wished_until_it_is_answered_and_only_once():
     machine = started()
-    machine.wish_save("s1")
-    assert machine.wishes(ATTEMPT, 1, 0).save
+    machine.request_save("s1")
+    assert machine.control_requests(ATTEMPT, 1, 0).save
     machine.save_answered("s1")
-    assert not machine.wishes(ATTEMPT, 1, 0).save
-    machine.wish_save("s1")
-    assert not machine.wishes(ATTEMPT, 1, 0).save
-    machine.wish_save("s2")
+    assert not machine.control_requests(ATTEMPT, 1, 0).save
+    machine.request_save("s1")
+    assert not machine.control_requests(ATTEMPT, 1, 0).save
+    machine.request_save("s2")
     machine.save_answered("s1")
-    assert machine.wishes(ATTEMPT, 1, 0).save
+    assert machine.control_requests(ATTEMPT, 1, 0).save
 
 
 def test_a_member_that_finishes_ends_the_generation_and_the_others_have_their_time_to_come():
@@ -814,7 +814,7 @@ def test_a_stop_below_the_minimum_saves_what_is_unsaved_and_then_ends_at_once():
     machine.set_newest_point(key(2, 11), Cursor(), "p")
     machine.join(request("a", key(2, 11), leaves=2), 8.0)
     assert isinstance(machine.tick(8.0)[-1], Waiting)
-    machine.wish_stop()
+    machine.request_stop()
     (stop,) = machine.tick(9.0)
     assert isinstance(stop, StopRun)
     assert (stop.outcome, stop.reason) == ("stopped", "stopped at step 11")
@@ -826,10 +826,10 @@ def test_a_stop_below_the_minimum_whose_save_was_given_up_saves_again():
     machine.dead("b", 5.0)
     machine.join(request("a", key(1, 10), leaves=1), 5.0)
     assert form(machine, 5.0).save_only
-    machine.wish_stop()
+    machine.request_stop()
     machine.join(request("a", key(2, 11), leaves=2), 8.0)
     assert form(machine, 8.0).save_only
-    assert machine.wishes(ATTEMPT, 3, 0).stop
+    assert machine.control_requests(ATTEMPT, 3, 0).stop
 
 
 # ---- copies

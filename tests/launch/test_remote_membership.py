@@ -11,6 +11,7 @@ import pytest
 from orchestrator.errors import ElasticError
 from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
 from orchestrator.records import (
+    ControlRequests,
     Cursor,
     GenerationView,
     JoinRequest,
@@ -19,7 +20,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
     StillWaiting,
-    Wishes,
 )
 from tests.resume.samples import key, record
 
@@ -97,10 +97,10 @@ def test_rank_0_saves_and_stops_by_itself_when_the_coordinator_stays_away() -> N
     assert mine.join(BLANK) == VIEW
     line.wait_for("watch")
     deadline = threading.Event()
-    wishes = mine.wishes(VIEW)
-    while not wishes.stop and not deadline.wait(0.01):
-        wishes = mine.wishes(VIEW)
-    assert (wishes.save, wishes.stop, wishes.ended) == (True, True, False)
+    wanted = mine.control_requests(VIEW)
+    while not wanted.stop and not deadline.wait(0.01):
+        wanted = mine.control_requests(VIEW)
+    assert (wanted.save, wanted.stop, wanted.ended) == (True, True, False)
 
 
 def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> None:
@@ -111,14 +111,14 @@ def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> Non
 
     def train_on() -> None:
         while True:
-            mine.wishes(VIEW)
+            mine.control_requests(VIEW)
 
     with pytest.raises(ElasticError, match="a thread of member .* ended: ValueError: cannot be"):
         train_on()
 
 
 def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:
-    over = Wishes(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
+    over = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
     line = Line(join=[VIEW], watch=[over], report=[None], failed=[None])
     mine = member(line)
     view = mine.join(BLANK)

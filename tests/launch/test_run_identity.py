@@ -16,7 +16,7 @@ from orchestrator.faults import no_fault
 from orchestrator.launch import start as starting
 from orchestrator.records import StateKey
 from orchestrator.resume.store import RunStore
-from orchestrator.torchrun.recorder import StaticKeeper
+from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.launch.test_start import LIMIT_S, Runner
 from tests.resume.samples import key, record, write_vote
 
@@ -32,7 +32,7 @@ def other(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def save(keeper: StaticKeeper, store: RunStore, at: StateKey) -> list[bool]:
+def save(keeper: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
     """The answers to the votes of both ranks."""
     keeper.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
     votes = [keeper.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
@@ -76,7 +76,7 @@ def journal_changed(folder: Path) -> None:
 def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     runner: Runner, harm: Callable[[Path], None], text: str
 ) -> None:
-    keeper = StaticKeeper(runner.store, runner.begin(), runner.config(), lambda text: None)
+    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
     keeper.begin(2)
     assert save(keeper, runner.store, key(10)) == [True, True]
     harm(runner.folder)
@@ -89,7 +89,7 @@ def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
 
 
 def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(runner: Runner) -> None:
-    keeper = StaticKeeper(runner.store, runner.begin(), runner.config(), lambda text: None)
+    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
     keeper.begin(2)
     shutil.rmtree(runner.folder)
     runner.begin()

@@ -31,7 +31,7 @@ from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.recorder import StaticKeeper
+from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.resume.samples import key, no_sleep, record, start, write_vote
 from tests.storage.test_files import Failing
 
@@ -112,7 +112,7 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     parent, orphan = runner.launch(), runner.launch()
     attempt, _, job = rewind(runner, parent, keep_latest=2)
     assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
-    keeper = StaticKeeper(runner.store, attempt, job, lambda text: None)
+    keeper = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
     keeper.begin(2)
     left = [parent.point_name, orphan.point_name]
     for step in (20, 30):

@@ -20,9 +20,9 @@ from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.coordinator.attempt import survey
 from orchestrator.data.feed import feed_notes
-from orchestrator.data.feed.feed_notes import Notebook
+from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.packing.step_samples import DrawnStep
+from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Packer
 from orchestrator.data.sources import readers
 from orchestrator.data.sources import windows as sources
@@ -355,14 +355,14 @@ Change = Callable[[Any, Any, Any], None]
 
 def plant_in_the_trainers_packer(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:
     """What the ranks are handed, and so what they train and digest, is changed by `wrong`."""
-    right = DrawnStep.arrays
+    right = StepSamples.arrays
 
-    def arrays(self: DrawnStep, start: int, stop: int) -> Any:
+    def arrays(self: StepSamples, start: int, stop: int) -> Any:
         numbers, *samples = right(self, start, stop)
         wrong(*samples)
         return numbers, *samples
 
-    monkeypatch.setattr(DrawnStep, "arrays", arrays)
+    monkeypatch.setattr(StepSamples, "arrays", arrays)
 
 
 @pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
@@ -481,15 +481,15 @@ def test_the_feeder_notes_a_cursor_every_so_many_tokens_and_gives_it_once_it_is_
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_notes, "CURSOR_TOKENS", 1000)
-    spec, notebook, cursors = TrainedRun(mapping).spec, Notebook(), [Cursor()]
+    spec, feed_log, cursors = TrainedRun(mapping).spec, FeedLog(), [Cursor()]
     packer = spec.packer(Cursor())
     for chunk in spec.chunks(Cursor()):
         packer.feed(chunk)
     for first in range(0, 48, 8):  # steps of 512 tokens: 1000, 2000 and 3000 lie in the 2nd, 4th and 6th
         drawn = packer.draw(StepRange(first_sample=first, num_samples=8, num_tokens=512, seq_len=64))
         assert drawn is not None
-        notebook.drawn(drawn)
+        feed_log.drawn(drawn)
         cursors.append(drawn.cursor)
-    assert notebook.give(24).cursors == (cursors[2],)
-    assert notebook.give(48).cursors == (cursors[4], cursors[6])
-    assert notebook.give(48).cursors == ()
+    assert feed_log.give(24).cursors == (cursors[2],)
+    assert feed_log.give(48).cursors == (cursors[4], cursors[6])
+    assert feed_log.give(48).cursors == ()

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.config.schema import parse_config
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.monitor.epoch_checksum import Tallies, tally_files
+from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.records import Cursor
 from tests.conftest import TinyConfig
@@ -22,16 +22,16 @@ def spec(tiny_config: TinyConfig) -> DataSpec:
     return prepare_data(parse_config(tiny_config({"data.num_epochs": 2})))
 
 
-def tallies_of(spec: DataSpec) -> Tallies:
-    tallies = Tallies()
+def checksums_of(spec: DataSpec) -> EpochChecksums:
+    checksums = EpochChecksums()
     for chunk in spec.chunks(Cursor()):
-        tallies.count(chunk, chunk.tokens)
-        tallies.note_records(chunk)
-    return tallies
+        checksums.count(chunk, chunk.tokens)
+        checksums.note_records(chunk)
+    return checksums
 
 
 def test_every_epoch_holds_what_the_files_hold(spec: DataSpec) -> None:
-    files, stream = tally_files(spec, spec.encoders[0].encoder), tallies_of(spec)
+    files, stream = checksum_files(spec, spec.encoders[0].encoder), checksums_of(spec)
     assert files.documents > 50
     assert stream.of(0) == stream.of(1) == files
     assert stream.twice(0) is stream.twice(1) is None
@@ -57,10 +57,10 @@ WRONG = [("block_at", a_block_twice), ("window_order", a_record_twice)]
 def test_an_order_that_repeats_something_is_found_out(
     spec: DataSpec, monkeypatch: pytest.MonkeyPatch, name: str, wrong
 ) -> None:
-    files = tally_files(spec, spec.encoders[0].encoder)
+    files = checksum_files(spec, spec.encoders[0].encoder)
     monkeypatch.setattr(sources, name, wrong)
     once = replace(spec, settings=replace(spec.settings, num_epochs=1))
-    found = tallies_of(once)
+    found = checksums_of(once)
     assert found.of(0) != files
     assert found.twice(0) is not None
 
@@ -72,8 +72,8 @@ def test_files_read_whole_hold_what_their_fragments_hold(
     write_corpus(tmp_path, some_texts(40, lines=kind != "lines"), kind)
     made = spec_of(job(tiny_config, tmp_path, kind))
     assert made.plans[0].num_fragments > 3 or kind.endswith(("gz", "zst"))
-    found = tallies_of(made)
-    assert found.of(0) == tally_files(made, made.encoders[0].encoder)
+    found = checksums_of(made)
+    assert found.of(0) == checksum_files(made, made.encoders[0].encoder)
     assert found.twice(0) is None
 
 
@@ -82,8 +82,11 @@ def test_files_hold_their_documents_with_the_ids_around_them(
     spec: DataSpec, bos_id: int | None, eos_id: int | None
 ) -> None:
     made = replace(spec, settings=replace(spec.settings, bos_id=bos_id, eos_id=eos_id, num_epochs=1))
-    files, plain = tally_files(made, made.encoders[0].encoder), tally_files(spec, spec.encoders[0].encoder)
-    assert tallies_of(made).of(0) == files
+    files, plain = (
+        checksum_files(made, made.encoders[0].encoder),
+        checksum_files(spec, spec.encoders[0].encoder),
+    )
+    assert checksums_of(made).of(0) == files
     around = (bos_id is not None) + (eos_id is not None)
     assert files.tokens - plain.tokens == (around - 1) * files.documents, "the plain ones have an EOS"
 
@@ -93,11 +96,11 @@ def test_equal_documents_at_different_places_are_different_documents(
 ) -> None:
     write_corpus(tmp_path, ["the same"] * 12, "jsonl")
     made = spec_of(job(tiny_config, tmp_path))
-    files, stream = tally_files(made, made.encoders[0].encoder), tallies_of(made)
+    files, stream = checksum_files(made, made.encoders[0].encoder), checksums_of(made)
     assert stream.of(0) == files
     assert stream.twice(0) is None
     write_corpus(tmp_path / "b", ["the same"] * 12, "jsonl", num_files=2)
     other = spec_of(job(tiny_config, tmp_path / "b"))
-    moved = tally_files(other, other.encoders[0].encoder)
+    moved = checksum_files(other, other.encoders[0].encoder)
     assert (moved.documents, moved.tokens) == (files.documents, files.tokens)
     assert moved.digest != files.digest

@@ -19,10 +19,9 @@ from orchestrator.data.packing.stream import Packer
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.monitor import audit, trained
-from orchestrator.monitor import epoch_checksum as tally
+from orchestrator.monitor import audit, epoch_checksum, trained
 from orchestrator.monitor import reference_packing as reference
-from orchestrator.monitor.epoch_checksum import Tallies, tally_files
+from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
@@ -41,7 +40,7 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
     return ReferencePacker(endless(spec).chunks(cursor), source)
 
 
-@pytest.mark.parametrize("module", [audit, reference, trained, tally])
+@pytest.mark.parametrize("module", [audit, reference, trained, epoch_checksum])
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
     packing = {f"orchestrator.data.packing.{name}" for name in ("stream", "segments", "step_samples")}
     packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
@@ -182,10 +181,10 @@ def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
             break
     assert packer.ends_epoch()
     assert counted.end() is None
-    expected_sums = Tallies()
+    expected_sums = EpochChecksums()
     for chunk in of_the_run:
         expected_sums.count(chunk, chunk.tokens)
-    assert [counted.tallies.of(epoch) for epoch in (0, 1)] == [expected_sums.of(epoch) for epoch in (0, 1)]
+    assert [counted.checksums.of(epoch) for epoch in (0, 1)] == [expected_sums.of(epoch) for epoch in (0, 1)]
 
 
 # ---------------------------------------------------------------------------------------- samples
@@ -196,7 +195,7 @@ class Trained:
     """The samples of the first epoch's steps, to be counted again and again."""
 
     def __init__(self, spec: DataSpec) -> None:
-        self.files = tally_files(spec, spec.encoders[0].encoder)
+        self.files = checksum_files(spec, spec.encoders[0].encoder)
         num_steps = self.files.tokens // STEP_TOKENS + 1
         self.chunks = []
         packer = ReferencePacker(self._noted(endless(spec).chunks(Cursor())), SourceCursor())
@@ -230,14 +229,14 @@ def steps(tiny_config: TinyConfig) -> Trained:
 def test_what_was_trained_is_summed_up_from_the_samples_own_tokens(steps: Trained) -> None:
     stop, middle = len(steps.steps), len(steps.steps) // 2
     counted, told = steps.count(steps.copy(middle), middle, stop)
-    assert counted.tallies.of(0) == steps.files
+    assert counted.checksums.of(0) == steps.files
     assert (set(told), counted.end()) == ({None}, None)
 
     another = steps.copy(middle)
     another.labels[2, 5] = another.input_ids[2, 6] = another.labels[2, 5] + 1
     counted, told = steps.count(another, middle, stop)
     assert set(told) == {None}, "in themselves they can be trained"
-    found = counted.tallies.of(0)
+    found = counted.checksums.of(0)
     assert found != steps.files
     assert replace(found, digest=0) == replace(steps.files, digest=0)
     assert "one behind the other" in str(counted.end())

@@ -157,7 +157,7 @@ def test_ranks_take_contiguous_runs_that_differ_by_at_most_one(num, world):
     runs = [batches.rank_run(num, rank, world) for rank in range(world)]
     assert [i for run in runs for i in run] == list(range(num))
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
-    assert max(map(len, runs)) == batches.steps_per_rank(num, world)
+    assert max(map(len, runs)) == batches.micro_batches_per_rank(num, world)
 
 
 def test_the_idle_share_counts_the_empty_micro_batches():

@@ -225,8 +225,8 @@ def feeder_pid() -> int:
     return int(_living("feeder-")["Pid"])
 
 
-def wish_stop() -> None:
+def request_stop() -> None:
     """Asks the launch that runs now to save and stop."""
     import ray
 
-    ray.get(ray.get_actor(_living("coordinator-")["Name"]).wish.remote("stop"))
+    ray.get(ray.get_actor(_living("coordinator-")["Name"]).request.remote("stop"))

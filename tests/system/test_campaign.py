@@ -11,7 +11,7 @@ from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
-PLACES = ("step_begin", "gradient_done", "word_received", "applied")
+PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 
 
 @pytest.mark.parametrize("step", [1, 4, 15])

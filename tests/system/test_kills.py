@@ -77,7 +77,7 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
         job.faults()
         .kill("step_begin", step=3, rank=1)
         .kill("state_half_received")
-        .kill("word_received", step=7, rank=0)
+        .kill("summary_received", step=7, rank=0)
         .kill("applied", step=10, rank=0)
         .kill("save_part_written", step=12, rank=1)
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.launch.api import RunResult
-from tests.system.harness import Job, assert_exactly_once, when_step, wish_stop
+from tests.system.harness import Job, assert_exactly_once, request_stop, when_step
 
 pytestmark = pytest.mark.system
 
@@ -46,7 +46,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     alone = wait_for_world(job, 1)
     three_nodes.workers.append(three_nodes.add_node(num_cpus=2, object_store_memory=100 << 20))
     together = wait_for_world(job, 2, after=alone)
-    wish_stop()
+    request_stop()
     training.join(timeout=100)
     assert results, "the run did not end"
     assert results[0].outcome == "stopped", results[0].reason

@@ -22,7 +22,7 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     # token budgets that are no multiples of anything: last samples are shortened, and the next start goes on
     # behind them
     budget = {"train__max_steps": None, "resume__every_steps": 3}
-    plan = job.faults().kill("word_received", step=5, rank=1)
+    plan = job.faults().kill("summary_received", step=5, rank=1)
     first = job.train(
         plan, **budget, train__max_tokens=40_001, train__global_batch_size=16, pack__seq_len=256
     )

@@ -23,7 +23,7 @@ from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, StateKey, StepRecord, Vote
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.torchrun.recorder import StaticKeeper
+from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.system.harness import Job, assert_exactly_once, log_text, when_said, when_step
 from tests.torchrun.test_membership import free_port
 
@@ -234,7 +234,7 @@ def record(step: int) -> StepRecord:
     return StepRecord(attempt=1, generation=1, step=step, digest="0" * 16, **counts, **floats)
 
 
-def cast(keeper: StaticKeeper, world_size: int, step: int) -> list[Future[bool]]:
+def cast(keeper: RankZeroRecorder, world_size: int, step: int) -> list[Future[bool]]:
     """The votes of all ranks for a save without tensors."""
     key, cursor = StateKey(attempt=1, generation=1, step=step), Cursor(consumed_samples=8 * step)
     return [
@@ -262,20 +262,20 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def keeper(job: Job, told: list[str]) -> StaticKeeper:
+def keeper(job: Job, told: list[str]) -> RankZeroRecorder:
     """Of a run that has just been claimed; its group of 2 has begun."""
     config = job.config()
     folder = starting.run_folder(config)
     store = RunStore(Storage(str(folder)))
     spec = starting.prepare(config, folder, freeze=False)
     with starting.claimed(store, config, spec, watched=0) as (attempt, _):
-        made = StaticKeeper(store, attempt, config, told.append)
+        made = RankZeroRecorder(store, attempt, config, told.append)
     assert made.begin(2).attempt == 1
     return made
 
 
 def test_votes_commit_a_point_only_when_the_journal_has_its_steps(
-    job: Job, keeper: StaticKeeper, told: list[str]
+    job: Job, keeper: RankZeroRecorder, told: list[str]
 ) -> None:
     keeper.records([record(1)])
     assert [answer.result(LIMIT_S) for answer in cast(keeper, 2, 1)] == [True, True]
@@ -293,7 +293,7 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(
     assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
 
 
-def test_a_newer_launch_silences_the_keeper(job: Job, keeper: StaticKeeper) -> None:
+def test_a_newer_launch_silences_the_keeper(job: Job, keeper: RankZeroRecorder) -> None:
     keeper.records([record(1)])
     store = RunStore(Storage(job.run.uri))
     run = store.read_run()

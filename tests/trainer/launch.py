@@ -30,6 +30,7 @@ from orchestrator.history.journal_reader import Journal, read_journal
 from orchestrator.launch.remote_membership import UnansweredError
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import (
+    ControlRequests,
     Cursor,
     GenerationView,
     JoinRequest,
@@ -37,7 +38,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
     Vote,
-    Wishes,
 )
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -91,7 +91,7 @@ class Launch:
         self._held: dict[str, str] = {}
         self._gone: set[str] = set()
         self._votes: dict[str, dict[int, Vote]] = {}
-        self._told: dict[tuple[int, int], Wishes] = {}
+        self._told: dict[tuple[int, int], ControlRequests] = {}
         self._start = self._claimed(attempt, point, step)
         self._start = dataclasses.replace(
             self._start,
@@ -173,8 +173,8 @@ class Launch:
             status = self.run(self.coordinator.status((status.attempt, status.version), 1.0))
         return status
 
-    def wish(self, what: str) -> None:
-        self.run(self.coordinator.wish(what))
+    def request(self, what: str) -> None:
+        self.run(self.coordinator.request(what))
 
     def restart_coordinator(self) -> None:
         """Its process dies and Ray starts it anew: what it knew is what stands in storage."""
@@ -293,7 +293,7 @@ class Launch:
             answer = done.result()
             if isinstance(answer, GenerationView) and answer.rank == 0:
                 self.views.append(answer)
-            if isinstance(answer, Wishes):
+            if isinstance(answer, ControlRequests):
                 if not self.acknowledge:
                     answer = dataclasses.replace(answer, acknowledged_step=-1)
                 self._told[arguments[1], arguments[2]] = answer

@@ -37,12 +37,12 @@ Moment = tuple[str, int]  # (place of the fault hook, step)
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the word of a
-    step that is lost on the way to it, although others have it."""
+    """What happens to one member: SIGKILL at a place; a stop there until the test releases it; the summary of
+    a step that is lost on the way to it, although others have it."""
 
     kill: Moment | None = None
     hold: Moment | None = None
-    lose_word: int | None = None
+    lose_summary: int | None = None
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
 
@@ -144,7 +144,7 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     files = FullDisk(root, plan.full_disk_at)
     done: set[str] = (
         set()
-    )  # a step is trained again after its word was lost; what was planned for it happens once
+    )  # a step is trained again after its summary was lost; what was planned for it happens once
 
     def fault(place: str, step: int, rank: int) -> None:
         if plan.hold == (place, step) and "hold" not in done:
@@ -152,9 +152,9 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
             calls.hold(place)
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
-        if place == "word_received" and plan.lose_word == step and "word" not in done:
-            done.add("word")
-            raise GenerationEnded("the word was lost")
+        if place == "summary_received" and plan.lose_summary == step and "summary" not in done:
+            done.add("summary")
+            raise GenerationEnded("the summary was lost")
 
     try:
         outcome = train(job, membership, feed, files, fault)

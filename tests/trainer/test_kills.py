@@ -1,4 +1,4 @@
-"""Members die, lose the word, and come: the others train on in their processes, and the end is that of the
+"""Members die, lose the summary, and come: the others train on in their processes, and the end is that of the
 unbroken run, bit by bit."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.trainer.launch import SETTINGS, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 
 END = 8
-PLACES = ("step_begin", "gradient_done", "word_received", "applied")
+PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_survivors_of_a_kill_go_on_and_a_newcomer_joins_them(tmp_path, unbroken,
 
 
 def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, unbroken):
-    plans = {"a": Plan(kill=("gradient_done", 3)), "c": Plan(kill=("word_received", 3))}
+    plans = {"a": Plan(kill=("gradient_done", 3)), "c": Plan(kill=("summary_received", 3))}
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) <= {"a", "c"}
@@ -68,9 +68,9 @@ def test_two_of_three_die_in_one_step_and_the_last_one_ends_the_run(tmp_path, un
     assert_same_training(launch, unbroken)
 
 
-def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_path, unbroken):
+def test_a_member_that_lost_the_summary_applies_the_step_itself_without_a_copy(tmp_path, unbroken):
     # were it to receive a state, it would be killed
-    plans = {"b": Plan(lose_word=4, kill=("state_half_received", 4))}
+    plans = {"b": Plan(lose_summary=4, kill=("state_half_received", 4))}
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) == set()
@@ -84,8 +84,8 @@ def test_a_member_that_lost_the_word_applies_the_step_itself_without_a_copy(tmp_
     assert_same_training(launch, unbroken)
 
 
-def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_path, unbroken):
-    plans = {name: Plan(lose_word=4, kill=("state_half_received", 3)) for name in "abc"}
+def test_a_step_whose_summary_nobody_has_is_dropped_by_all_and_trained_again(tmp_path, unbroken):
+    plans = {name: Plan(lose_summary=4, kill=("state_half_received", 3)) for name in "abc"}
     with members(tmp_path, ["a", "b", "c"], plans) as group:
         group.finish()
         assert killed(group) == set()
@@ -95,8 +95,8 @@ def test_a_step_whose_word_nobody_has_is_dropped_by_all_and_trained_again(tmp_pa
 
 
 def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_that_went_on(tmp_path, unbroken):
-    # c alone has the word of step 4; the others go on without it and train that step again
-    losing = Plan(lose_word=4)
+    # c alone has the summary of step 4; the others go on without it and train that step again
+    losing = Plan(lose_summary=4)
     plans = {
         "a": losing,
         "b": dataclasses.replace(losing, hold=("step_begin", 6)),

@@ -1,4 +1,4 @@
-"""The word of a step: integer sums that mean the same however divided, and refuse a wrong step."""
+"""The summary of a step: integer sums that mean the same however divided, and refuse a wrong step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.records import BatchSlice, Cursor, StepRange
-from orchestrator.trainer.step_summary import NUM_SLOTS, Share, Word, fixed_point
+from orchestrator.trainer.step_summary import NUM_SLOTS, RankContribution, StepSummary, fixed_point
 
 DIGESTS = st.integers(0, 2**64 - 1)
 
 
-def share(**fields) -> Share:
+def share(**fields) -> RankContribution:
     plain = {"loss": 0, "targets": 8, "samples": 1, "digest": 0, "data_wait_s": 0.0, "save_blocked_s": 0.0}
-    return Share(**(plain | fields))
+    return RankContribution(**(plain | fields))
 
 
-def said(shares: list[Share]) -> Word:
+def said(shares: list[RankContribution]) -> StepSummary:
     vectors = [s.pack(rank, len(shares)) for rank, s in enumerate(shares)]
-    return Word.unpack(sum(vectors, start=vectors[0] * 0))
+    return StepSummary.unpack(sum(vectors, start=vectors[0] * 0))
 
 
 def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
@@ -46,19 +46,19 @@ def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
 @settings(deadline=None)
 @given(st.lists(st.tuples(DIGESTS, st.integers(-(2**40), 2**40)), min_size=1, max_size=5))
 def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
-    word = said([share(digest=digest, loss=loss) for digest, loss in rows])
-    assert word.digest == sum(d for d, _ in rows) % 2**64
-    assert word.loss == sum(loss for _, loss in rows) / 2**24
-    assert (word.ranks, word.not_finite, word.samples) == (len(rows), 0, len(rows))
+    summary = said([share(digest=digest, loss=loss) for digest, loss in rows])
+    assert summary.digest == sum(d for d, _ in rows) % 2**64
+    assert summary.loss == sum(loss for _, loss in rows) / 2**24
+    assert (summary.ranks, summary.not_finite, summary.samples) == (len(rows), 0, len(rows))
 
 
 @settings(deadline=None)
 @given(st.floats(allow_nan=False), st.integers(0, 7), st.integers(-1, 10**9))
 def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowledged):
     first = share(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)
-    word = said([first, replace(first, grad_norm=1.0, control=7, acknowledged=3), first])
-    assert math.copysign(1, word.grad_norm) == math.copysign(1, number)
-    assert (word.grad_norm, word.step_s, word.control, word.acknowledged) == (
+    summary = said([first, replace(first, grad_norm=1.0, control=7, acknowledged=3), first])
+    assert math.copysign(1, summary.grad_norm) == math.copysign(1, number)
+    assert (summary.grad_norm, summary.step_s, summary.control, summary.acknowledged) == (
         number,
         number,
         control,
@@ -69,8 +69,8 @@ def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowl
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_loss_that_is_no_number_counts_its_rank_and_adds_nothing(loss):
     assert fixed_point(loss) is None
-    word = said([share(loss=fixed_point(2.5)), share(loss=fixed_point(loss))])
-    assert (word.not_finite, word.loss) == (1, 2.5)
+    summary = said([share(loss=fixed_point(2.5)), share(loss=fixed_point(loss))])
+    assert (summary.not_finite, summary.loss) == (1, 2.5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])

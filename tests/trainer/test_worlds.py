@@ -87,7 +87,7 @@ def test_fast_numerics_train_nearly_the_same(tmp_path, alone):
 def test_saves_come_every_n_steps_and_when_wished_for_and_each_is_committed(tmp_path):
     job = tiny_job(resume__every_steps=3)
     with members(tmp_path, ["a", "b"], job=job) as group:
-        group.launch.wish("save")
+        group.launch.request("save")
         group.finish()
         steps = {point.key.step for point in group.launch.points.values()}
     assert steps >= {3, 6, 8}
@@ -101,7 +101,7 @@ def test_saves_come_every_so_many_minutes(tmp_path):
 def test_a_wished_stop_saves_and_leaves(tmp_path):
     with members(tmp_path, ["a", "b"], job=tiny_job(train__max_steps=1000)) as group:
         group.launch.wait_for(lambda: len(group.launch.records) >= 2)
-        group.launch.wish("stop")
+        group.launch.request("stop")
         group.finish()
         launch = group.launch
     key, reason = launch.finished["a"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.data.packing.step_samples import DrawnStep
+from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.records import Cursor
 
 CURSOR_TOKENS = 1 << 28
@@ -49,7 +49,7 @@ class FeedNotes:
     cursors: tuple[Cursor, ...]
 
 
-class Notebook:
+class FeedLog:
     """Collects notes until they are asked for, and gives each once, also where steps are drawn again."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Notebook:
         self._cursors: dict[int, Cursor] = {}
         self._differences: dict[str, None] = {}
 
-    def drawn(self, step: DrawnStep) -> None:
+    def drawn(self, step: StepSamples) -> None:
         """A step was drawn, perhaps not for the first time."""
         end = step.cursor.consumed_samples
         if end <= self._given_to:

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import ray
 
-from orchestrator.data.feed.feed_notes import FeederStats, FeedNotes, Notebook
+from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
 from orchestrator.data.feed.opening import Opening
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
 from orchestrator.data.feed.replay import HeldStep
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError, FencedError, OrchestratorError
-from orchestrator.paused_gc import loading
+from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.batches import rank_samples
 from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
 
@@ -80,7 +80,7 @@ class Feeder:
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
-        self._notebook = Notebook()
+        self._feed_log = FeedLog()
 
     # -------------------------------------------------------------------------------- for ranks
     async def open(self, launch: str, generation: tuple[int, int], cursor: Cursor) -> None:
@@ -150,7 +150,7 @@ class Feeder:
         """What was noted up to `consumed_samples`, each thing once in the feeder's life. What was noted
         before the process died and was not asked for is lost; the counts in the cursor are not.
         """
-        return self._notebook.give(consumed_samples)
+        return self._feed_log.give(consumed_samples)
 
     async def stats(self) -> FeederStats:
         """Counts; also the sign of life that a rank waits for after a restart."""
@@ -282,7 +282,7 @@ class Feeder:
             self._changed.notify_all()  # there may be room for the next chunk
         if drawn is None:
             return None
-        self._notebook.drawn(drawn)
+        self._feed_log.drawn(drawn)
         return run.steps.append(step, drawn)
 
     async def _await_change(self, since: float) -> bool:
@@ -345,7 +345,7 @@ class Feeder:
             # loop (0.1 s) later; the second: a helper process less while everything starts.
             os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
             os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
-            with loading():
+            with paused_gc():
                 from orchestrator.data.feed.pipeline import read_chunks
 
             feeder = ray.get_runtime_context().current_actor
@@ -371,7 +371,7 @@ class Feeder:
             if self._run is not run or self._error is not None:
                 return False
             run.take(slot, chunk)
-            self._notebook.differences(chunk.encoder_differences)
+            self._feed_log.differences(chunk.encoder_differences)
             self._work.note()
             self._changed.notify_all()
             return True

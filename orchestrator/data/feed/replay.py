@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from orchestrator.data.packing.stream import DrawnStep
+from orchestrator.data.packing.stream import StepSamples
 from orchestrator.records import Cursor, StepRange
 
 # However small the limit, these stay: the step being trained and the one fetched ahead of it.
@@ -24,7 +24,7 @@ class HeldStep:
 
     asked: StepRange
     before: Cursor
-    drawn: DrawnStep
+    drawn: StepSamples
 
 
 class ReplayBuffer:
@@ -53,7 +53,7 @@ class ReplayBuffer:
         """The oldest sample that can still be given."""
         return self._steps[0].before.consumed_samples if self._steps else self._next.consumed_samples
 
-    def append(self, asked: StepRange, drawn: DrawnStep) -> HeldStep:
+    def append(self, asked: StepRange, drawn: StepSamples) -> HeldStep:
         """Takes the step drawn at `next_cursor`; drops the oldest ones beyond the limit."""
         assert asked.first_sample == self._next.consumed_samples, (
             f"{asked} does not follow {self._next.consumed_samples}"

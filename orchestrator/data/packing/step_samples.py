@@ -18,7 +18,7 @@ NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
 SOURCE_NUMBER = 0
 
 
-class DrawnStep:
+class StepSamples:
     """One step's samples: its tokens, where documents begin, and the cursor behind it. Immutable.
 
     It holds its own copy of the tokens, so it may be kept when the packer has gone on. Arrays of samples are

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from orchestrator.data.packing.segments import Before, Counts, Segment, without_entries
-from orchestrator.data.packing.step_samples import SOURCE_NUMBER, DrawnStep
+from orchestrator.data.packing.step_samples import SOURCE_NUMBER, StepSamples
 from orchestrator.data.packing.unfinished import UnfinishedDocument
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, DataIdentityError, FeedError
@@ -24,7 +24,7 @@ from orchestrator.records import Cursor, Int32Array, Int64Array, SourceCursor, S
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
-__all__ = ["DrawnStep", "Packer", "Sample", "open_samples"]
+__all__ = ["StepSamples", "Packer", "Sample", "open_samples"]
 
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int64))
 
@@ -108,7 +108,7 @@ class Packer:
             )
         self._finished = True
 
-    def draw(self, step: StepRange) -> DrawnStep | None:
+    def draw(self, step: StepRange) -> StepSamples | None:
         """The samples of `step`, or what the data still have of them; None: more chunks are needed first.
 
         Raises `FeedError` if the step does not begin where the one before ended.
@@ -131,7 +131,7 @@ class Packer:
         if end_of_data and num:
             # what follows the last token is passed by no cursor of these data, and told all the same
             reasons += tuple(reason for segment in self._segments for reason in segment.take_reasons(None))
-        drawn = DrawnStep(
+        drawn = StepSamples(
             step=StepRange(
                 first_sample=step.first_sample, num_samples=num_samples, num_tokens=num, seq_len=step.seq_len
             ),

@@ -23,7 +23,7 @@ GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 # gigatoken's cache of words grows without bound: the object is made anew after so much text (UTF-8 bytes).
 RENEW_BYTES = 256 << 20
 # Texts on which encoders have been seen to differ, or might.
-HOSTILE = (
+ADVERSARIAL_TEXTS = (
     "",
     " ",
     "\n",
@@ -252,7 +252,7 @@ def _shown(text: str) -> str:
 
 def _hostile(model: TokenizerModel) -> list[str]:
     special = [f"a{token} {token}b{token}{token}" for token in model.special_tokens[:32]]
-    return [*HOSTILE, *special]
+    return [*ADVERSARIAL_TEXTS, *special]
 
 
 # ---------------------------------------------------------------------------------------- pieces
