@@ -58,7 +58,7 @@ def rank_main(rank: int, port: int, folder: Path, changed: int | None, heard: An
     ended = ""
     try:
         with Group.formed(view, store, CPU, WAIT_S, lambda: False) as group:
-            agree(group, state, "config", None, Storage(str(folder)), fault)
+            agree(group, state, "config", None, Storage(str(folder)), fault, warm=True)
     except GenerationEnded as error:
         ended = str(error)
     heard.put((rank, state.key, state.digest(), ended))
