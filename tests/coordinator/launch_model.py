@@ -162,7 +162,7 @@ class World:
         self.groups: dict[tuple[int, int], Group] = {}
         self.messages: list[tuple[str, Member, object]] = []
         self.contents: dict[StateKey, Content] = {}
-        self.deaths: list[int] = []  # each with the highest step of that time
+        self.deaths: dict[str, int] = {}  # members, with the highest step when it was noticed
         self.highest = 0
         self.num = {"steps": 0, "commits": 0, "restarts": 0, "ends": 0, "generations": 0, "rewinds": 0}
         self.stop_asked = False
@@ -189,7 +189,7 @@ class World:
         self.stop_asked = False
         self.members, self.groups = [], {}
         self.messages = []
-        self.deaths, self.highest, self.finished = [], 0, {}
+        self.deaths, self.highest, self.finished = {}, 0, {}
         made = self.claimed(number, launch, names, None, (), number)
         for _ in range(self.size):
             self.start_member(launch)
@@ -336,7 +336,7 @@ class World:
         if "failures" in end.reason:
             first = min(n for n, launch in self.claims.items() if launch == self.coordinator.launch)
             newest = max((key for key in self.journal if key.attempt >= first), default=None)
-            recent = [step for step in self.deaths if newest is None or step >= newest.step - 1]
+            recent = [step for step in self.deaths.values() if newest is None or step >= newest.step - 1]
             need(len(recent) > MAX_FAILURES, f"a healthy run is stopped: {end.reason}")
 
     def flush(self) -> bool:
@@ -514,7 +514,7 @@ class World:
 
     def die(self, member: Member) -> None:
         if member.alive and member.mode != "over":
-            self.deaths.append(self.highest)
+            self.deaths[member.name] = self.highest
         member.alive = False
         if member.group:
             member.group.left.add(member.name)
@@ -790,6 +790,7 @@ class World:
         asked = {info.member for info in machine.to_ask(bool(self.coordinator.commits.saves), self.now)}
         for member in self.members:
             if not member.alive and member.name in asked:
+                self.deaths[member.name] = self.highest
                 self.carry_out(machine.dead(member.name, "gone", self.now))
 
     # ------------------------------------------------------------ no more faults
