@@ -16,7 +16,7 @@ quickstart: $(STAMP)
 	$(BIN)/orchestrator train configs/quickstart.yaml
 
 test: $(TOOLS)
-	$(BIN)/python -m pytest -m "not chaos"
+	$(BIN)/python -m pytest -m "not chaos" --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .
