@@ -161,11 +161,11 @@ class TrainConfig(_Section):
     micro_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
     """Samples per forward pass; need not divide the batch, the last micro-batch is smaller."""
     max_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
-    """Stop after this many steps of the shape it was first given with; null: no such stop."""
+    """Stop after this many steps of the shape it was first given with; null: no limit."""
     max_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
-    """Stop after this many samples; null: no such stop."""
+    """Stop after this many samples; null: no limit."""
     max_tokens: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
-    """Stop after this many tokens (positions); null: no such stop."""
+    """Stop after this many tokens (positions); null: no limit."""
     lr: Annotated[float, may_change("a number > 0, e.g. 3e-4", gt=0)]
     """Highest learning rate."""
     min_lr_ratio: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.1

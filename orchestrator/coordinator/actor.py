@@ -532,8 +532,8 @@ class Coordinator:
         except StorageError as error:
             await self._do(self._launch.storage_failed(str(error), began))
             return False
-        await self._do(self._launch.storage_worked())
         self._acknowledge(durable)
+        await self._do(self._launch.storage_worked())
         return True
 
     def _acknowledge(self, durable: StateKey | None) -> None:

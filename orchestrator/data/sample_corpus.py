@@ -168,7 +168,7 @@ def _text(file: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error}; mend that or leave the file out") from error
+        raise DataError(f"{file} cannot be read: {error}; fix that or leave the file out") from error
     return None if "\0" in text else text
 
 

@@ -189,7 +189,7 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
     if not plan.num_blocks:
         raise ConfigError(
             f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
-            "records; mend the path"
+            "records; fix the path"
         )
     encoder, notes = _choose(config, settings, facts, plan)
     record = DataRecord(

@@ -32,7 +32,7 @@ BAD_LINES = {
     "array": (b'["text"]', "a JSON array, an object is expected"),
     "string": (b'"text"', "a JSON string, an object is expected"),
     "null itself": (b"null", "a JSON null, an object is expected"),
-    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n. Set text_field, mend"),
+    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n. Set text_field, fix"),
     "null": (b'{"text": null}', "'text' is null"),
     "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected; the record has: text. Set"),
     "boolean": (b'{"text": true}', "'text' is a JSON boolean, a string is expected"),
@@ -51,7 +51,7 @@ def test_a_bad_document_stops_with_its_place_and_reason(case: str, tmp_path: Pat
         samples(spec_of(config), 64)
     place = f"{tmp_path / 'a.jsonl'}: byte {50 * len(GOOD) + 1}, line 52: "
     assert str(caught.value).startswith(place + reason)
-    assert str(caught.value).endswith("mend the document, or set data.on_bad_document=skip")
+    assert str(caught.value).endswith("fix the document, or set data.on_bad_document=skip")
 
 
 def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make) -> None:

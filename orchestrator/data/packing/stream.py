@@ -184,7 +184,7 @@ class Packer:
         if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
             raise DataError(
                 f"{bad} of the first {seen} documents of source {self._source} are bad, more than "
-                f"data.max_bad_share={self._settings.max_bad_share}; mend them, or allow a larger share"
+                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
             )
 
     def _behind_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:

@@ -102,7 +102,7 @@ def _row(base: str, format_: str, text_field: str, path: str) -> FileRow:
                 group_bytes=sizes,
             )
     except OSError as error:
-        raise DataError(f"{full}: cannot be read: {error}; mend its rights or leave it out") from error
+        raise DataError(f"{full}: cannot be read: {error}; fix its rights or leave it out") from error
 
 
 def _probe(handle: int, size: int) -> str:
@@ -195,7 +195,7 @@ def changes_since(manifest: Manifest) -> Changes:
         except (FileNotFoundError, NotADirectoryError):
             return None, f"{path}: it had {row.bytes} bytes and is gone"
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error}; mend its rights") from error
+            raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
         if found is None:
             return row, None
         return _row(manifest.base, manifest.format, manifest.text_field, row.path), f"{path}: {found}"

@@ -119,7 +119,7 @@ def _add_record(
         if settings.on_bad_document == "stop":
             also = ", " if isinstance(error, WrongFieldError) else "; "
             raise BadDocumentError(
-                f"{reason}{also}mend the document, or set data.on_bad_document=skip"
+                f"{reason}{also}fix the document, or set data.on_bad_document=skip"
             ) from None
         writer.add(position, origin, BAD, reason=reason)
         yield from writer.full_chunks()

@@ -83,7 +83,7 @@ def _with_json(name: str, folder: Path) -> dict[str, bytes]:
     try:
         files = {n: (folder / n).read_bytes() for n in FILES if (folder / n).is_file()}
     except OSError as error:
-        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; mend its rights") from error
+        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
     if "tokenizer.json" not in files:
         if not files:
             raise ConfigError(
