@@ -187,12 +187,12 @@ class Launch:
         self.coordinator = self._new_coordinator()
 
     def waits(self, name: str) -> bool:
-        """It waits for the next generation, and the running one has been told to meet."""
+        """It waits for the next generation, and rank 0 of the running one knows that it is to meet."""
         told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
         return name in self.coordinator._launch.waiting and told is not None and told.reform
 
     def acknowledged(self) -> int:
-        """The step that rank 0 of the newest generation has last been told to be durable."""
+        """The newest step that rank 0 of the newest generation knows to be durable."""
         told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None
         return told.acknowledged_step if told else -1
 
@@ -277,6 +277,8 @@ class Launch:
             vote = arguments[1]
             self._votes.setdefault(vote.key.point_name, {})[vote.rank] = vote
             records = vote.records
+        elif method == "watch" and arguments[-1] is not None:
+            self._told[arguments[1], arguments[2]] = arguments[-1]  # what the member has taken in
         elif method == "finished":
             self.finished[name] = (arguments[2], arguments[3])
         for record in records:
@@ -296,7 +298,6 @@ class Launch:
             if isinstance(answer, ControlRequests):
                 if not self.acknowledge:
                     answer = dataclasses.replace(answer, acknowledged_step=-1)
-                self._told[arguments[1], arguments[2]] = answer
             self._send(name, "answer", number, True, answer)
             self.changed.notify_all()
 
