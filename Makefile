@@ -15,8 +15,9 @@ quickstart: $(STAMP)
 	$(BIN)/orchestrator sample-corpus corpus/
 	$(BIN)/orchestrator train configs/quickstart.yaml
 
+# in two processes: one has the tests on Ray
 test: $(TOOLS)
-	$(BIN)/python -m pytest -m "not chaos" --durations=10
+	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .

@@ -1,14 +1,16 @@
 """Fixtures shared by every test: a small real corpus with a tokenizer, and the mapping of a very small job.
 
-They import neither ray nor torch, so that the pure tests stay fast.
+They import neither ray nor torch before a test asks for a cluster, so that the pure tests stay fast.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,29 @@ from orchestrator.data.sample_corpus import train_tokenizer
 settings.register_profile("orchestrator", deadline=None, database=None)
 settings.load_profile("orchestrator")
 
+# a dead raylet is noticed after 2 to 3 s; read by Ray when a node is started
+for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
+    os.environ.setdefault(f"RAY_health_check_{_name}", _value)
+
 TOKENIZER_VOCAB = 1000
 CORPUS_FILES = 3
 CORPUS_BYTES = 1_500_000
 
 TinyConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For runs in several processes (`-n 2 --dist loadgroup`): a file's tests stay together, all that use the
+    session's Ray cluster are one group, and what takes longest begins first.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    on_ray = {item.path for item in items if "head" in item.fixturenames}
+    for item in items:
+        group = "ray" if item.path in on_ray else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (item.path not in on_ray, item.get_closest_marker("system") is None))
 
 
 def _stdlib_documents() -> Iterator[tuple[str, str]]:
@@ -106,3 +126,38 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
         return config
 
     return make
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Any]:
+    """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 5, "include_dashboard": False, "object_store_memory": 300 << 20},
+    )
+    yield made
+    made.shutdown()
+
+
+@contextmanager
+def connected(head: Any) -> Iterator[None]:
+    """This process is connected to the head; one that is already stays so."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address=head.address, logging_level="ERROR", log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(head: Any) -> Iterator[Any]:
+    """The head; this process is connected to it while the module's tests run."""
+    with connected(head):
+        yield head

@@ -31,25 +31,11 @@ from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, 
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 from tests.conftest import TinyConfig
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
 
 SEQ_LEN, MICRO = 32, 2
 STEP_TOKENS = 8192  # large steps: the tests pass through many slots in few steps
 launches, generations = count(), count(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(
-        "local",  # not another cluster on this machine
-        num_cpus=4,
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +148,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(spec: DataSpec) -> Iterator[tuple[Any, str]]:
+def shared(cluster: Any, spec: DataSpec) -> Iterator[tuple[Any, str]]:
     """A feeder for all tests that leave it whole; each begins a generation of its own."""
     with feeder(spec, replay_bytes=8 << 20) as (actor, launch):
         yield actor, launch
@@ -313,10 +299,8 @@ def test_a_bad_document_reaches_every_rank_as_the_error_it_is(
     spec = prepare_data(parse_config(tiny_config({"data.sources": [source], "data.shuffle": "none"})))
     with feeder(spec) as (actor, launch):
         feeds = open_feeds((actor, launch), Cursor(), 2)
-        began = time.monotonic()
         with pytest.raises(BadDocumentError, match=r"part\.jsonl.*line 201"):
             train(feeds, Cursor(), None, num_samples=64)
-        assert time.monotonic() - began < 20
         for feed in feeds:
             with pytest.raises(BadDocumentError):
                 feed.get(following(Cursor(), 8), 0, 2, MICRO, Cursor())
@@ -341,8 +325,7 @@ def test_skipped_documents_are_noted_once(tiny_config: TinyConfig, tmp_path: Pat
 
 def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shared: tuple[Any, str]) -> None:
     ray.get(shared[0].close.remote())
-    hog = ray.remote(num_cpus=4)(Hog).remote()
-    ray.get(hog.holds.remote())
+    hog = holding_cpus(leaving=0)
     with feeder(spec, stall_s=2.0) as (actor, launch):
         (feed,) = open_feeds((actor, launch), Cursor())
         with pytest.raises(FeedError, match=r"data\.num_tokenizers"):
@@ -408,8 +391,7 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
 ) -> None:
     ray.get(shared[0].close.remote())
-    hog = ray.remote(num_cpus=3)(Hog).remote()
-    ray.get(hog.holds.remote())
+    hog = holding_cpus(leaving=1)
     here = ray.get_runtime_context().get_node_id()
     # few slots per dataset: the next ones are read when all other CPUs have been taken for long
     with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=20.0) as pair:
@@ -422,8 +404,7 @@ def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
     spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
 ) -> None:
     ray.get(shared[0].close.remote())
-    hog = ray.remote(num_cpus=4)(Hog).remote()
-    ray.get(hog.holds.remote())
+    hog = holding_cpus(leaving=0)
     here = ray.get_runtime_context().get_node_id()
     places = {"tokenizer_node": here, "tokenizer_cpus": 0.0}
     with feeder(spec, num_tokenizers=2, slots_per_dataset=30, stall_s=20.0, **places) as pair:
@@ -433,9 +414,16 @@ def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
 
 
 class Hog:
-    """Holds the cluster's CPUs."""
+    """Holds CPUs of the cluster."""
 
     def holds(self) -> None: ...
+
+
+def holding_cpus(leaving: int) -> Any:
+    """An actor that holds all but so many."""
+    hog = ray.remote(num_cpus=int(ray.cluster_resources()["CPU"]) - leaving)(Hog).remote()
+    ray.get(hog.holds.remote())
+    return hog
 
 
 def test_the_feed_without_ray_gives_the_same_slices_and_errors(

@@ -1,52 +1,61 @@
-"""One Ray cluster per module, of real raylets, and a small job on it."""
+"""A small job on a real Ray cluster, and two runs of it that nothing befell, made once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.system.harness import Job
+from tests.conftest import connected
+from tests.system.harness import Job, assert_exactly_once
 
-# a dead raylet is noticed after 2 to 3 s; read by Ray when a node is started
-for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
-    os.environ.setdefault(f"RAY_health_check_{_name}", _value)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head with room for workers and tokenizers; this process is connected to it."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 5, "include_dashboard": False, "object_store_memory": 300 << 20},
-    )
-    ray.init(address=made.address, logging_level="ERROR", log_to_driver=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
+SMALL = {
+    "train.max_steps": 16,
+    "resume.every_steps": 4,
+    "cluster.num_workers": 2,
+    "data.num_tokenizers": 1,
+    "data.window_bytes": 1 << 18,
+    "data.fragment_bytes": 1 << 16,
+}
 
 
 @pytest.fixture
 def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Path) -> Iterator[Job]:
     """16 steps of 8 × 32 tokens, a point every 4, two workers."""
-    mapping = tiny_config(
-        {
-            "train.max_steps": 16,
-            "resume.every_steps": 4,
-            "cluster.num_workers": 2,
-            "data.num_tokenizers": 1,
-            "data.window_bytes": 1 << 18,
-            "data.fragment_bytes": 1 << 16,
-        }
-    )
-    made = Job(mapping, tmp_path)
+    made = Job(tiny_config(SMALL), tmp_path)
     yield made
     for driver in made.drivers:
         driver.kill()
         driver.communicate()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    head: Any,
+    tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[int, Job]:
+    """The same job, trained to its end by one worker and by two; only to be read."""
+    import torch  # noqa: F401  where it is loaded, a start tries its model here and not in another process
+
+    jobs = {size: Job(tiny_config(SMALL), tmp_path_factory.mktemp("undisturbed")) for size in (1, 2)}
+    with connected(head):
+        for size, made in jobs.items():
+            result = made.train(cluster__num_workers=size)
+            assert result.outcome == "done", result.reason
+            assert_exactly_once(made)
+    return jobs
+
+
+@pytest.fixture(scope="session")
+def unbroken(undisturbed: dict[int, Job]) -> tuple[str, list[float]]:
+    """The weights' digest and the losses of the job on one worker."""
+    return undisturbed[1].final_digest(), undisturbed[1].losses()
+
+
+@pytest.fixture
+def finished(undisturbed: dict[int, Job], tmp_path: Path) -> Job:
+    """A copy of the run that two workers finished."""
+    return undisturbed[2].copied(tmp_path / "runs")

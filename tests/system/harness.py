@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,12 @@ class Job:
             section, _, field = path.partition("__")
             mapping.setdefault(section, {})[field] = value
         return parse_config(mapping)
+
+    def copied(self, storage: Path) -> Job:
+        """The same job with a copy of all that its run has written."""
+        shutil.copytree(self._mapping["run"]["storage"], storage)
+        run = {**self._mapping["run"], "storage": str(storage)}
+        return Job({**self._mapping, "run": run}, self._folder)
 
     def train(self, faults: FaultPlan | None = None, **changes: Any) -> RunResult:
         """One launch in this process."""
@@ -136,6 +143,14 @@ def _reference_stream(job: Job, num_tokens: int) -> list[tuple[int, int]]:
 @functools.cache
 def _reference_tokens(documents: tuple[str, ...], tokenizer: str) -> list[tuple[int, int]]:
     return reference.tokens(iter(documents), Path(tokenizer), 1 << 20)
+
+
+def assert_same_training(job: Job, unbroken: tuple[str, list[float]]) -> None:
+    """It trained exactly what the undisturbed run on one worker did, to the last bit."""
+    digest, losses = unbroken
+    assert_exactly_once(job)
+    assert job.losses() == losses
+    assert job.final_digest() == digest
 
 
 def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:

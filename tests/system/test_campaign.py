@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.harness import Job, assert_survivors_stayed
-from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
+from tests.system.harness import Job, assert_same_training, assert_survivors_stayed
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
@@ -20,7 +19,7 @@ PLACES = ("step_begin", "gradient_done", "summary_received", "applied")
 def test_a_kill_anywhere_changes_nothing(
     job: Job,
     cluster: Any,
-    unbroken: tuple[str, list[float]],  # noqa: F811
+    unbroken: tuple[str, list[float]],
     place: str,
     rank: int,
     step: int,

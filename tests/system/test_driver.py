@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.system.harness import Job, assert_exactly_once, when_step
-from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
+from tests.system.harness import Job, assert_exactly_once, assert_same_training, when_step
 
 pytestmark = pytest.mark.system
 ENDLESS = {"train__max_steps": 100_000, "data__num_epochs": 100}
@@ -30,35 +29,30 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
 
 def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_path: Path) -> None:
     driver = start(job, cluster, tmp_path)
+    job.drivers.append(driver)
     watch = when_step(job, 5, lambda: driver.send_signal(signal.SIGINT))
     out, err = driver.communicate(timeout=120)
     watch.join()
     assert driver.returncode == 0, err
     stopped = json.loads(out)
     assert stopped["outcome"] == "stopped"
-    newest = job.run.points()[-1]
-    assert newest["consumed_samples"] == stopped["consumed_samples"]
-    assert job.train(**{**ENDLESS, "train__max_steps": newest["step"] + 6}).outcome == "done"
+    newest, last = job.run.points()[-1], job.run.steps()[-1]
+    assert newest["consumed_samples"] == stopped["consumed_samples"] == last.consumed_samples
     assert_exactly_once(job)
 
 
 def test_a_start_falls_back_past_a_damaged_point_and_says_so(
-    job: Job,
-    cluster: Any,
-    unbroken: tuple[str, list[float]],  # noqa: F811
-    capfd: pytest.CaptureFixture[str],
+    finished: Job, cluster: Any, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert job.train(train__max_steps=8).outcome == "done"
-    points = Path(job.run.uri) / "points"
-    newest = max(points.iterdir())
+    newest = max((Path(finished.run.uri) / "points").iterdir())
     damaged = max((newest / "model").iterdir())
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
-    assert job.train().outcome == "done"
+    assert finished.train().outcome == "done"
     said = capfd.readouterr().err
     assert newest.name in said
     assert damaged.name in said
     assert "falling back" in said
-    assert_same_training(job, unbroken)
-    assert [record.attempt for record in job.run.steps()] == [1] * 4 + [2] * 12
+    assert_same_training(finished, unbroken)
+    assert [record.attempt for record in finished.run.steps()] == [1] * 12 + [2] * 4

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,60 +16,27 @@ from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.system.harness import (
     Job,
-    assert_exactly_once,
+    assert_same_training,
     assert_survivors_stayed,
     feeder_pid,
     log_text,
     sigkill,
     when_said,
-    when_struck,
 )
 
 pytestmark = pytest.mark.system
 ADDRESS = r"[\d.]+"
 
 
-@pytest.fixture(scope="module")
-def unbroken(
-    cluster: Any, tiny_config: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, list[float]]]:
-    """The weights' digest and the losses of the same job, uninterrupted, on one worker."""
-    job = Job(job_mapping(tiny_config), tmp_path_factory.mktemp("unbroken"))
-    result = job.train(cluster__num_workers=1)
-    assert result.outcome == "done", result.reason
-    assert_exactly_once(job)
-    return job.final_digest(), job.losses()
+Unbroken = tuple[str, list[float]]
 
 
-def job_mapping(tiny_config: Any) -> dict[str, Any]:
-    return tiny_config(
-        {
-            "train.max_steps": 16,
-            "resume.every_steps": 4,
-            "cluster.num_workers": 2,
-            "data.num_tokenizers": 1,
-            "data.window_bytes": 1 << 18,
-            "data.fragment_bytes": 1 << 16,
-        }
-    )
-
-
-def assert_same_training(job: Job, unbroken: tuple[str, list[float]]) -> None:
-    digest, losses = unbroken
-    assert_exactly_once(job)
-    assert job.losses() == losses
-    assert job.final_digest() == digest
-
-
-def test_two_workers_train_the_same_bits_as_one(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
-) -> None:
-    assert job.train().outcome == "done"
-    assert_same_training(job, unbroken)
+def test_two_workers_train_the_same_bits_as_one(undisturbed: dict[int, Job], unbroken: Unbroken) -> None:
+    assert_same_training(undisturbed[2], unbroken)
 
 
 def test_workers_are_killed_one_after_the_other_at_every_place(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]], capfd: pytest.CaptureFixture[str]
+    job: Job, cluster: Any, unbroken: Unbroken, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # one worker is left each time, and saves; the first replacement dies, too, while it receives the state
     plan = (
@@ -97,7 +63,7 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
 
 
 def test_the_coordinator_is_killed_again_and_again(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+    job: Job, cluster: Any, unbroken: Unbroken
 ) -> None:
     # the last one dies while it restarts: it has claimed, and has not said what it inherits
     plan = (
@@ -117,7 +83,7 @@ def test_the_coordinator_is_killed_again_and_again(
 
 
 def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]], monkeypatch: pytest.MonkeyPatch
+    job: Job, cluster: Any, unbroken: Unbroken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "FROZEN_S", 1.5)
     plan = job.faults().add(FREEZE, "votes_complete", step=4)
@@ -129,48 +95,29 @@ def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2}
 
 
-def test_a_frozen_worker_is_named_while_the_others_wait_for_it(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
-) -> None:
-    plan = job.faults().add(FREEZE, "step_begin", step=9, rank=1)
-
-    def thaw() -> None:
-        for event in read_journal(Storage(job.run.uri)).events:
-            if event.kind == "join":
-                os.kill(event.fields["pid"], signal.SIGCONT)
-
-    watch = threading.Thread(target=when_said, args=(job, "has not answered for", thaw))
-    watch.start()
-    result = job.train(plan)
-    watch.join()
-    assert result.outcome == "done", result.reason
-    named = (
-        rf"worker 1 \({ADDRESS}, pid \d+\) has not answered for \d+\.\d s: its process is stopped \(SIGSTOP\)"
-    )
-    assert re.search(named, log_text(job))
-    assert "worker 0 (" not in log_text(job), "who waits for it is not named"
-    assert_same_training(job, unbroken)
-
-
-def test_the_feeder_is_killed_and_training_goes_on(
-    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+def test_a_frozen_worker_is_named_and_the_feeder_killed_meanwhile_and_training_goes_on(
+    job: Job, cluster: Any, unbroken: Unbroken
 ) -> None:
     killed: list[int] = []
 
-    def kill() -> None:
+    def kill_and_thaw() -> None:
         killed.append(feeder_pid())
         sigkill(killed[0])
         for event in read_journal(Storage(job.run.uri)).events:
             if event.kind == "join":
                 os.kill(event.fields["pid"], signal.SIGCONT)
 
-    # one rank stands still meanwhile, so that the others are not done before
     plan = job.faults().add(FREEZE, "step_begin", step=9, rank=1)
-    watch = threading.Thread(target=when_struck, args=(plan, 0, kill))
+    watch = threading.Thread(target=when_said, args=(job, "has not answered for", kill_and_thaw))
     watch.start()
     result = job.train(plan)
     watch.join()
     assert result.outcome == "done", result.reason
     assert killed, "the feeder lived to the end"
+    named = (
+        rf"worker 1 \({ADDRESS}, pid \d+\) has not answered for \d+\.\d s: its process is stopped \(SIGSTOP\)"
+    )
+    assert re.search(named, log_text(job))
+    assert "worker 0 (" not in log_text(job), "who waits for it is not named"
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)

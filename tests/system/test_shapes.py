@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 
 
 def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
-    job: Job, cluster: Any
+    job: Job, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # token budgets that are no multiples of anything: last samples are shortened, and the next start goes on
     # behind them
@@ -33,11 +33,20 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     second_plan = job.faults().kill("gradient_done", rank=0, step=(first.step or 0) + 8)
     second = job.train(second_plan, **budget, **other, train__max_tokens=77_777)
     assert (second.outcome, second.consumed_tokens) == ("done", 77_777), second.reason
-    # back to the first batch, more tokens than before, two workers, and the coordinator dies
+    # back to the first batch, more tokens than before, two workers that leave one CPU for two tokenizers, and
+    # the coordinator dies
     third_plan = job.faults().kill("votes_complete")
+    beside = {"cluster__cpus_per_worker": 2, "data__num_tokenizers": 2}
     third = job.train(
-        third_plan, **budget, train__max_tokens=100_000, train__global_batch_size=16, pack__seq_len=128
+        third_plan,
+        **budget,
+        **beside,
+        train__max_tokens=100_000,
+        train__global_batch_size=16,
+        pack__seq_len=128,
     )
+    beside_workers = "the tokenizers take no CPU of their own and run beside the workers"
+    assert capfd.readouterr().err.count(beside_workers) == 1
     assert (third.outcome, third.consumed_tokens) == ("done", 100_000), third.reason
     assert [len(p.struck()) for p in (plan, second_plan, third_plan)] == [1, 1, 1]
     assert_exactly_once(job)
@@ -48,20 +57,12 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     assert (found.action, found.remaining_steps, found.consumed_tokens) == ("resume", 0, 100_000)
 
 
-def test_a_cluster_with_cpus_for_the_workers_alone_takes_the_tokenizers_beside_them_and_says_so(
-    job: Job, cluster: Any, capfd: pytest.CaptureFixture[str]
+def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(
+    finished: Job, cluster: Any
 ) -> None:
-    done = job.train(train__max_steps=4, cluster__cpus_per_worker=2, data__num_tokenizers=2)
-    assert done.outcome == "done", done.reason
-    assert "the tokenizers take no CPU of their own and run beside the workers" in capfd.readouterr().err
-    assert_exactly_once(job)
-
-
-def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(job: Job, cluster: Any) -> None:
-    assert job.train(train__max_steps=4).outcome == "done"
-    again = job.train(train__max_steps=4)
-    assert (again.outcome, again.consumed_tokens) == ("done", 4 * 8 * 32)
-    assert len(job.run.steps()) == 4
+    again = finished.train()
+    assert (again.outcome, again.consumed_tokens) == ("done", 16 * 8 * 32)
+    assert len(finished.run.steps()) == 16
     with pytest.raises(RefusedError, match=r"data\.seed=0.*asks for 7"):
-        job.train(data__seed=7)
-    assert_exactly_once(job)
+        finished.train(data__seed=7)
+    assert_exactly_once(finished)

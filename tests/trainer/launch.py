@@ -295,9 +295,8 @@ class Launch:
             answer = done.result()
             if isinstance(answer, GenerationView) and answer.rank == 0:
                 self.views.append(answer)
-            if isinstance(answer, ControlRequests):
-                if not self.acknowledge:
-                    answer = dataclasses.replace(answer, acknowledged_step=-1)
+            if isinstance(answer, ControlRequests) and not self.acknowledge:
+                answer = dataclasses.replace(answer, acknowledged_step=-1)
             self._send(name, "answer", number, True, answer)
             self.changed.notify_all()
 

@@ -42,6 +42,7 @@ class Plan:
 
     kill: Moment | None = None
     hold: Moment | None = None
+    unreachable: int = 0  # how often it cannot reach the store of rank 0, before any of the above
     lose_summary: int | None = None
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
     full_disk_at: int | None = None  # the step whose part of a save cannot be written
@@ -146,7 +147,11 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
         set()
     )  # a step is trained again after its summary was lost; what was planned for it happens once
 
+    unreached = iter(range(plan.unreachable))
+
     def fault(place: str, step: int, rank: int) -> None:
+        if place == "connecting" and next(unreached, None) is not None:
+            raise RuntimeError("the network does not answer")
         if plan.hold == (place, step) and "hold" not in done:
             done.add("hold")
             calls.hold(place)

@@ -207,6 +207,34 @@ def test_a_member_that_waits_for_one_that_died_while_forming_is_not_left_out(tmp
     assert_same_training(launch, unbroken)
 
 
+def test_two_generations_fail_before_their_first_step_and_then_a_member_dies_on_its_way_to_the_group(
+    tmp_path, unbroken
+):
+    plans = {"b": Plan(unreachable=2, kill=("connecting", 0))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        group.finish()
+        assert killed(group) == {"b"}
+        launch = group.launch
+    # the third was formed to try ports only; nobody waited out a time-out for the dead one
+    assert [start.world_size for start in launch.journal().generations] == [2, 2, 2, 2, 1]
+    assert_same_training(launch, unbroken)
+
+
+def test_a_newcomer_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(tmp_path):
+    plans = {"a": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a"], plans, job=tiny_job(train__max_steps=100_000)) as group:
+        let_in(group, "b", Plan(unreachable=1), held="a")
+        launch = group.launch
+        launch.wait_for(lambda: [view.world_size for view in launch.views] == [1, 2, 1, 2])
+        launch.request("stop")
+        group.finish()
+        assert killed(group) == set()
+    alone, tried, without, together = launch.views
+    assert alone.generation < tried.generation < without.generation < together.generation
+    assert without.parent == tried.parent, "the one that was there lost no step"
+    assert together.parent.generation == without.generation, "the newcomer had to wait, and is in"
+
+
 def test_a_save_that_one_rank_cannot_write_is_given_up_and_training_goes_on(tmp_path, unbroken):
     job = tiny_job(resume__every_steps=2)
     with members(tmp_path, ["a", "b", "c"], {"b": Plan(full_disk_at=4)}, job=job) as group:
