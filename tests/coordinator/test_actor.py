@@ -179,10 +179,12 @@ def on_failing_disk(store: RunStore) -> tuple[RunStore, FailingDisk]:
     return RunStore(Storage(store.storage.root, disk, no_sleep)), disk
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Returns when it holds."""
-    while not await holds():
-        await asyncio.sleep(0.01)
+async def until(actor: Coordinator, holds: Callable[[Coordinator], Awaitable[bool]]) -> None:
+    """Returns when it holds; looked at whenever the coordinator has something new to say."""
+    seen = (-1, -1)
+    while not await holds(actor):
+        news = await actor.status(seen, 0.5)
+        seen = (news.attempt, news.version)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -211,13 +213,13 @@ def test_a_journal_that_fails_for_a_while_costs_no_step_and_the_user_is_told(sto
         await actor.join(JOIN)
         disk.broken = True
         await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
-        await until(lambda: warned(actor, "No space left on device"))
+        await until(actor, lambda a: warned(a, "No space left on device"))
         assert (await status(actor)).ended is None
         wanted = await actor.watch(LAUNCH, 1, 1, None)
         assert (wanted.ended, wanted.acknowledged_step) == (False, 0)
         disk.broken = False
-        await until(lambda: warned(actor, "storage works again"))
-        await until(lambda: acknowledged(actor, 1))
+        await until(actor, lambda a: warned(a, "storage works again"))
+        await until(actor, lambda a: acknowledged(a, 1))
         await actor.end("stopped", "enough")
 
     async def warned(actor: Coordinator, text: str) -> bool:
@@ -251,7 +253,7 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
         back = replace(JOIN, key=key(0), leaves=(1, 1), cursor=cursor(key(0)))
         answers = await asyncio.gather(waiting, actor.join(back))
         assert all(isinstance(answer, RunOver) for answer in answers)
-        await until(lambda: is_over(actor))
+        await until(actor, is_over)
         disk.hanging.set()
 
     async def is_over(actor: Coordinator) -> bool:
