@@ -76,7 +76,7 @@ def train(
     ):
         busy = watcher.submit(starting.refuse_busy, store, progress.say)
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_ahead(store, job, spec)
+        plan = starting.look_before_start(store, job, spec)
         if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray

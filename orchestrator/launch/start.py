@@ -127,9 +127,17 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
     )
 
 
-def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
-    """What a start would do now; the newest point is trusted by sizes. A new run's first records are looked
-    at (see `check_first_records`).
+def look_before_start(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
+    """`look_ahead` for a start: one that would train verifies the point when it has claimed, one that has
+    nothing left to train verifies it here, for nobody else would.
+    """
+    plan = look_ahead(store, job, spec)
+    return look_ahead(store, job, spec, fast=False) if reached(plan) else plan
+
+
+def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True) -> ResumePlan:
+    """What a start would do now; with `fast` the newest point is trusted by sizes. A new run's first records
+    are looked at (see `check_first_records`).
     """
     from orchestrator.data.first_records import check_first_records
 
@@ -138,10 +146,10 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
         check_first_records(spec)
     seen = survey(store)
     require_frozen(seen, spec)
-    point, damages = choose_point(store, seen, job.resume.from_, fast=True)
+    point, damages = choose_point(store, seen, job.resume.from_, fast=fast)
     found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
-    if point is not None:
+    if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     return replace(found, notes=(*found.notes, *notes))
 

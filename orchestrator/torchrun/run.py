@@ -148,7 +148,7 @@ def _look(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
         busy = watcher.submit(starting.refuse_busy, store, say)
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_ahead(store, job, spec)
+        plan = starting.look_before_start(store, job, spec)
         if starting.reached(plan):
             return spec, plan, 0
         require_model(job, plan, spec.vocab_size)
