@@ -79,7 +79,7 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
     """A factory: `tiny_config({"train.max_steps": 4, "data.seed": 7})` returns a new job mapping.
 
     Every call has a storage folder of its own, unless `run.storage` is given. The model is a Llama of about
-    50,000 parameters.
+    50,000 parameters, unless there is a `model.factory`.
     """
     base: dict[str, Any] = {
         "run": {"name": "tiny"},
@@ -123,6 +123,8 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
         for dotted, value in (changes or {}).items():
             section, _, field = dotted.partition(".")
             config.setdefault(section, {})[field] = copy.deepcopy(value)
+        if "factory" in config["model"]:
+            del config["model"]["config"]
         return config
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.conftest import connected
 from tests.system.harness import Job, assert_exactly_once
 
-SMALL = {
+LLAMA = {
     "train.max_steps": 16,
     "resume.every_steps": 4,
     "cluster.num_workers": 2,
@@ -19,28 +20,39 @@ SMALL = {
     "data.window_bytes": 1 << 18,
     "data.fragment_bytes": 1 << 16,
 }
+TINY = {**LLAMA, "model.factory": "tests.system.tiny_model:build"}
+Make = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture
-def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Path) -> Iterator[Job]:
+def job(tiny_config: Make, tmp_path: Path) -> Iterator[Job]:
     """16 steps of 8 × 32 tokens, a point every 4, two workers."""
-    made = Job(tiny_config(SMALL), tmp_path)
-    yield made
-    for driver in made.drivers:
+    with ended(Job(tiny_config(TINY), tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def llama(tiny_config: Make, tmp_path: Path) -> Iterator[Job]:
+    """The same job with a model of transformers."""
+    with ended(Job(tiny_config(LLAMA), tmp_path)) as made:
+        yield made
+
+
+@contextmanager
+def ended(job: Job) -> Iterator[Job]:
+    """No driver of the job is left afterwards."""
+    yield job
+    for driver in job.drivers:
         driver.kill()
         driver.communicate()
 
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    head: Any,
-    tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]],
-    tmp_path_factory: pytest.TempPathFactory,
+    head: Any, tiny_config: Make, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Job]:
     """The same job, trained to its end by one worker and by two; only to be read."""
-    import torch  # noqa: F401  where it is loaded, a start tries its model here and not in another process
-
-    jobs = {size: Job(tiny_config(SMALL), tmp_path_factory.mktemp("undisturbed")) for size in (1, 2)}
+    jobs = {size: Job(tiny_config(TINY), tmp_path_factory.mktemp("undisturbed")) for size in (1, 2)}
     with connected(head):
         for size, made in jobs.items():
             result = made.train(cluster__num_workers=size)

@@ -14,6 +14,12 @@ from tests.system.harness import Job, assert_exactly_once, request_stop, when_st
 pytestmark = pytest.mark.system
 
 
+@pytest.fixture
+def job(llama: Job) -> Job:
+    """Here with a model of transformers."""
+    return llama
+
+
 @pytest.fixture(scope="module")
 def three_nodes() -> Iterator[Any]:
     """A head that holds the tokenizer, and two nodes that hold a worker each."""

@@ -22,6 +22,12 @@ from orchestrator.storage.files import Storage
 from tests.system.harness import Job
 
 pytestmark = pytest.mark.system
+
+
+@pytest.fixture
+def job(llama: Job) -> Job:
+    """Here with a model of transformers."""
+    return llama
 LIMIT_S = 60.0  # on a busy machine
 
 

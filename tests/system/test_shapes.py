@@ -16,6 +16,12 @@ from tests.system.harness import Job, assert_exactly_once
 pytestmark = pytest.mark.system
 
 
+@pytest.fixture
+def job(llama: Job) -> Job:
+    """Here with a model of transformers."""
+    return llama
+
+
 def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     job: Job, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
