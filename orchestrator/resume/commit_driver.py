@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import StorageError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records import StateKey, StillWaiting, Vote
 from orchestrator.resume.commit_events import (
@@ -162,7 +163,9 @@ class Commits:
     async def _perform_aside(self, action: StoreAction) -> None:
         answer = await asyncio.to_thread(self._committer.perform, action)
         for damage in self._committer.take_damages():
-            self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+            self._journal.event(
+                EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason
+            )
             await self._listener.warned(str(damage))
         if answer is not None:
             await self.tell(answer)
@@ -175,7 +178,7 @@ class Commits:
             note_committed(self._journal, point)
             await self._listener.committed(point)
         if isinstance(action, GiveUp):
-            self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
+            self._journal.event(EventKind.SAVE_GIVEN_UP, point=action.key.point_name, reason=action.reason)
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
             await self._listener.warned(text)
         for rank in action.ranks:

@@ -21,7 +21,8 @@ from orchestrator.errors import ElasticError, FencedError, OrchestratorError, St
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
-from orchestrator.history.journal import GROUP_FORMED, JournalWriter
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
 from orchestrator.resume.commit_driver import Commits
@@ -112,7 +113,7 @@ class RankZeroRecorder:
         change = Roster(world_size).formed(
             attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
         )
-        self._journal.event(GROUP_FORMED, **encode(change))
+        self._journal.event(EventKind.GROUP_FORMED, **encode(change))
         self._journal.flush()
         self._fault("generation_journalled", attempt.step_label, -1)
         self._acknowledged = attempt.step_label
@@ -195,7 +196,7 @@ class RankZeroRecorder:
     # ---------------------------------------------------------------------- inside
     def _end(self, outcome: str, reason: str) -> None:
         self._over.set()
-        self._journal.event("end", outcome=outcome, reason=reason)
+        self._journal.event(EventKind.END, outcome=outcome, reason=reason)
         self._journal.close()
         self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from orchestrator.coordinator.launch_machine import Action, Answer, End, Fenced, Kill, LaunchMachine, Note
-from orchestrator.elastic.failure_budget import MEMBER_DEAD, Failure, FailureBudget
+from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.records import (
     ControlRequests,
@@ -298,7 +299,7 @@ class World:
         match note.fields:
             case {"member": str() as member, "reason": str() as reason, "step": int() as step}:
                 self.finished[member] = (reason, step)
-            case {"member": _} if note.kind != MEMBER_DEAD:
+            case {"member": _} if note.kind != EventKind.MEMBER_DEAD:
                 pass
             case {"step": int() as step, "reason": str() as reason}:
                 self.failures.append((attempt, Failure(step=step, reason=reason)))

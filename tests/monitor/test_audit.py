@@ -30,6 +30,7 @@ from orchestrator.data.tokens import chunks
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.step_names import find_step, find_steps, step_name
 from orchestrator.launch import start as starting
@@ -80,7 +81,9 @@ class TrainedRun:
             ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
         )
         journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
-        journal.event("attempt", launch="", why="", pid=1, config=self.job.flat())
+        journal.event(
+            EventKind.ATTEMPT, launch="", why="", pid=1, machine="", pid_start="", config=self.job.flat()
+        )
         first = (self.key.step if self.key else 0) if label is None else label
         journal.generation(
             GenerationStart(
@@ -109,7 +112,7 @@ class TrainedRun:
             journal.step(record)
             self.key = record.key
             if step % 4 == 0 or taken.end_of_data:
-                journal.event("cursor", cursor=encode(noted(self.cursor)))
+                journal.event(EventKind.CURSOR, cursor=encode(noted(self.cursor)))
             if taken.end_of_data:
                 break
         feed.close()
