@@ -6,7 +6,7 @@ this version does not know: readers keep events by their text and pass over thos
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
 from enum import StrEnum
 
 from orchestrator.records import GroupChange
@@ -36,7 +36,7 @@ class EventKind(StrEnum):
 
     # ---- members of the training group, and their node groups
     JOIN = "join", "member", "actor", "node", "pid", "host", "key", "leaves", "unreached", "reason"
-    GROUP_FORMED = "group formed", *(field.name for field in fields(GroupChange))
+    GROUP_FORMED = "group formed", *(field.name for field in dataclasses.fields(GroupChange))
     MEMBER_DEAD = "member dead", "member", "reason"
     MEMBER_FAILED = "member failed", "member", "error", "text"
     MEMBER_FINISHED = "member finished", "member", "reason", "step"
