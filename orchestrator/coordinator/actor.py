@@ -254,7 +254,7 @@ class Coordinator:
         """A rank could not write its part of the save of `key`; it trains on."""
         self._check(launch)
         self._launch.voted()
-        self._commits.tell_soon(
+        self._commits.notify_soon(
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
@@ -407,7 +407,7 @@ class Coordinator:
                     self._journal.event(action.kind, **action.fields)
                 case Kill():
                     self._kills.append((self._version + 1, action.member))
-                    self._roster.gone(action.member.member, sentences.SILENT)
+                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE)
                 case Warn():
                     await self.warned(action.text)
                 case VoterGone():
@@ -420,7 +420,7 @@ class Coordinator:
         await self._notify()
         for event in gone:
             # not awaited: a commit that waits for storage must keep nobody from joining
-            self._commits.tell_soon(event)
+            self._commits.notify_soon(event)
 
     def _note_join(self, request: JoinRequest) -> None:
         if self._journalled.get(request.member) == request:
@@ -522,7 +522,7 @@ class Coordinator:
         while True:
             if self._launch.ended is None:
                 await self._flush()
-                await self._commits.tell(Tick(now_s=time.monotonic()))
+                await self._commits.notify(Tick(now_s=time.monotonic()))
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:
@@ -560,9 +560,9 @@ class Coordinator:
             await self._commits.on_disk(write, END_WRITTEN_S)
         self._end_is_written = True
 
-    # ------------------------------------------------------------ what the commits tell
+    # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point) -> None:
-        """See `CommitListener`: members may be told to load it."""
+        """See `CommitListener`: members may be given it to load."""
         self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
         await self._notify()
 

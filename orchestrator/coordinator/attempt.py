@@ -172,7 +172,7 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
     """Of the points on one history those at or before `point`: what a history that continues it has. A point
-    behind it is an orphan from then on; it stays, but counts for nothing.
+    after it is an orphan from then on; it stays, but counts for nothing.
     """
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if point and key and key <= point.key)

@@ -2,7 +2,7 @@
 of the run, and when and how it ends.
 
 It joins the rendezvous (who trains next) to the failure budget and to the commits (whose vote will never
-come), and knows no Ray, no clock and no storage: the coordinator tells it what happened, with the time in
+come), and knows no Ray, no clock and no storage: the coordinator reports what happened, with the time in
 seconds, and carries out what it answers, in order.
 """
 
@@ -61,7 +61,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warn:
-    """Tell the user."""
+    """Notify the user."""
 
     text: str
 
@@ -203,7 +203,7 @@ class LaunchMachine:
 
     def busy(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23)."""
-        self.rendezvous.excuse(member, until)
+        self.rendezvous.extend_deadline(member, until)
 
     def recorded(self, record: StepRecord, now: float) -> None:
         """A step record came, possibly a copy."""

@@ -36,7 +36,7 @@ class FailureBudget:
 
     def applied(self, step: int) -> None:
         """`step` is the newest step now; failures before it do not count any more, unless the run goes back
-        behind them.
+        before them.
         """
         self._last_step = step
 

@@ -73,7 +73,7 @@ class Supervisor:
         self._look: _Look | None = None
         self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
         self._groups: dict[str, NodeGroup] = {}
-        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was told
+        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._stop_wanted = False
 

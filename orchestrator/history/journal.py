@@ -170,7 +170,7 @@ class JournalWriter:
     def why_lost(self) -> str:
         """How it shows that the newest segment's name does not lead to what was written here any more,
         because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
-        told.
+        determined.
         """
         with self._disk_lock:
             return self._newest_file.why_lost() if self._newest_file else ""

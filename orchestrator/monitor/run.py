@@ -179,7 +179,7 @@ class Run:
 
     def _names(self, seen: Survey) -> list[str]:
         """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
-        nothing is left is told no more: nobody misses it.
+        nothing is left is not shown: nobody misses it.
         """
         rest = seen.missing.intersection(self._store.leftovers())
         return newest_first({*self._store.point_names(), *seen.lost, *rest})[::-1]

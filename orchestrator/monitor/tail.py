@@ -1,6 +1,6 @@
 """The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
 
-For a look at a run of any length: it reads two segments at the most (16 MiB each), decodes the lines that it
+For a look at a run of any length: it reads at most two segments (16 MiB each), decodes the lines that it
 shows, and checks nothing; proofs read the whole journal (`journal_reader`).
 """
 
@@ -148,4 +148,6 @@ def _lines_backwards(storage: Storage) -> Iterator[bytes]:
             try:
                 yield from reversed(storage.read(f"{FOLDER}/{attempt}/{segment}").split(b"\n"))
             except FileNotFoundError as error:
-                raise StorageError(f"{FOLDER}/{attempt}/{segment} vanished while it was read") from error
+                raise StorageError(
+                    f"{FOLDER}/{attempt}/{segment} vanished while it was read; look again"
+                ) from error

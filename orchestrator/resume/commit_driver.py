@@ -1,7 +1,7 @@
 """Commits in the coordinator: votes come in, the commit machine decides, a thread does what waits for
 storage, and every voter is answered.
 
-It knows neither who trains nor when a generation is formed; what others must hear it tells its listener.
+It knows neither who trains nor when a generation is formed; what others must hear it reports to its listener.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ class Commits:
         answer = self._votes.get(slot)
         if answer is None:
             answer = self._votes[slot] = asyncio.get_running_loop().create_future()
-            self.tell_soon(VoteCast(vote=vote, now_s=time.monotonic()))
+            self.notify_soon(VoteCast(vote=vote, now_s=time.monotonic()))
         await asyncio.wait([answer], timeout=wait_s)
         return answer.result() if answer.done() else StillWaiting()
 
-    def tell_soon(self, event: Event) -> None:
-        """`tell`, without waiting for it."""
-        self._in_background(self.tell(event))
+    def notify_soon(self, event: Event) -> None:
+        """`notify`, without waiting for it."""
+        self._in_background(self.notify(event))
 
-    async def tell(self, event: Event) -> None:
-        """Tells the machine what happened and does what it asks for."""
+    async def notify(self, event: Event) -> None:
+        """Reports to the machine what happened and does what it asks for."""
         async with self.lock:
             await self.advance(event)
 
     async def advance(self, event: Event) -> None:
-        """`tell` for a caller that holds the lock."""
+        """`notify` for a caller that holds the lock."""
         todo = collections.deque([event])
         while todo:
             self._machine, actions = self._machine.on(todo.popleft())
@@ -168,7 +168,7 @@ class Commits:
             )
             await self._listener.warned(str(damage))
         if answer is not None:
-            await self.tell(answer)
+            await self.notify(answer)
 
     async def _answer(self, action: Acknowledge | GiveUp) -> None:
         committed, point = isinstance(action, Acknowledge), self._committer.last_point

@@ -87,7 +87,7 @@ class PointCommitter:
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
 
     def take_damages(self) -> tuple[Damage, ...]:
-        """What `VerifyPoint` found wrong since the last call, for the caller to tell."""
+        """What `VerifyPoint` found wrong since the last call, for the caller to report."""
         found, self._damages = tuple(self._damages), []
         return found
 
@@ -144,7 +144,7 @@ class PointCommitter:
         try:
             damages = self._store.verify_point(action.name)
         except OrchestratorError:
-            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+            return Verified(name=action.name, healthy=False)  # not known now; the next commit asks again
         self._damages += damages
         return Verified(name=action.name, healthy=not damages)
 
