@@ -775,7 +775,7 @@ def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
     assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
 
 
-def test_a_save_is_wished_until_it_is_answered_and_only_once():
+def test_a_save_is_requested_until_it_is_answered_and_only_once():
     machine = started()
     machine.request_save("s1")
     assert machine.control_requests(ATTEMPT, 1, 0).save
