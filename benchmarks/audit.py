@@ -26,6 +26,7 @@ from orchestrator.data.sample_corpus import build_sample_corpus
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records import Cursor, StepRange, StepRecord
 from orchestrator.resume.store import RunStore
@@ -60,7 +61,9 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     store.claim(1, "0" * 16, START, "here")
     store.write_parent(ClaimParent(attempt=1, parent=None))
     journal = JournalWriter(store.storage, 1)
-    journal.event("attempt", launch="", why="", pid=1, config=job.flat())
+    journal.event(
+        EventKind.ATTEMPT, launch="", why="", pid=1, machine="", pid_start="", config=job.flat()
+    )
     journal.generation(
         GenerationStart(
             attempt=1, generation=1, parent=None, step=0, consumed_samples=0, consumed_tokens=0,

@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.common import Samples, medians, say
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
 from orchestrator.history.lineage import effective_chain, effective_history
@@ -50,7 +51,7 @@ def write(storage: Storage, num_records: int) -> None:
         journal.step(record)
         parent = record.key
         if step % PER_EVENT == 0:
-            journal.event("point committed", point=parent.point_name, bytes=1 << 30, save_s=12.5)
+            journal.event(EventKind.SAVE_GIVEN_UP, point=parent.point_name, reason="a vote is missing")
         if step % PER_FLUSH == 0:
             journal.flush()
     journal.close()

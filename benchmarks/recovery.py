@@ -99,7 +99,7 @@ class Job:
     def one_step(self, begin: Step, last_label: int | None = None) -> float:
         """The duration of a step of the group that made `begin`."""
         return self.command.wait_for(
-            lambda: self.log.step_s(begin, last_label=last_label), f"the steps behind {begin.label}"
+            lambda: self.log.step_s(begin, last_label=last_label), f"the steps after {begin.label}"
         )
 
 

@@ -1,5 +1,4 @@
-"""Frozen values that cross a process border or lie in storage: the words the stages use to speak to each
-other.
+"""Frozen values that cross a process border or lie in storage: what the stages exchange.
 
 It knows no stage, no Ray, no torch. Everything that is written to storage has `to_json` / `from_json` through
 `encode` and `decode` below, which refuse unknown and missing fields.
@@ -273,7 +272,7 @@ class TokenChunk:
     epoch: int
     block: int
     window: int
-    tokens: Int32Array  # (num_tokens,) all pieces one behind the other, BOS/EOS included
+    tokens: Int32Array  # (num_tokens,) all pieces one after the other, BOS/EOS included
     record: Int32Array  # (num_entries,) position of the record in the window's order
     piece: Int32Array  # (num_entries,) number of the piece in its document
     num_tokens: Int32Array  # (num_entries,)
@@ -362,8 +361,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """One rank's word that its part of the save of `key` is written and synced. All ranks' votes of one save
-    agree in all but rank, files, tensors.
+    """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
+    save agree in all but rank, files, tensors.
     """
 
     key: StateKey
@@ -451,10 +450,10 @@ class GenerationView:
 
 
 # What a member is doing, as far as others may have to wait for it, and for how many seconds they do: a save
-# or a load may take longer than a rendezvous waits for the silent (membership rule 23).
+# or a load may take longer than a rendezvous waits for the unresponsive (membership rule 23).
 STEP, FORMING, LOAD, FEED_WAIT, SAVE_WAIT = "step", "forming", "load", "feed wait", "save wait"
 BETWEEN = "between steps"  # a step was finished just now
-# a group forms in four steps (store, meeting, process group, comparison) of at most 10 s each
+# a group forms in four steps (store, rendezvous, process group, comparison) of at most 10 s each
 PHASE_LIMITS_S = {STEP: 0.0, BETWEEN: 0.0, FORMING: 45.0, LOAD: 900.0, FEED_WAIT: 900.0, SAVE_WAIT: 900.0}
 
 # control bits that rank 0 adds to the summary of a step
@@ -568,8 +567,8 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """What the coordinator tells the supervisor: counts, the last step, the newest committed point, and how
-    the run ended if it did. `warnings` are texts for the user, each told once.
+    """What the coordinator reports to the supervisor: counts, the last step, the newest committed point, and
+    how the run ended if it did. `warnings` are texts for the user, each reported once.
 
     `ended` is None while it runs, else `done`, `stopped` or `failed`; `reason` says why. `version` changes
     whenever anything else does.

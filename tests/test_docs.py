@@ -19,6 +19,7 @@ from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claim_files import AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
@@ -201,31 +202,8 @@ def test_the_readme_links_every_document() -> None:
 
 
 # ------------------------------------------------------------------------------------- the journal's kinds
-def constants() -> dict[str, str]:
-    """Every name that a module of the package binds to a text."""
-    found: dict[str, str] = {}
-    for path in (ROOT / "orchestrator").rglob("*.py"):
-        for node in parsed(path).body:
-            if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-                continue
-            target, value = node.targets[0], node.value
-            pairs = (
-                zip(target.elts, value.elts, strict=False)
-                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-                else [(target, value)]
-            )
-            for name, text in pairs:
-                if (
-                    isinstance(name, ast.Name)
-                    and isinstance(text, ast.Constant)
-                    and isinstance(text.value, str)
-                ):
-                    found[f"{name.id}"] = text.value
-    return found
-
-
-def journalled() -> Iterator[tuple[ast.expr, set[str] | None]]:
-    """The kind of each event that the code journals, and its fields where they are written out there."""
+def journalled() -> Iterator[tuple[str, EventKind, set[str] | None]]:
+    """Where the code journals an event, of which kind, and the fields where they are written out there."""
     for path in (ROOT / "orchestrator").rglob("*.py"):
         for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.Call):
@@ -233,40 +211,37 @@ def journalled() -> Iterator[tuple[ast.expr, set[str] | None]]:
             called = ast.unparse(node.func)
             keywords = {k.arg: k.value for k in node.keywords}
             if re.search(r"journal\.event$|self\._note$", called):
-                spread = None in keywords
-                yield node.args[0], None if spread else {str(k) for k in keywords}
+                kind, names = node.args[0], None if None in keywords else {str(k) for k in keywords}
             elif called == "Note" or called.endswith(".note.remote"):
-                kind, given = (
-                    (keywords["kind"], keywords["fields"])
-                    if called == "Note"
-                    else (node.args[0], node.args[1])
-                )
-                keys = (
-                    {k.value for k in given.keys if isinstance(k, ast.Constant)}
-                    if isinstance(given, ast.Dict)
-                    else None
-                )
-                yield kind, keys
+                kind, given = keywords.values() if called == "Note" else node.args
+                names = None
+                if isinstance(given, ast.Dict):
+                    names = {k.value for k in given.keys if isinstance(k, ast.Constant)}
+            else:
+                continue
+            if ast.unparse(kind) in ("kind", "action.kind"):  # what a function passes on
+                continue
+            assert ast.unparse(kind).startswith("EventKind."), ast.unparse(node)
+            yield f"{path.name}:{node.lineno}", EventKind[ast.unparse(kind).split(".")[1]], names
+
+
+def test_every_event_that_the_code_journals_has_the_fields_of_its_kind() -> None:
+    written = list(journalled())
+    wrong = [where for where, kind, names in written if names is not None and names != kind.fields]
+    assert wrong == []
+    # the fields of a value of its own are not written out
+    assert {kind for _, kind, names in written if names is None} == {EventKind.GROUP_FORMED}
+    assert {kind for _, kind, _ in written} == set(EventKind)
 
 
 def test_the_table_of_journal_kinds_is_that_of_the_code() -> None:
     table = {
         row[0].strip("`"): re.findall(r"`(\w+)`", row[1]) for row in rows(DOCS["storage-format.md"], "kind")
     }
-    known, found = constants(), dict[str, set[str] | None]()
-    for kind, keys in journalled():
-        name = kind.value if isinstance(kind, ast.Constant) else known.get(ast.unparse(kind))
-        if name is None:  # what a function passes on
-            assert ast.unparse(kind) in ("kind", "action.kind"), ast.unparse(kind)
-            continue
-        found[str(name)] = keys
-    records = {"step": StepRecord, "generation": GenerationStart, "group formed": GroupChange}
-    assert set(found) | {"step", "generation"} == set(table)
-    for name, kind_fields in table.items():
-        if name in records:
-            assert kind_fields == [field.name for field in fields(records[name])]
-        else:
-            assert set(kind_fields) == found[name], name
+    for kind, record in {"step": StepRecord, "generation": GenerationStart}.items():
+        assert table.pop(kind) == [field.name for field in fields(record)]
+    assert table["group formed"] == [field.name for field in fields(GroupChange)]
+    assert {kind: set(names) for kind, names in table.items()} == {kind: kind.fields for kind in EventKind}
 
 
 WORKER = GroupMember(rank=1, host="10.0.0.7", pid=23633)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 import orchestrator
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.storage.files import Storage
 from tests.torchrun.test_membership import free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +74,13 @@ def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path) -> No
     ]
     assert run.audit()["exactly_once"]
     assert run.steps()[-1].consumed_tokens == 14 * 6 * 16
+
+
+def test_kinds_and_fields_of_old_events_have_kept_their_names(example: Path) -> None:
+    events = read_journal(Storage(str(example / "example"))).events
+    assert len({event.kind for event in events}) == 5
+    for event in events:
+        assert event.fields.keys() <= EventKind(event.kind).fields
 
 
 def test_one_changed_byte_of_an_old_point_is_named(example: Path) -> None:

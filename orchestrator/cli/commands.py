@@ -1,4 +1,5 @@
-"""The commands: they parse words, call `run`, print for people or one JSON document, and set the exit code.
+"""The commands: they parse arguments, call `run`, print for people or one JSON document, and set the exit
+code.
 
 Nothing is decided here. Exit codes: 0 done, 1 failure, 2 bad configuration or refusal, 130 interrupted. Logs
 and errors go to stderr.
@@ -92,7 +93,7 @@ def train(
 
     try:
         result = start(config, overrides or [])
-    except KeyboardInterrupt as interrupt:  # typer would end without a word
+    except KeyboardInterrupt as interrupt:  # typer would end without a message
         _say(str(interrupt) or "interrupted; the same command starts again")
         raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
     if json:

@@ -152,7 +152,7 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
         amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
     if not report["steps"] and report["exactly_once"]:
         return ["nothing is trained yet, so there is nothing to compare"]
-    not_shown = [f"not shown: {text}" for text in report["not_shown"]]
+    not_shown = [f"not verified: {text}" for text in report["not_shown"]]
     if report["exactly_once"]:
         final = report["final_up_to_step"]
         return [

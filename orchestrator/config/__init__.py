@@ -1,1 +1,1 @@
-"""The configuration: YAML and `key=value` words become one frozen `JobConfig`."""
+"""The configuration: YAML and `key=value` overrides become one frozen `JobConfig`."""

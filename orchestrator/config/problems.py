@@ -291,7 +291,7 @@ def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | No
 
 def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
     if wanted != "auto" and factory is not None:
-        return f"is {wanted}, but model.factory makes the model; leave it at auto, and tell the factory"
+        return f"is {wanted}, but model.factory makes the model; leave it at auto, and configure the factory"
     if wanted == "sdpa" and numerics == "invariant" and use_gpu:
         return (
             "is sdpa, which adds up gradients in any order on a GPU, and train.numerics=invariant; set it to "

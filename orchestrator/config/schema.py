@@ -1,4 +1,5 @@
-"""The configuration of a job: one frozen `JobConfig` from YAML and `key=value` words, all problems at once.
+"""The configuration of a job: one frozen `JobConfig` from YAML and `key=value` overrides, all problems at
+once.
 
 A field stands in the section of the stage that reads it and declares what a resume may do with it; it knows
 no stage, and reads no file but the configuration itself.
@@ -161,7 +162,7 @@ class TrainConfig(_Section):
     micro_batch_size: Annotated[int, may_change("a whole number >= 1, in samples", ge=1)]
     """Samples per forward pass; need not divide the batch, the last micro-batch is smaller."""
     max_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
-    """Stop after this many steps of the shape it was first given with; null: no limit."""
+    """Stop after this many steps of the batch size and seq_len it was first given with; null: no limit."""
     max_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
     """Stop after this many samples; null: no limit."""
     max_tokens: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
@@ -209,8 +210,8 @@ class ClusterConfig(_Section):
         Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]],
         free("a whole number >= 1, or [min, max]"),
     ] = 1
-    """Workers; while some are missing the run goes on with the others. Or [min, max]: begins with min, waits
-    below it.
+    """Workers; while some are missing the run goes on with the others. Or [min, max]: starts with min
+    workers, scales to max as nodes join, waits below min.
     """
     use_gpu: Annotated[bool, free("true or false")] = False
     """One GPU per worker."""
@@ -353,7 +354,7 @@ def _rule(path: str, info: FieldInfo) -> FieldRule:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The configuration in the YAML file `path` with `section.field=value` words set on top.
+    """The configuration in the YAML file `path` with the overrides `section.field=value` set on top.
 
     Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
     every problem, one per line.
@@ -382,8 +383,8 @@ def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig
         # by way of JSON: strict there means exact types, while a list still makes a tuple
         config = JobConfig.model_validate_json(json.dumps(reading.value, allow_nan=False))
     except ValidationError as error:
-        told = {problem.path for problem in reading.problems}
-        reading.problems += [p for p in describe(error, reading.value, JobConfig) if p.path not in told]
+        named = {problem.path for problem in reading.problems}
+        reading.problems += [p for p in describe(error, reading.value, JobConfig) if p.path not in named]
     rules = {rule.path: rule for rule in field_rules()}
     reading.problems += cross_field_problems(reading, {path: rule.default for path, rule in rules.items()})
     if reading.problems or config is None:

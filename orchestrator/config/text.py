@@ -1,4 +1,5 @@
-"""From YAML text and `key=value` words to plain JSON values, with the line of each and every problem found.
+"""From YAML text and `key=value` overrides to plain JSON values, with the line of each and every problem
+found.
 
 It knows what may stand in a text, but no field: the rules are YAML 1.2's core ones, so that `3e-4` is a
 number and `no` a word.
@@ -129,29 +130,29 @@ def read_mapping(mapping: Mapping[str, Any]) -> Reading:
 def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
     """Set each `section.field=value` of `overrides` in `reading`; values follow the same rules as YAML.
 
-    A word that cannot be set (no `=`, nothing behind it, a key given twice, a key inside something that is no
+    One that cannot be set (no `=`, nothing after it, a key given twice, a key inside something that is no
     section) is a problem.
     """
     seen: dict[Path, str] = {}
-    for word in overrides:
-        key, equals, text = word.partition("=")
+    for override in overrides:
+        key, equals, text = override.partition("=")
         if dots := _dots_for_brackets(key):
-            reading.complain((), f"override {word!r} has brackets in its key; did you mean {dots}?")
+            reading.complain((), f"override {override!r} has brackets in its key; did you mean {dots}?")
             continue
         path: Path = tuple(int(p) if p.isdecimal() else p for p in key.strip().split("."))
         if not equals or not all(str(p) for p in path):
             reading.complain(
-                (), f"override {word!r} is not of the form section.field=value, e.g. train.lr=3e-4"
+                (), f"override {override!r} is not of the form section.field=value, e.g. train.lr=3e-4"
             )
         elif not text.strip():
             reading.complain(
-                path, f"override {word!r} has no value; write {key}=null or {key}='' if that is meant"
+                path, f"override {override!r} has no value; write {key}=null or {key}='' if that is meant"
             )
         elif path in seen:
-            reading.complain(path, f"is given twice, {seen[path]!r} and {word!r}; keep one")
+            reading.complain(path, f"is given twice, {seen[path]!r} and {override!r}; keep one")
         else:
-            seen[path] = word
-            _override(reading, path, word, text)
+            seen[path] = override
+            _override(reading, path, override, text)
 
 
 def _dots_for_brackets(key: str) -> str:
@@ -159,7 +160,7 @@ def _dots_for_brackets(key: str) -> str:
     return re.sub(r"\[([0-9]+)\]", r".\1", key) if re.search(r"\[[0-9]+\]", key) else ""
 
 
-def _override(reading: Reading, path: Path, word: str, text: str) -> None:
+def _override(reading: Reading, path: Path, override: str, text: str) -> None:
     inside = Reading()
     try:
         node = _compose(text)
@@ -168,7 +169,7 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
         reading.complain(path, f"is too large for a configuration: {error}")
         return
     except yaml.YAMLError as error:
-        reading.complain(path, f"override {word!r} is not YAML: {_one_line(error)}")
+        reading.complain(path, f"override {override!r} is not YAML: {_one_line(error)}")
         return
     at: Any = reading.value
     for depth, part in enumerate(path[:-1]):
@@ -176,14 +177,15 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
         if at is None:
             stands = value_at(reading.value, path[: depth + 1])
             reading.complain(
-                path, f"cannot be set by {word!r}: {dotted(path[: depth + 1])} is {stands!r}, not a section"
+                path,
+                f"cannot be set by {override!r}: {dotted(path[: depth + 1])} is {stands!r}, not a section",
             )
             return
     last = path[-1]
     if not isinstance(at, dict) and not (isinstance(at, list) and isinstance(last, int) and last < len(at)):
         entry = f"; did you mean {dotted((*path[:-1], 0, last))}?" if isinstance(at, list) else ""
         reading.complain(
-            path, f"cannot be set by {word!r}: {dotted(path[:-1])} is {at!r}, which has no {last}{entry}"
+            path, f"cannot be set by {override!r}: {dotted(path[:-1])} is {at!r}, which has no {last}{entry}"
         )
         return
     for known in [p for p in reading.places if p[: len(path)] == path]:
@@ -191,7 +193,7 @@ def _override(reading: Reading, path: Path, word: str, text: str) -> None:
     key: Any = str(last) if isinstance(at, dict) else last
     at[key] = value
     reading.problems += inside.problems
-    reading.places[path] = f"override {word!r}"
+    reading.places[path] = f"override {override!r}"
 
 
 def _inside(at: Any, part: str | int) -> Any:

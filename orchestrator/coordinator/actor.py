@@ -37,7 +37,8 @@ from orchestrator.errors import FencedError, StorageError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
-from orchestrator.history.journal import GROUP_FORMED, JournalWriter
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.records import (
     PHASE_LIMITS_S,
     ControlRequests,
@@ -253,7 +254,7 @@ class Coordinator:
         """A rank could not write its part of the save of `key`; it trains on."""
         self._check(launch)
         self._launch.voted()
-        self._commits.tell_soon(
+        self._commits.notify_soon(
             PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
         )
 
@@ -320,7 +321,7 @@ class Coordinator:
         self._ensure_running()
         if what == "stop" and self._launch.stopping:
             return
-        self._journal.event("wish", what=what)
+        self._journal.event(EventKind.CONTROL_REQUEST, what=what)
         if what == "stop":
             self._launch.request_stop()
         else:
@@ -333,7 +334,7 @@ class Coordinator:
         self._ensure_running()
         await self._do(self._launch.group_failed(node, reason))
 
-    async def note(self, kind: str, fields: dict[str, Any]) -> None:
+    async def note(self, kind: EventKind, fields: dict[str, Any]) -> None:
         """An event of the supervisor for the journal, whose only writer is here."""
         self._ensure_running()
         self._journal.event(kind, **fields)
@@ -344,11 +345,11 @@ class Coordinator:
         """
         self._ensure_running()
         for text in notes.bad_documents:
-            self._journal.event("bad document", text=text)
+            self._journal.event(EventKind.BAD_DOCUMENT, text=text)
         for text in notes.encoder_differences:
-            self._journal.event("encoders differ", text=text)
+            self._journal.event(EventKind.ENCODERS_DIFFER, text=text)
         for cursor in notes.cursors:
-            self._journal.event("cursor", cursor=encode(cursor))
+            self._journal.event(EventKind.CURSOR, cursor=encode(cursor))
 
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
@@ -406,7 +407,7 @@ class Coordinator:
                     self._journal.event(action.kind, **action.fields)
                 case Kill():
                     self._kills.append((self._version + 1, action.member))
-                    self._roster.gone(action.member.member, sentences.SILENT)
+                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE)
                 case Warn():
                     await self.warned(action.text)
                 case VoterGone():
@@ -419,14 +420,14 @@ class Coordinator:
         await self._notify()
         for event in gone:
             # not awaited: a commit that waits for storage must keep nobody from joining
-            self._commits.tell_soon(event)
+            self._commits.notify_soon(event)
 
     def _note_join(self, request: JoinRequest) -> None:
         if self._journalled.get(request.member) == request:
             return  # it asks again
         self._journalled[request.member] = request
         self._journal.event(
-            "join",
+            EventKind.JOIN,
             member=request.member,
             actor=request.actor_id,
             node=request.node_id,
@@ -501,7 +502,7 @@ class Coordinator:
             time.monotonic(),
         )
         self._changes.append((self._version + 1, change))
-        self._journal.event(GROUP_FORMED, **encode(change))
+        self._journal.event(EventKind.GROUP_FORMED, **encode(change))
 
     async def _watch_members(self) -> None:
         """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
@@ -521,7 +522,7 @@ class Coordinator:
         while True:
             if self._launch.ended is None:
                 await self._flush()
-                await self._commits.tell(Tick(now_s=time.monotonic()))
+                await self._commits.notify(Tick(now_s=time.monotonic()))
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:
@@ -550,7 +551,7 @@ class Coordinator:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _write_end(self, action: End) -> None:
-        self._journal.event("end", outcome=action.outcome, reason=action.reason)
+        self._journal.event(EventKind.END, outcome=action.outcome, reason=action.reason)
         # where storage is what failed, the reason says so, and the end stays unsaid
         with suppress(StorageError):
             await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
@@ -559,9 +560,9 @@ class Coordinator:
             await self._commits.on_disk(write, END_WRITTEN_S)
         self._end_is_written = True
 
-    # ------------------------------------------------------------ what the commits tell
+    # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point) -> None:
-        """See `CommitListener`: members may be told to load it."""
+        """See `CommitListener`: members may be given it to load."""
         self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
         await self._notify()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.cluster.machine import machine_id, process_start
 from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.data.tokens.encoder import installed_encoders
-from orchestrator.elastic.failure_budget import FAILURE, MEMBER_DEAD, MEMBER_FINISHED, Failure
+from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
 from orchestrator.faults import Hook
@@ -27,6 +27,7 @@ from orchestrator.history.claim_files import (
     unreadable_claim,
 )
 from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
@@ -171,7 +172,7 @@ def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
     """Of the points on one history those at or before `point`: what a history that continues it has. A point
-    behind it is an orphan from then on; it stays, but counts for nothing.
+    after it is an orphan from then on; it stays, but counts for nothing.
     """
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if point and key and key <= point.key)
@@ -294,7 +295,7 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
     found and did.
     """
     journal.event(
-        "attempt",
+        EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
         pid=os.getpid(),
@@ -303,14 +304,14 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
         config=dict(config),
     )
     for damage in attempt.damages:
-        journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+        journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
-        journal.event("unreadable file", file=file.path, reason=file.reason)
+        journal.event(EventKind.UNREADABLE_FILE, file=file.path, reason=file.reason)
     for left in attempt.leftovers:
         if left.kept:
-            journal.event("leftover kept", point=left.point, reason=left.kept)
+            journal.event(EventKind.LEFTOVER_KEPT, point=left.point, reason=left.kept)
         else:
-            journal.event("leftover removed", point=left.point)
+            journal.event(EventKind.LEFTOVER_REMOVED, point=left.point)
 
 
 def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) -> Attempt:
@@ -367,10 +368,10 @@ def _read_back(journal: Journal, first: int) -> dict[str, Any]:
     mine = [event for event in journal.events if event.attempt >= first]
     last = max((g for g in journal.generations if g.attempt >= first), key=lambda g: g.id, default=None)
     # whose death is known is not waited for, and not counted again
-    dead = {event.fields["member"] for event in mine if event.kind == MEMBER_DEAD}
+    dead = {event.fields["member"] for event in mine if event.kind == EventKind.MEMBER_DEAD}
     live = tuple(member for member in last.members if member not in dead) if last else ()
-    finished = [event.fields for event in mine if event.kind == MEMBER_FINISHED]
-    failures = [event.fields for event in mine if event.kind == FAILURE]
+    finished = [event.fields for event in mine if event.kind == EventKind.MEMBER_FINISHED]
+    failures = [event.fields for event in mine if event.kind == EventKind.FAILURE]
     records = [record for record in journal.records if record.attempt >= first]
     return {
         "previous": last
@@ -384,7 +385,7 @@ def _read_back(journal: Journal, first: int) -> dict[str, Any]:
 
 def _where_they_live(journal: Journal, members: tuple[str, ...]) -> tuple[MemberInfo, ...]:
     """As they said when they last joined."""
-    joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == "join"}
+    joins = {e.fields["member"]: e.fields for e in journal.events if e.kind == EventKind.JOIN}
     return tuple(
         MemberInfo(
             member=m,

@@ -2,7 +2,7 @@
 of the run, and when and how it ends.
 
 It joins the rendezvous (who trains next) to the failure budget and to the commits (whose vote will never
-come), and knows no Ray, no clock and no storage: the coordinator tells it what happened, with the time in
+come), and knows no Ray, no clock and no storage: the coordinator reports what happened, with the time in
 seconds, and carries out what it answers, in order.
 """
 
@@ -12,17 +12,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.elastic.failure_budget import (
-    FAILURE,
-    MEMBER_DEAD,
-    MEMBER_FINISHED,
-    Failure,
-    FailureBudget,
-)
+from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.records import (
     ControlRequests,
     GenerationView,
@@ -52,7 +47,7 @@ class Answer:
 class Note:
     """Journal an event about a member or a failure."""
 
-    kind: str
+    kind: EventKind
     fields: dict[str, object]
 
 
@@ -66,7 +61,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warn:
-    """Tell the user."""
+    """Notify the user."""
 
     text: str
 
@@ -173,7 +168,7 @@ class LaunchMachine:
         self.waiting.discard(member)
         self.rendezvous.dead(member, now)
         self.infos.pop(member, None)
-        actions: list[Action] = [Note(kind=MEMBER_DEAD, fields={"member": member, "reason": why})]
+        actions: list[Action] = [Note(kind=EventKind.MEMBER_DEAD, fields={"member": member, "reason": why})]
         if member not in self._finished:
             # members of one generation die of one cause; before the first one each death counts
             alone = member not in self.members and self.rendezvous.generation == 0
@@ -188,12 +183,14 @@ class LaunchMachine:
         self._finished[member] = (reason, key.step)
         self.waiting.discard(member)
         self.rendezvous.left(member, key, now)
-        note = Note(kind=MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step})
+        note = Note(
+            kind=EventKind.MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step}
+        )
         return [*(() if known else (note,)), *self._lost(member), *self._over()]
 
     def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
-        note = Note(kind="member failed", fields={"member": member, "error": kind, "text": text})
+        note = Note(kind=EventKind.MEMBER_FAILED, fields={"member": member, "error": kind, "text": text})
         reason = f"{kind}: {text}"
         return [note, *(self.end("failed", reason) if fatal else self._failure(reason))]
 
@@ -206,7 +203,7 @@ class LaunchMachine:
 
     def busy(self, member: str, until: float) -> None:
         """`member` is in a phase with a limit of its own (rule 23)."""
-        self.rendezvous.excuse(member, until)
+        self.rendezvous.extend_deadline(member, until)
 
     def recorded(self, record: StepRecord, now: float) -> None:
         """A step record came, possibly a copy."""
@@ -332,7 +329,9 @@ class LaunchMachine:
     # ---- inside
     def _leave_out(self, action: LeaveOut) -> list[Action]:
         member = action.member
-        actions: list[Action] = [Note(kind="left out", fields={"member": member, "reason": action.reason})]
+        actions: list[Action] = [
+            Note(kind=EventKind.LEFT_OUT, fields={"member": member, "reason": action.reason})
+        ]
         if member in self.infos:
             self._left_out.add(member)
             actions.append(Kill(member=self.infos[member], reason=action.reason))
@@ -355,7 +354,7 @@ class LaunchMachine:
         if self.ended is not None or (known and not again):
             return []
         failure = self._budget.failed(reason)
-        note = Note(kind=FAILURE, fields={"step": failure.step, "reason": reason})
+        note = Note(kind=EventKind.FAILURE, fields={"step": failure.step, "reason": reason})
         verdict = self._budget.verdict()
         return [note, *(self.end("failed", verdict) if verdict else ())]
 

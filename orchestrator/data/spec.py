@@ -105,7 +105,7 @@ class DataSpec:
             block=start.block,
             window=start.window,
             record=start.record,
-            # the earlier pieces are read once more where the cursor can tell whether they are the same
+            # the earlier pieces are read once more where the cursor can show whether they are the same
             piece=0 if start.earlier_digest else start.piece,
         )
         for epoch in epochs:
@@ -128,7 +128,7 @@ class DataSpec:
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
         """Per source the first document with text of which the stream before `cursor` has trained no token.
 
-        That is the one behind the document of the cursor's token, for that token has been a target already
+        That is the one after the document of the cursor's token, for that token has been a target already
         (data rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
         second may be the next epoch's, whether or not the job goes so far.
         """

@@ -27,7 +27,9 @@ class FailureBackoff:
 
     @property
     def probe_ports(self) -> bool:
-        """Two generations in a row came to nothing with nobody to blame: try the ports before the next."""
+        """Two generations in a row failed before their first step with nobody to blame: try the ports before
+        the next.
+        """
         return self._formless >= 2 and not self._probed
 
     def probed(self) -> None:
@@ -39,13 +41,15 @@ class FailureBackoff:
         return self._delays.get(node, (0, float("-inf")))[1]
 
     def blame(self, nodes: Iterable[str], now: float) -> None:
-        """A generation with newcomers from `nodes` came to nothing: they wait, each time twice as long."""
+        """A generation with newcomers from `nodes` failed before its first step: they wait, each time twice
+        as long.
+        """
         for node in sorted(set(nodes)):
             times = self._delays.get(node, (0, 0.0))[0]
             delay = min(self._settings.forming_s * 2**times, self._settings.longest_delay_s)
             self._delays[node] = (times + 1, now + delay)
 
-    def came_to_nothing(self) -> None:
+    def failed_to_start(self) -> None:
         """A generation ended before its first step although nobody was lost and nobody was new."""
         self._formless += 1
         self._probed = False
@@ -87,5 +91,5 @@ class FailureBackoff:
         return twin
 
     def snapshot(self) -> Hashable:
-        """All that later answers depend on, but the delays, which `not_before` tells by node."""
+        """All that later answers depend on, but the delays, which `not_before` gives by node."""
         return self._formless, self._probed, self._strikes, self._struck

@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# kinds of journal events that a restarted coordinator reads back: a failure, with its fields; a member whose
-# process is surely gone; one whose part of the run is over
-FAILURE, MEMBER_DEAD, MEMBER_FINISHED = "failure", "member dead", "member finished"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
@@ -40,7 +36,7 @@ class FailureBudget:
 
     def applied(self, step: int) -> None:
         """`step` is the newest step now; failures before it do not count any more, unless the run goes back
-        behind them.
+        before them.
         """
         self._last_step = step
 

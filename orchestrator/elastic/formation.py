@@ -1,4 +1,4 @@
-"""The words of the rendezvous: its settings, its answers to a join, its decisions, and what a generation is.
+"""The values of the rendezvous: its settings, its answers to a join, its decisions, and what a generation is.
 
 Pure values without behaviour; it knows no Ray, no torch, no clock and no storage.
 """
@@ -49,7 +49,7 @@ class PreviousGeneration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestPoint:
-    """The newest committed point on the lineage, as `set_newest_point` was told."""
+    """The newest committed point on the lineage, as `set_newest_point` was given it."""
 
     key: StateKey
     cursor: Cursor | None
@@ -85,8 +85,8 @@ class Formation:
     - `parent` is the state that it continues (None: from nothing), held by `source`, which is rank 0, or,
       when that is None, by the point `point`. `cursor` belongs to the parent.
     - `step` is the label from which this generation counts: `parent.step`, unless `rebase` changed it.
-    - `probe_ports`: two generations in a row came to nothing with nobody to blame, so members should try each
-      other's ports first.
+    - `probe_ports`: two generations in a row failed before their first step with nobody to blame, so members
+      should try each other's ports first.
     - `save_only`: formed below the minimum, so that nothing is lost while the group waits; its
       `control_requests` ask for a save and a re-form from its first step on.
     """
@@ -113,7 +113,9 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveOut:
-    """Kill this silent member by its node's agent. It is not waited for, whether the kill succeeds or not."""
+    """Kill this unresponsive member by its node's agent. It is not waited for, whether the kill succeeds or
+    not.
+    """
 
     member: str
     reason: str

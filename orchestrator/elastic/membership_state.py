@@ -21,7 +21,7 @@ from orchestrator.elastic.formation import (
 from orchestrator.records import JoinRequest, StateKey
 
 # why a member of the current generation is not waited for
-DEAD, SILENT, LEFT = "dead", "silent", "left"
+DEAD, UNRESPONSIVE, LEFT = "dead", "unresponsive", "left"
 
 
 class MembershipState:
@@ -36,7 +36,7 @@ class MembershipState:
         self.gone: dict[str, str] = {}  # members of `current` that are not waited for, and why
         self.median_step_s = 0.0
         self._settings = settings
-        self._excused: dict[str, float] = {}  # member: not silent before
+        self._deadlines: dict[str, float] = {}  # member: not unresponsive before
         self._reached = -1  # the newest step known to be applied in `current`
         self._agreed = False  # some member is known to have agreed on its state
         self._judged = previous is not None
@@ -57,7 +57,7 @@ class MembershipState:
     def forget(self, member: str, why: str) -> None:
         """A member is gone; the first reason stands."""
         self.waiting.pop(member, None)
-        self._excused.pop(member, None)
+        self._deadlines.pop(member, None)
         if self.is_inside(member):
             self.gone.setdefault(member, why)
 
@@ -66,9 +66,9 @@ class MembershipState:
         arrival = self.waiting[member]
         self.waiting[member] = replace(arrival, request=replace(arrival.request, unreached=()))
 
-    def excuse(self, member: str, until: float) -> None:
-        """It is not silent before `until`."""
-        self._excused[member] = until
+    def extend_deadline(self, member: str, until: float) -> None:
+        """It does not count as unresponsive before `until`."""
+        self._deadlines[member] = until
 
     def end(self, now: float) -> None:
         """The current generation is over, if it was not already."""
@@ -79,7 +79,7 @@ class MembershipState:
         """Its members were answered."""
         for member in generation.members:
             del self.waiting[member]
-            self._excused.pop(member, None)
+            self._deadlines.pop(member, None)
         self.current, self.ended_at, self.gone, self._judged = generation, None, {}, False
         self._reached, self._agreed = generation.start, False
 
@@ -121,14 +121,14 @@ class MembershipState:
         return current is not None and member in current.members and member not in current.newcomers
 
     # ---- when it closes (rule 17)
-    def leave_out_silent(self, now: float) -> list[LeaveOut]:
+    def leave_out_unresponsive(self, now: float) -> list[LeaveOut]:
         """Gives up those that had their time to come."""
         left_out = []
         for member in self.missing:
             assert self.ended_at is not None, "members are missed after the end of a generation"
-            until = max(self.ended_at + self._grace_s(), self._excused.get(member, float("-inf")))
+            until = max(self.ended_at + self._grace_s(), self._deadlines.get(member, float("-inf")))
             if now >= until:
-                self.gone[member] = SILENT
+                self.gone[member] = UNRESPONSIVE
                 took, allowed = now - self.ended_at, until - self.ended_at
                 reason = (
                     f"member {member} did not come for {took:.1f} s after its generation ended "
@@ -160,7 +160,7 @@ class MembershipState:
             )
         return None
 
-    def is_silent_as_a_whole(self, now: float) -> bool:
+    def is_unresponsive_as_a_whole(self, now: float) -> bool:
         """Newcomers wait, but nobody of an older attempt's generation came within the start grace."""
         if self.current is None or self.current.formation is not None or not self.waiting:
             return False
@@ -171,7 +171,7 @@ class MembershipState:
 
     # ---- the lesson (rules 18 and 25)
     def judge(self, backoff: FailureBackoff, now: float) -> bool:
-        """Draws the lesson from the generation that ended, once; True if it came to nothing."""
+        """Draws the lesson from the generation that ended, once; True if it failed before its first step."""
         current = self.current
         if current is None or self._judged:
             return False
@@ -183,12 +183,12 @@ class MembershipState:
             backoff.lost_member(self._reached)
         if self._reached > current.start or len(self.gone) == len(current.members):
             return False
-        silent = [m for m in current.newcomers if self.gone.get(m) == SILENT]
-        blamed = silent if lost else list(current.newcomers)
+        unresponsive = [m for m in current.newcomers if self.gone.get(m) == UNRESPONSIVE]
+        blamed = unresponsive if lost else list(current.newcomers)
         if blamed:
             backoff.blame([current.requests[m].node_id for m in blamed], now)
         elif not lost:
-            backoff.came_to_nothing()
+            backoff.failed_to_start()
         return True
 
     # ---- searches
@@ -196,7 +196,7 @@ class MembershipState:
         """An independent copy."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.waiting, twin.gone, twin._excused = dict(self.waiting), dict(self.gone), dict(self._excused)
+        twin.waiting, twin.gone, twin._deadlines = dict(self.waiting), dict(self.gone), dict(self._deadlines)
         return twin
 
     def snapshot(self, backoff: FailureBackoff) -> tuple[Hashable, dict[str, Hashable]]:
@@ -205,9 +205,9 @@ class MembershipState:
         names = {*self.waiting, *(current.members if current else ())}
         identity = current.identity if current else None
         everyone = (identity, self.ended_at, self._judged, self._reached, self._agreed)
-        return everyone, {name: self._told_of(name, backoff) for name in names}
+        return everyone, {name: self._facts_of(name, backoff) for name in names}
 
-    def _told_of(self, name: str, backoff: FailureBackoff) -> Hashable:
+    def _facts_of(self, name: str, backoff: FailureBackoff) -> Hashable:
         current, arrival = self.current, self.waiting.get(name)
         inside = self.is_inside(name)
         request = arrival.request if arrival else current.requests.get(name) if current and inside else None
@@ -216,4 +216,4 @@ class MembershipState:
         )
         delay = backoff.not_before(request.node_id) if request else None
         new = bool(current and name in current.newcomers)
-        return inside, new, self.gone.get(name), self._excused.get(name), waits, delay
+        return inside, new, self.gone.get(name), self._deadlines.get(name), waits, delay

@@ -1,7 +1,7 @@
 """Who trains next, and from which state: the rendezvous as a pure, deterministic state machine
 (docs/membership.md).
 
-It knows no Ray, no torch, no clock and no storage: the coordinator tells it what happened, with the time in
+It knows no Ray, no torch, no clock and no storage: the coordinator reports what happened, with the time in
 seconds (one monotonic clock), and carries out what `tick` returns.
 """
 
@@ -126,11 +126,11 @@ class Rendezvous:
         """
         self._group.observe(StateKey(attempt=self.attempt, generation=generation, step=step), self._backoff)
 
-    def excuse(self, member: str, until: float) -> None:
-        """`member` is in a phase with a limit of its own (rule 23): it does not count as silent before
-        `until`.
+    def extend_deadline(self, member: str, until: float) -> None:
+        """`member` is in a phase with a limit of its own (rule 23): it does not count as unresponsive
+        before `until`.
         """
-        self._group.excuse(member, until)
+        self._group.extend_deadline(member, until)
 
     def expect(self, num_workers: int) -> None:
         """How many members the supervisor has started, or is starting."""
@@ -172,11 +172,11 @@ class Rendezvous:
         if self._stopped is not None or self._pending is not None:
             return []
         if self._group.is_running:
-            if not self._group.is_silent_as_a_whole(now):
+            if not self._group.is_unresponsive_as_a_whole(now):
                 self._reform = self._wants_reform(now)
                 return []
             self._end(min(a.since for a in self._group.waiting.values()))
-        actions: list[Action] = [*self._group.leave_out_silent(now)]
+        actions: list[Action] = [*self._group.leave_out_unresponsive(now)]
         expected = min(self._expected, self._max)
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)
         if self._short_since is None and self._group.num_live < self._min:
@@ -418,7 +418,7 @@ class Rendezvous:
         if best is not None:
             newest = self._states.origin(best.key)
             if all(r.key is None or self._states.origin(r.key) != newest for r in allowed):
-                allowed.append(best)  # who alone holds the newest state is never left behind
+                allowed.append(best)  # who alone holds the newest state is never left out
         inside = self._group.is_inside
         allowed.sort(key=lambda r: (r is not best, not inside(r.member), waiting[r.member].since, r.member))
         return self._reaching(allowed, best, now)[: self._max]
@@ -467,7 +467,7 @@ class Rendezvous:
             f"{member} for {until - now:.0f} s" for member, until in sorted(later.items()) if until > now
         ]
         if waits:
-            reason += f"; blamed for a generation that came to nothing, so they wait: {', '.join(waits)}"
+            reason += f"; waiting after a generation that failed before its first step: {', '.join(waits)}"
         return Waiting(reason=reason, since=self._short_since)
 
     # ---- searches
@@ -489,7 +489,7 @@ class Rendezvous:
         First what concerns nobody in particular, then what concerns each member by name. Two machines with
         equal snapshots decide alike, up to who is first among equals, so a search visits only one of them.
         """
-        group, told = self._group.snapshot(self._backoff)
+        group, members = self._group.snapshot(self._backoff)
         everyone: Hashable = (
             self.attempt,
             self.generation,
@@ -499,7 +499,7 @@ class Rendezvous:
             frozenset(self._older_ended),
             self._backoff.snapshot(),
         )
-        return everyone, told
+        return everyone, members
 
 
 def _generation_of(request: JoinRequest) -> tuple[int, int]:

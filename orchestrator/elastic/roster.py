@@ -1,4 +1,4 @@
-"""Who is in the training group, who was lost since and why: the facts of what people are told of a launch.
+"""Who is in the training group, who was lost since and why: the facts of what people read of a launch.
 
 Pure bookkeeping beside the rendezvous, which decides; no Ray, no clock (times are seconds of one monotonic
 clock), no sentences.
@@ -12,7 +12,7 @@ from orchestrator.records import GroupChange, GroupMember, JoinRequest, Loss, Me
 
 
 class Roster:
-    """Told of joins, losses and formed generations; gives each generation's `GroupChange`."""
+    """Notified of joins, losses and formed generations; gives each generation's `GroupChange`."""
 
     def __init__(self, wanted: int, previous: Sequence[MemberInfo] = ()) -> None:
         """`wanted`: how many workers the launch aims at. `previous`: the members, by rank, of the generation

@@ -16,7 +16,7 @@ LEAST_S, MEDIANS = 5.0, 3.0  # a look is due after max(5 s, 3 × median step), t
 
 
 class StallWatch:
-    """Told of each status; says when a look is due."""
+    """Notified of each status; says when a look is due."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=30)

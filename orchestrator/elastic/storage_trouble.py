@@ -1,4 +1,4 @@
-"""How long a run goes on although its storage fails: until a stated limit, while the user is told.
+"""How long a run goes on although its storage fails: until a stated limit, while the user is notified.
 
 It knows times and reasons; what is tried again meanwhile is its caller's.
 """
@@ -18,7 +18,9 @@ class StorageTrouble:
         self._reason = ""
 
     def failed(self, reason: str, since: float) -> str | None:
-        """An operation that began at `since` failed. What to tell the user; None if that has been told."""
+        """An operation that began at `since` failed. What to report to the user; None if that has been
+        reported.
+        """
         self._reason = reason
         if self._since is not None:
             return None
@@ -29,7 +31,7 @@ class StorageTrouble:
         )
 
     def worked(self) -> str | None:
-        """An operation succeeded. What to tell the user; None if there was no trouble."""
+        """An operation succeeded. What to report to the user; None if there was no trouble."""
         if self._since is None:
             return None
         self._since = None

@@ -30,6 +30,7 @@ from orchestrator.elastic.policy import (
 )
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
@@ -72,7 +73,7 @@ class Supervisor:
         self._look: _Look | None = None
         self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
         self._groups: dict[str, NodeGroup] = {}
-        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was told
+        self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._stop_wanted = False
 
@@ -181,7 +182,7 @@ class Supervisor:
                 continue
             del self._groups[node_id]
             remove_orphaned_placement_groups()
-            self._note("group ended", node=node_id, reason=reason)
+            self._note(EventKind.GROUP_ENDED, node=node_id, reason=reason)
             if reason:
                 self._coordinator.group_failed.remote(node_id, reason)
 
@@ -209,10 +210,10 @@ class Supervisor:
                 self._groups[decision.node_id] = NodeGroup(
                     spec, self._launch.train_function, self._launch.worker_config
                 )
-                self._note("group started", node=decision.node_id, num_workers=decision.num_workers)
+                self._note(EventKind.GROUP_STARTED, node=decision.node_id, num_workers=decision.num_workers)
             case StopGroup():
                 self._groups.pop(decision.node_id).stop()
-                self._note("group stopped", node=decision.node_id, reason=decision.reason)
+                self._note(EventKind.GROUP_STOPPED, node=decision.node_id, reason=decision.reason)
             case ExpectWorkers():
                 if self._expected != (attempt, decision.num_workers):
                     self._expected = (attempt, decision.num_workers)
@@ -220,7 +221,7 @@ class Supervisor:
             case EndLaunch():
                 self._coordinator.end.remote("failed", decision.reason)
 
-    def _note(self, kind: str, **fields: Any) -> None:
+    def _note(self, kind: EventKind, **fields: Any) -> None:
         self._coordinator.note.remote(kind, fields)
 
 

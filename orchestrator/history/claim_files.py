@@ -45,7 +45,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnreadableFile:
-    """An attempt's file that is there, but not as it was written: to be told to the user."""
+    """An attempt's file that is there, but not as it was written: to be reported to the user."""
 
     path: str
     reason: str
@@ -110,8 +110,8 @@ class ClaimFiles:
             return UnreadableFile(path=path, reason=reason)
 
     def parents(self) -> tuple[tuple[ClaimParent, ...], tuple[UnreadableFile, ...]]:
-        """The readable parent files by number, and the unreadable ones, which must be told to the user: their
-        attempts are cut off.
+        """The readable parent files by number, and the unreadable ones, which must be reported to the user:
+        their attempts are cut off.
         """
         found = [self.read_parent(number) for number in self.claim_numbers()]
         return (
@@ -243,7 +243,7 @@ class ClaimFiles:
 
 
 def unreadable_claim(number: int) -> UnreadableFile:
-    """What to tell of a claim whose `why` is `unreadable`."""
+    """What to report of a claim whose `why` is `unreadable`."""
     return UnreadableFile(
         path=_claim_path(number), reason="nobody knows whose claim it is; its number counts as taken"
     )

@@ -61,7 +61,7 @@ class GenerationStart:
 
     `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as this
     generation counts, which differs from `parent.step` where labels were re-based. The counts are the
-    parent's; the shape is what the generation trains with.
+    parent's; world size, batch size and seq_len are what the generation trains with.
     """
 
     attempt: int

@@ -27,7 +27,7 @@ class Heartbeat:
 
     def beat(self) -> bool:
         """One more byte; False if storage did not take it (it may have waited about 2 s for that). The caller
-        beats again after its usual time, and need not tell: the journal fails with the storage.
+        beats again after its usual time, and need not report it: the journal fails with the storage.
         """
         try:
             if self._file is None:

@@ -8,7 +8,7 @@ Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every l
 the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they
 mean something. Kind `step`: the fields of `records.StepRecord`, whose attempt may be an older one (members
 that outlived a coordinator bring records). Kind `generation`: the fields of `history.claims.GenerationStart`.
-Any other kind is an event with fields of its own. A float that is not finite is a string ("nan", "inf",
+Any other kind is an event (`history.event_kinds`). A float that is not finite is a string ("nan", "inf",
 "-inf"). `run_id` is that of run.json, and absent where that has none. A segment is closed before the next
 begins, and never changed afterwards.
 """
@@ -30,14 +30,13 @@ import orjson
 
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.history.claims import GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.records import StateKey, StepRecord, encode
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 
 FOLDER = "journal"
 STEP, GENERATION = "step", "generation"
-GROUP_FORMED = "group formed"  # an event: the fields of `records.GroupChange`
-UNRESPONSIVE = "unresponsive"  # an event: no step came for long; `reason` is the sentence
 OWN_FIELDS = ("seq", "time", "run", "run_id", "kind")  # of every line, beside its attempt
 SEGMENT_BYTES = 16 << 20
 REMEMBERED = 100_000  # step records compared with later copies, which come soon: until acknowledged
@@ -95,9 +94,12 @@ class JournalWriter:
         self._file: AppendHandle | None = None
         self._newest_file: AppendHandle | None = None  # of the newest segment, also when that is closed
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Note an event with JSON fields (`step`, `rank` where known); `kind` is its name."""
-        assert kind not in (STEP, GENERATION), f"an event of kind {kind!r} would be read as a record"
+    def event(self, kind: EventKind, **fields: Any) -> None:
+        """Note an event with the fields of its kind, which are JSON values."""
+        assert isinstance(kind, EventKind), f"{kind!r} is no kind of event"
+        assert fields.keys() == kind.fields, (
+            f"an event of kind {kind} has the fields {sorted(kind.fields)}, not {sorted(fields)}"
+        )
         with self._lock:
             self._append(kind, fields)
 
@@ -168,7 +170,7 @@ class JournalWriter:
     def why_lost(self) -> str:
         """How it shows that the newest segment's name does not lead to what was written here any more,
         because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
-        told.
+        determined.
         """
         with self._disk_lock:
             return self._newest_file.why_lost() if self._newest_file else ""
@@ -183,8 +185,6 @@ class JournalWriter:
 
     # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
-        clash = {*OWN_FIELDS} & set(fields)
-        assert not clash, f"journal fields {sorted(clash)} are the journal's own"
         self._seq += 1
         line = {
             "seq": self._seq,

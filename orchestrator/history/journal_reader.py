@@ -177,8 +177,8 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     )
 
 
-def journal_keeper(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
-    """(machine, pid, start) of the process that keeps an attempt's journal, as its first line says; None
+def journal_process(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
+    """(machine, pid, start) of the process that writes an attempt's journal, as its first line says; None
     while there is none, or if it does not say. Raises `StorageError`.
     """
     try:

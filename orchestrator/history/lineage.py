@@ -319,5 +319,9 @@ def _backwards(history: list[StepRecord]) -> list[str]:
 def require_sound(lineage: Lineage) -> Lineage:
     """`lineage` itself; raises `OrchestratorError` with all its errors if it has any."""
     if lineage.errors:
-        raise OrchestratorError("the run's history contradicts itself:\n" + "\n".join(lineage.errors))
+        listed = "\n".join(f"  {error}" for error in lineage.errors)
+        raise OrchestratorError(
+            f"the run's history contradicts itself:\n{listed}\nnothing is continued or read from it; restore "
+            "attempts/ and journal/ as they were written, or give a new run another name"
+        )
     return lineage

@@ -18,23 +18,23 @@ Process = tuple[str, int, str]  # machine, pid and start; see `orchestrator.clus
 
 class AllEnded:
     """Whether all that could write for an attempt is known to have ended: the driver of its launch, and the
-    process that keeps its journal, both of this machine.
+    process that writes its journal, both of this machine.
 
     That a driver is dead is not enough: its coordinator may live on for a while. An attempt without a journal
     is not known to have ended, for its coordinator may be about to begin.
     """
 
-    def __init__(self, store: ClaimFiles, keeper_of: Callable[[int], Process | None]) -> None:
-        """`keeper_of`: the process that keeps an attempt's journal, None while that is not known."""
-        self._store, self._keeper_of = store, keeper_of
-        self._keepers: dict[int, Process] = {}
+    def __init__(self, store: ClaimFiles, process_of: Callable[[int], Process | None]) -> None:
+        """`process_of`: the process that writes an attempt's journal, None while that is not known."""
+        self._store, self._process_of = store, process_of
+        self._processes: dict[int, Process] = {}
 
     def __call__(self, claim: Claim) -> bool:
         """See the class."""
-        if claim.number not in self._keepers and (found := self._keeper_of(claim.number)):
-            self._keepers[claim.number] = found
-        keeper = self._keepers.get(claim.number)
-        return keeper is not None and has_ended(*keeper) and driver_was_killed(self._store, claim)
+        if claim.number not in self._processes and (found := self._process_of(claim.number)):
+            self._processes[claim.number] = found
+        process = self._processes.get(claim.number)
+        return process is not None and has_ended(*process) and driver_was_killed(self._store, claim)
 
 
 def driver_was_killed(store: ClaimFiles, claim: Claim) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
-SILENT = "it did not answer any more and was left out and killed"
+UNRESPONSIVE = "it stopped responding and was killed"
 SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
 STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
 _PROCESS_STATES = {

@@ -144,7 +144,7 @@ def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) ->
 
     Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape
     (seq_len,), label -100 where
-    there is no loss, and the cursor behind the sample. The same samples, in this order, are what a run
+    there is no loss, and the cursor after the sample. The same samples, in this order, are what a run
     trains.
     """
     from orchestrator.data.spec import public_stream

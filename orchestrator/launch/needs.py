@@ -1,4 +1,4 @@
-"""What a job needs at the least of memory, disk and Ray's object store, in bytes, by its configuration.
+"""The least that a job needs of memory, disk and Ray's object store, in bytes, by its configuration.
 
 Lower bounds: what they call too much cannot work; what they let pass may still be too much. Pure, no Ray.
 """
@@ -77,7 +77,7 @@ def memory_problems(
     needs: Needs, num_workers: int, machines: Sequence[tuple[str, int]], with_feed: bool = True
 ) -> list[str]:
     """Why `num_workers` workers (and the feed) cannot have their memory on these machines (host, bytes in
-    all): what is needed and what is there; empty if they can, or where a machine does not tell (0).
+    all): what is needed and what is there; empty if they can, or where a machine does not say (0).
     """
     if not machines or not all(num_bytes for _, num_bytes in machines):
         return []

@@ -22,7 +22,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import Launch, Supervisor
 from orchestrator.history import sentences
-from orchestrator.history.journal import UNRESPONSIVE
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
@@ -122,7 +122,7 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
 def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
     for line in sentences.stall(stall):
         progress.say(line)
-        coordinator.note.remote(UNRESPONSIVE, {"reason": line})
+        coordinator.note.remote(EventKind.UNRESPONSIVE, {"reason": line})
 
 
 def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:

@@ -112,8 +112,8 @@ class Progress:
         step = status.last_step
         if step is None:
             number = status.world_size or self._wanted
-            what = "in their first step" if status.world_size else "starting"
-            return f"{what}: {number} worker{'s' if number != 1 else ''}"
+            workers = f"{number} worker{'s' if number != 1 else ''}"
+            return f"{workers} in the first step" if status.world_size else f"starting {workers}"
         of = f"/{self._total}" if self._total is not None else ""
         there = f"{status.world_size}/{self._wanted}" if self._wanted else f"{status.world_size}"
         waiting = (

@@ -141,7 +141,7 @@ class RemoteMembership:
         return self._control_requests.get((view.attempt, view.generation), _QUIET)
 
     def phase(self, name: str) -> None:
-        """The reporting thread tells the coordinator, should it last."""
+        """The reporting thread notifies the coordinator, should it last."""
         self._phase = (STEP if name == BETWEEN else name, time.monotonic())
         if name == BETWEEN:
             self._stepped_at = self._phase[1]
@@ -164,16 +164,16 @@ class RemoteMembership:
         return answer
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
-        """Tells the coordinator that this rank could not write its part; the save is given up."""
+        """Reports to the coordinator that this rank could not write its part; the save is given up."""
         self._ask("save_failed", self._launch, key, view.rank, view.world_size, str(error))
 
     def finished(self, key: StateKey, reason: str) -> None:
-        """Tells the coordinator that this member's part of the run is over."""
+        """Reports to the coordinator that this member's part of the run is over."""
         self._ask("finished", self._launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the coordinator what ended this member, so that the reason reaches the user whatever Ray does
-        with the exception; before it the steps that were not reported yet.
+        """Reports to the coordinator what ended this member, so that the reason reaches the user whatever Ray
+        does with the exception; before it the steps that were not reported yet.
         """
         self._send_reports()
         fatal = isinstance(error, OrchestratorError)
@@ -231,22 +231,22 @@ class RemoteMembership:
             self._control_requests[view.attempt, view.generation] = known
 
     def _report_loop(self) -> None:
-        """Tells the coordinator what nobody waits for: step records in batches, long phases. While it stays
-        away the records stay with the members, who bring them to the next join.
+        """Reports to the coordinator what nobody waits for: step records in batches, long phases. While it
+        stays away the records stay with the members, who bring them to the next join.
         """
-        told, told_at = STEP, time.monotonic()
+        reported, reported_at = STEP, time.monotonic()
         while True:
             time.sleep(_REPORT_EVERY_S)
             phase, since = self._phase
             now = time.monotonic()
-            new = phase != told and (phase == STEP or now - since > _LONG_PHASE_S)
+            new = phase != reported and (phase == STEP or now - since > _LONG_PHASE_S)
             # waiting for the feed ends no generation: the feed has its own limit (rule 23)
-            again = phase == told == FEED_WAIT and now - told_at > _AGAIN_S
+            again = phase == reported == FEED_WAIT and now - reported_at > _AGAIN_S
             try:
                 self._send_reports()
                 if new or again:
                     self._ask("phase", self._launch, self.member, phase)
-                    told, told_at = phase, now
+                    reported, reported_at = phase, now
             except OrchestratorError:
                 return
 

@@ -20,11 +20,11 @@ CLOSE_S = 5.0  # how long the end of a run waits for a storage that hangs
 
 class RunLog:
     """Collects lines until it is given its file; from then on a thread writes them. Lines are only ever
-    added to a file; what cannot be written is told once and dropped.
+    added to a file; what cannot be written is reported once and dropped.
     """
 
     def __init__(self, trouble: Callable[[str], None]) -> None:
-        """`trouble` is told, once, that and why the file cannot be written."""
+        """`trouble` is notified, once, that and why the file cannot be written."""
         self.path = ""  # of the file, once there is one
         self._trouble = trouble
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -51,15 +51,15 @@ class RunLog:
             self._writer.join(CLOSE_S)
 
     def _write(self, path: Path) -> None:
-        told = False
+        reported = False
         while (line := self._lines.get()) is not None:
             try:
                 path.parent.mkdir(exist_ok=True)  # not the run's own folder, if that is gone
                 with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(line)
             except OSError as error:
-                if not told:
-                    told = True
+                if not reported:
+                    reported = True
                     self._trouble(
                         f"warning: the log file {path} cannot be written ({error.strerror or error}); the "
                         "run continues without it"

@@ -36,7 +36,7 @@ from orchestrator.faults import hook
 from orchestrator.history.busy import Free
 from orchestrator.history.claim_files import RESUME, REWIND, START
 from orchestrator.history.heartbeat import beating
-from orchestrator.history.journal_reader import journal_keeper
+from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
@@ -162,7 +162,7 @@ def refuse_busy(store: RunStore, say: Callable[[str], None]) -> int:
     `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
     it says.
     """
-    newest, ended = store.newest_claim(), AllEnded(store, partial(journal_keeper, store.storage))
+    newest, ended = store.newest_claim(), AllEnded(store, partial(journal_process, store.storage))
     if newest is not None and store.read_end(newest.number) is None and not ended(newest):
         say(
             f"attempt {newest.number} has no end record: checking for {BUSY_WATCH_S:.0f} s whether it still "

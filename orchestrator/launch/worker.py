@@ -57,8 +57,8 @@ class RayCalls:
 
 
 def train_function(config: dict[str, Any]) -> None:
-    """The Ray Train function of every worker. An error of ours ends the run by word to the coordinator; any
-    other is raised too, so that Ray replaces the process.
+    """The Ray Train function of every worker. An error of ours is reported to the coordinator, which ends the
+    run; any other is raised too, so that Ray replaces the process.
     """
     task: WorkerTask = config["task"]
     # Few threads and no telemetry in a process of which a machine runs many.

@@ -26,7 +26,7 @@ from orchestrator.resume.points import parse_point_name
 
 # The source's number in a sample's digest.
 SOURCE_NUMBER = 0
-_ALL = "that epoch {} holds every document of the files, for these steps are a part of it: it "
+_COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
 
 def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class _Walk:
         )
         if known.agrees_with(cursor):
             return None
-        return f"the journal's cursor behind it is {known}, the stream's {cursor}"
+        return f"the journal's cursor after it is {known}, the stream's {cursor}"
 
     def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The first epoch that held a record twice, or other documents than the files, and what of the epochs
-        is not shown.
+        is not verified.
         """
         plan = self._spec.plans[0]
         begin = self._begin.sources.get(plan.source, SourceCursor())
@@ -150,14 +150,14 @@ class _Walk:
                 )
                 return {"step": None, "reason": reason}, not_shown
             if epoch == begin.epoch and not _at_border(begin):
-                not_shown.append(_ALL.format(epoch) + "begins before them; no record came twice")
+                not_shown.append(_COMPLETENESS.format(epoch, "begin"))
             elif epoch == end.epoch and not ends_data:
-                not_shown.append(_ALL.format(epoch) + "goes on after them; no record came twice")
+                not_shown.append(_COMPLETENESS.format(epoch, "end"))
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
                 found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
                 if encoder is None:
-                    not_shown.append(f"epoch {epoch}'s tokens against the files: two encoders made them")
+                    not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
                     found, files = found.without_tokens(), files.without_tokens()
                 if found != files:
                     reason = f"epoch {epoch} held {found}; the files hold {files}"
@@ -171,12 +171,12 @@ class _Walk:
 
 def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:
     """The journal's cursors by how many of the records lie before them."""
-    behind = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
+    after = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
     known = {}
     for event in seen.journal.events:
         if "cursor" in event.fields:
             cursor = decode(Cursor, event.fields["cursor"])
-            at = behind.get((event.attempt, cursor.consumed_samples, cursor.consumed_tokens))
+            at = after.get((event.attempt, cursor.consumed_samples, cursor.consumed_tokens))
             if at is not None:
                 known[at] = cursor
     return known

@@ -1,6 +1,6 @@
 """What an epoch holds whatever its order: the second half of an audit, which needs neither order nor packer.
 
-`checksum_files` reads whole files, one behind the other; `EpochChecksums` count what was trained.
+`checksum_files` reads whole files, one after the other; `EpochChecksums` count what was trained.
 """
 
 from __future__ import annotations

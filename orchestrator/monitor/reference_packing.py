@@ -42,7 +42,7 @@ class _Held:
 
     @property
     def stop(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.begin + len(self.chunk.tokens)
 
 
@@ -227,7 +227,7 @@ class _EarlierPieces:
         self._part, self._document, self._part_piece = tokens, document, piece
 
     def move(self, tokens: Int32Array, documents: Int64Array, pieces: Int64Array, num: int) -> None:
-        """The first `num` tokens are passed; the arrays go on behind them."""
+        """The first `num` tokens are passed; the arrays go on after them."""
         document, piece = int(documents[num]), int(pieces[num])
         if document != self._document:
             self._document, self._known = document, True

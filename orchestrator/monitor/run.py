@@ -17,6 +17,7 @@ from orchestrator.coordinator.attempt import Survey, require_frozen, survey
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.history.busy import Busy
 from orchestrator.history.claims import ClaimParent
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.tail import read_tail
 from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
@@ -166,7 +167,7 @@ class Run:
         return view_of(self.uri, facts, read_tail(store.storage), datetime.now(UTC), quiet_s)
 
     def _configs(self) -> list[tuple[int, JobConfig]]:
-        events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
+        events = [event for event in survey(self._store).journal.events if event.kind == EventKind.ATTEMPT]
         if not events:
             raise RefusedError(
                 f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
@@ -178,7 +179,7 @@ class Run:
 
     def _names(self, seen: Survey) -> list[str]:
         """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
-        nothing is left is told no more: nobody misses it.
+        nothing is left is not shown: nobody misses it.
         """
         rest = seen.missing.intersection(self._store.leftovers())
         return newest_first({*self._store.point_names(), *seen.lost, *rest})[::-1]

@@ -1,6 +1,6 @@
 """The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
 
-For a look at a run of any length: it reads two segments at the most (16 MiB each), decodes the lines that it
+For a look at a run of any length: it reads at most two segments (16 MiB each), decodes the lines that it
 shows, and checks nothing; proofs read the whole journal (`journal_reader`).
 """
 
@@ -15,7 +15,8 @@ import orjson
 
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
-from orchestrator.history.journal import FOLDER, GENERATION, GROUP_FORMED, OWN_FIELDS, STEP, UNRESPONSIVE
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import FOLDER, GENERATION, OWN_FIELDS, STEP
 from orchestrator.records import GroupChange, GroupMember, Loss, decode
 from orchestrator.storage.files import Storage
 
@@ -24,8 +25,14 @@ STEPS = 50  # that speed is computed from
 _ATTEMPT = re.compile(r"a(\d{4,})")
 _SEGMENT = re.compile(r"\d{6,}\.jsonl")
 _KIND = re.compile(rb'"kind":"([^"]*)"')
-LOST = ("member dead", "left out", "member failed")  # each names the `member`
-_FAULTS = ("save given up", "damaged point", "group ended", "unreadable file", UNRESPONSIVE)
+LOST = (EventKind.MEMBER_DEAD, EventKind.LEFT_OUT, EventKind.MEMBER_FAILED)  # each names the `member`
+_FAULTS = (
+    EventKind.SAVE_GIVEN_UP,
+    EventKind.DAMAGED_POINT,
+    EventKind.GROUP_ENDED,
+    EventKind.UNREADABLE_FILE,
+    EventKind.UNRESPONSIVE,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +68,9 @@ class Tail:
 
     def _sentence(self, line: dict[str, Any]) -> str:
         kind = line["kind"]
-        if kind == GROUP_FORMED:
+        if kind == EventKind.GROUP_FORMED:
             return sentences.group_change(_change(line))
-        if kind == UNRESPONSIVE:
+        if kind == EventKind.UNRESPONSIVE:
             return str(line["reason"])
         reason = sentences.first_sentence(str(line.get("reason") or line.get("text") or ""))
         if kind not in LOST:
@@ -108,14 +115,14 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.steps.append(line)
     elif kind == GENERATION:
         tail.generation = tail.generation or line
-    elif kind == GROUP_FORMED:
+    elif kind == EventKind.GROUP_FORMED:
         change = _change(line)
         tail.wanted = tail.wanted or change.wanted
         if change.lost:
             tail.faults.append(line)
-    elif kind == "join":
+    elif kind == EventKind.JOIN:
         tail.joins.setdefault(line["member"], line)
-    elif kind == "point committed":
+    elif kind == EventKind.POINT_COMMITTED:
         tail.point = tail.point or line
     elif kind in LOST and tail.generation is None:
         tail.gone.add(line["member"])
@@ -141,4 +148,6 @@ def _lines_backwards(storage: Storage) -> Iterator[bytes]:
             try:
                 yield from reversed(storage.read(f"{FOLDER}/{attempt}/{segment}").split(b"\n"))
             except FileNotFoundError as error:
-                raise StorageError(f"{FOLDER}/{attempt}/{segment} vanished while it was read") from error
+                raise StorageError(
+                    f"{FOLDER}/{attempt}/{segment} vanished while it was read; look again"
+                ) from error

@@ -1,4 +1,4 @@
-"""What the samples of consecutive steps hold, whoever packed them: their labels, one behind the other, are
+"""What the samples of consecutive steps hold, whoever packed them: their labels, one after the other, are
 the stream as it was trained, and must be what the chunks brought.
 
 It packs nothing and takes arrays as they are; it knows no file and no journal.
@@ -108,14 +108,14 @@ class TrainedTokens:
             self._skipped = 0
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
-        """Notes a fault if these, from behind the skipped ones on, are not the chunk's."""
+        """Notes a fault if these, after the skipped ones, are not the chunk's."""
         stop = self._skipped + len(tokens)
         where = f"in epoch {chunk.epoch}, block {chunk.block}, window {chunk.window}"
         expected = chunk.tokens[self._skipped : stop]
         if (expected != tokens).any():
             at = int((expected != tokens).argmax())
             self._fault = self._fault or (
-                f"the samples do not hold the documents' tokens one behind the other {where}: token "
+                f"the samples do not hold the documents' tokens one after the other {where}: token "
                 f"{self._skipped + at} of a chunk is {expected[at]}, the samples have {tokens[at]}"
             )
         starts = self._document_starts(chunk)[self._skipped : stop]

@@ -18,7 +18,7 @@ from orchestrator.monitor.tail import Tail
 # what a run may be at; `open`: it has not ended, and nobody has looked whether it is alive
 NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"
 DONE, STOPPED, FAILED, DEAD = "done", "stopped", "failed", "dead"
-STILL_S = 5.0  # the least time without a step that is worth a word
+STILL_S = 5.0  # the least time without a step that is worth mentioning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class RunView:
 
     @property
     def is_broken(self) -> bool:
-        """Somebody should look: it failed, or its processes are gone without a word."""
+        """Somebody should look: it failed, or its processes are gone without having ended it."""
         return self.state in (FAILED, DEAD)
 
     def to_json(self) -> dict[str, Any]:
@@ -202,6 +202,6 @@ def _age(time: str, now: datetime) -> float | None:
 
 
 def _float(value: Any) -> float | None:
-    """None for what is not finite: JSON has no word for it."""
+    """None for what is not finite: JSON cannot express it."""
     number = float(value)
     return number if math.isfinite(number) else None

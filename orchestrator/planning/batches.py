@@ -13,8 +13,8 @@ from orchestrator.records import StepRange
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remaining:
-    """What is left until the first stop: positions, samples and steps at the shape asked about. All 0: the
-    stop is reached.
+    """What is left until the first stop: positions, samples, and steps of the batch size and seq_len asked
+    about. All 0: the stop is reached.
     """
 
     tokens: int
@@ -81,8 +81,8 @@ def rank_samples(
 
 
 def rebase_step(consumed_tokens: int, global_batch_size: int, seq_len: int) -> int:
-    """The label that a run of this shape would have after `consumed_tokens` positions: the number of steps,
-    rounded up.
+    """The label that a run of this batch size and seq_len would have after `consumed_tokens` positions: the
+    number of steps, rounded up.
     """
     return ceil_div(consumed_tokens, global_batch_size * seq_len)
 

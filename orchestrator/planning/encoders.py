@@ -71,7 +71,7 @@ def with_encoder(
 def choose_next(
     spans: tuple[EncoderSpan, ...], wanted: str, cursor: Cursor, installed: Mapping[str, str | None]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    """(what encodes from the next whole document behind `cursor` on, why this machine cannot go on so).
+    """(what encodes from the next whole document after `cursor` on, why this machine cannot go on so).
 
     `wanted` is `data.encoder`: `auto` stays with the run's newest, name and version. `installed` are the
     versions here (None: not there). Where something was trained already, the encoder that began the document

@@ -141,7 +141,7 @@ def plan_resume(
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
-        notes=tuple(_shape_notes(config, point)),
+        notes=tuple(_world_size_notes(config, point)),
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
@@ -230,16 +230,16 @@ def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity_refusals(
-    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, settings_told: bool
+    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, settings_named: bool
 ) -> tuple[str, ...]:
     old, new = identities
-    if settings_told:  # the differences have named the settings already
+    if settings_named:  # the differences have named the settings already
         new = replace(new, settings=old.settings)
     return compare(old, new, accept_changed=config.resume.accept_changed)
 
 
-def _shape_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
-    """How the global batch lies on the workers (data rule 16), at the least and at the most of them."""
+def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
+    """How the global batch lies on the workers (data rule 16), with the fewest and the most of them."""
     train, cluster = config.train, config.cluster
     num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
     for world in sorted({cluster.start_workers, cluster.max_workers}):

@@ -1,7 +1,8 @@
 """Lengths in tokens and the learning rate as a function of consumed tokens.
 
-A length that the user gives in steps or samples is turned into tokens once, at the shape it was first given
-with, and travels in the claims from then on (data rule 17). It knows no optimizer and no step label.
+A length that the user gives in steps or samples is turned into tokens once, at the batch size and seq_len it
+was first given with, and travels in the claims from then on (data rule 17). It knows no optimizer and no step
+label.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """A length as it was given (`given` in `unit`: steps, samples or tokens), the shape it was first given
-    with, and its worth in positions.
+    """A length as it was given (`given` in `unit`: steps, samples or tokens), the batch size and seq_len
+    it was first given with, and its worth in positions.
 
     `tokens` counts from the start of the run, except for a decay, where it is the length itself.
     """
@@ -94,10 +95,11 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
     """The budgets under `config` of a run that had `previous` before (None: a fresh start) and stands at
     `at`.
 
-    A number that is the same as before keeps its tokens, whatever the shape is now; a number that the user
-    changed is turned again, at the shape of `config`, and so is a stop in samples at another seq_len, for the
-    samples still to come have that length. Raises `ConfigError` for a schedule that decays without knowing
-    when, and for lengths, unless the run has them already, of which a warm-up or decay goes beyond the stop.
+    A number that is the same as before keeps its tokens, whatever batch size and seq_len are now; a number
+    that the user changed is turned again, at those of `config`, and so is a stop in samples at another
+    seq_len, for the samples still to come have that length. Raises `ConfigError` for a schedule that decays
+    without knowing when, and for lengths, unless the run has them already, of which a warm-up or decay goes
+    beyond the stop.
     """
     before, here, train = previous or Budgets(), at or Cursor(), config.train
 

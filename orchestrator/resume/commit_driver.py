@@ -1,7 +1,7 @@
 """Commits in the coordinator: votes come in, the commit machine decides, a thread does what waits for
 storage, and every voter is answered.
 
-It knows neither who trains nor when a generation is formed; what others must hear it tells its listener.
+It knows neither who trains nor when a generation is formed; what others must hear it reports to its listener.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from orchestrator.errors import StorageError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records import StateKey, StillWaiting, Vote
 from orchestrator.resume.commit_events import (
@@ -91,21 +92,21 @@ class Commits:
         answer = self._votes.get(slot)
         if answer is None:
             answer = self._votes[slot] = asyncio.get_running_loop().create_future()
-            self.tell_soon(VoteCast(vote=vote, now_s=time.monotonic()))
+            self.notify_soon(VoteCast(vote=vote, now_s=time.monotonic()))
         await asyncio.wait([answer], timeout=wait_s)
         return answer.result() if answer.done() else StillWaiting()
 
-    def tell_soon(self, event: Event) -> None:
-        """`tell`, without waiting for it."""
-        self._in_background(self.tell(event))
+    def notify_soon(self, event: Event) -> None:
+        """`notify`, without waiting for it."""
+        self._in_background(self.notify(event))
 
-    async def tell(self, event: Event) -> None:
-        """Tells the machine what happened and does what it asks for."""
+    async def notify(self, event: Event) -> None:
+        """Reports to the machine what happened and does what it asks for."""
         async with self.lock:
             await self.advance(event)
 
     async def advance(self, event: Event) -> None:
-        """`tell` for a caller that holds the lock."""
+        """`notify` for a caller that holds the lock."""
         todo = collections.deque([event])
         while todo:
             self._machine, actions = self._machine.on(todo.popleft())
@@ -162,10 +163,12 @@ class Commits:
     async def _perform_aside(self, action: StoreAction) -> None:
         answer = await asyncio.to_thread(self._committer.perform, action)
         for damage in self._committer.take_damages():
-            self._journal.event("damaged point", point=damage.point, file=damage.file, reason=damage.reason)
+            self._journal.event(
+                EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason
+            )
             await self._listener.warned(str(damage))
         if answer is not None:
-            await self.tell(answer)
+            await self.notify(answer)
 
     async def _answer(self, action: Acknowledge | GiveUp) -> None:
         committed, point = isinstance(action, Acknowledge), self._committer.last_point
@@ -175,7 +178,7 @@ class Commits:
             note_committed(self._journal, point)
             await self._listener.committed(point)
         if isinstance(action, GiveUp):
-            self._journal.event("save given up", point=action.key.point_name, reason=action.reason)
+            self._journal.event(EventKind.SAVE_GIVEN_UP, point=action.key.point_name, reason=action.reason)
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
             await self._listener.warned(text)
         for rank in action.ranks:

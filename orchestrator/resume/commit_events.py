@@ -1,4 +1,4 @@
-"""What the commit machine is told (events) and what it asks for (actions).
+"""What the commit machine is notified of (events) and what it asks for (actions).
 
 Store actions are carried out by `store_actions.PointCommitter`, which answers each with an event; answers are
 the coordinator's to give.
@@ -176,7 +176,7 @@ class DiscardSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acknowledge:
-    """Tell these ranks of the save's generation that the point is committed."""
+    """Notify these ranks of the save's generation that the point is committed."""
 
     key: StateKey
     ranks: tuple[int, ...]
@@ -184,7 +184,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
-    """Tell these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
+    """Notify these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
     again.
     """
 

@@ -61,8 +61,8 @@ class CommitMachine:
     after such a question; the files of a save that was given up are deleted only after every rank has stopped
     writing them (a rank that is cut off may never: the next launch takes those).
 
-    Whoever drives it tells it nothing while the store actions of an earlier event are unanswered, but for
-    `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
+    Whoever drives it reports nothing to it while the store actions of an earlier event are unanswered, but
+    for `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
     (rule 15).
     """
 

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# kinds of journal events: a point is acknowledged; these are about to be deleted (durable before the first
-# file goes); these are gone
-COMMITTED, DELETING, DELETED = "point committed", "deleting points", "points deleted"
+from orchestrator.history.event_kinds import EventKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +30,8 @@ def point_fates(events: Iterable[tuple[str, Mapping[str, Any]]], inherited: Iter
     """
     committed, deleted = set(inherited), set[str]()
     for kind, fields in events:
-        if kind == COMMITTED:
+        if kind == EventKind.POINT_COMMITTED:
             committed.add(fields["point"])
-        elif kind in (DELETING, DELETED):
+        elif kind in (EventKind.DELETING_POINTS, EventKind.POINTS_DELETED):
             deleted.update(fields["points"])
     return Fates(kept=frozenset(committed - deleted), deleted=frozenset(deleted))

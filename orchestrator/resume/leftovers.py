@@ -1,6 +1,6 @@
 """Folders of saves that never became a resume point: a later launch takes them away when it has claimed.
 
-It decides by names and claims only; what it did, or could not do, is for the caller to tell.
+It decides by names and claims only; what it did, or could not do, is for the caller to report.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
     `number` stand.
 
     A folder with a COMMIT stays, and so does everything of `number` and of later attempts, and a point whose
-    COMMIT is lost: nobody meant to delete it, so that it is damaged, not left over. The launch before this
-    one is spared too unless it has said that it ended: its coordinator may only be cut off, and about to
-    commit; the next start takes its leftovers, but for the rest of a point that was being deleted: that goes
-    at once. Before each deletion it asks for a newer claim, and does no
-    more if there is one (membership rule 7). Never raises `StorageError`: what cannot be removed now is
-    tried again at the next start. A machine that was cut off during a whole other launch, and writes its
-    COMMIT at the very moment in which its folder goes, leaves a damaged orphan: no claim names it (rule 6),
-    so that it is never resumed, but `verify` shows it.
+    COMMIT is lost: nobody meant to delete it, so that it is damaged, not left over. What the launch before
+    this one left stays until the next start, unless that launch has recorded its end: its coordinator may
+    only be cut off, and about to commit. But the rest of a point that was being deleted goes at once. Before
+    each deletion it asks for a newer claim, and does no more if there is one (membership rule 7). Never
+    raises `StorageError`: what cannot be removed now is tried again at the next start. A machine that was cut
+    off during a whole other launch, and writes its COMMIT at the very moment in which its folder goes, leaves
+    a damaged orphan: no claim names it (rule 6), so that it is never resumed, but `verify` shows it.
     """
-    told: list[Leftover] = []
+    found: list[Leftover] = []
     try:
-        names, spared = store.leftovers(), _cut_off(store, number)
+        names, cut_off = store.leftovers(), _cut_off(store, number)
     except StorageError:
         return ()  # the start itself reads these folders, too, and says what is wrong with them
     for name in names:
@@ -50,17 +49,17 @@ def remove_leftovers(store: RunStore, number: int, fates: Fates) -> tuple[Leftov
         assert key is not None, "leftovers gives names of points"
         if key.attempt >= number or name in fates.kept:
             continue
-        if key.attempt in spared and name not in fates.deleted:
+        if key.attempt in cut_off and name not in fates.deleted:
             continue
         try:
             if store.next_claim_exists(number):
                 break
             store.discard(name)
         except StorageError as error:
-            told.append(Leftover(point=name, kept=str(error)))
+            found.append(Leftover(point=name, kept=str(error)))
         else:
-            told.append(Leftover(point=name))
-    return tuple(told)
+            found.append(Leftover(point=name))
+    return tuple(found)
 
 
 def _cut_off(store: RunStore, number: int) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """The files of resume points, written, read and deleted so that a point is whole or invisible.
 
-It knows files and digests; which points are on the lineage, and when to commit or delete one, it is told.
+It knows files and digests; which points are on the lineage, and when to commit or delete one, its callers
+know.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class PointFiles:
     ) -> tuple[Point | None, tuple[Damage, ...]]:
         """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
 
-        The caller must tell the damages aloud; `fast` trusts sizes. (None, ()) if no point is named. Raises
+        The caller must report the damages; `fast` trusts sizes. (None, ()) if no point is named. Raises
         `ResumePointError` if there are points and none is healthy: training from nothing is then not a thing
         to do unasked.
         """

@@ -77,7 +77,7 @@ class RunStore(ClaimFiles, PointFiles):
         return [folder for folder in (ATTEMPTS, JOURNAL, POINTS) if self.storage.list(folder)]
 
     def why_not_mine(self, run_id: str) -> str:
-        """Why the folder is not that of the run `run_id` any more; empty if it is, as far as run.json tells:
+        """Why the folder is not that of the run `run_id` any more; empty if it is, as far as run.json says:
         a run without an id is not missed here.
         """
         run = self.read_run()

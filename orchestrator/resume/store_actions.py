@@ -6,10 +6,13 @@ It decides nothing. Its calls block (they wait for disks), so a coordinator make
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError
-from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.faults import Hook, no_fault
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
+from orchestrator.records import StateKey, encode
 from orchestrator.resume.commit_events import (
     CheckNewerClaim,
     ClaimChecked,
@@ -26,40 +29,19 @@ from orchestrator.resume.commit_events import (
     VerifyPoint,
     WriteCommit,
 )
-from orchestrator.resume.fates import COMMITTED, DELETED, DELETING
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
-Hook = Callable[[str, int, int], None]
 # places of scripted faults: all votes are there, COMMIT is not sent; COMMIT is sent, nobody is answered
 VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
 
 
-class StepJournal(Protocol):
-    """What committing needs of the journal."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Note an event."""
-
-    def step(self, record: StepRecord) -> bool:
-        """Note a record; an equal copy of a known one changes nothing."""
-
-    def flush(self) -> StateKey | None:
-        """Make all that was noted durable."""
-
-    def covers(self, key: StateKey) -> bool:
-        """Whether every step record of the attempt's chain up to `key` is durable."""
-
-    def why_lost(self) -> str:
-        """How it shows that the journal on disk is not the one that is written; empty if it is."""
-
-
-def note_committed(journal: StepJournal, point: Point) -> None:
+def note_committed(journal: JournalWriter, point: Point) -> None:
     """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
     there.
     """
     journal.event(
-        COMMITTED,
+        EventKind.POINT_COMMITTED,
         point=point.name,
         bytes=point.num_bytes,
         save_s=point.commit.save_s,
@@ -91,12 +73,12 @@ class PointCommitter:
     def __init__(
         self,
         store: RunStore,
-        journal: StepJournal,
+        journal: JournalWriter,
         attempt: int,
         config: Mapping[str, Any],
         rng: Mapping[str, Any],
         clock: Callable[[], float],
-        fault: Hook = lambda place, step, rank: None,
+        fault: Hook = no_fault,
         run_id: str = "",
     ) -> None:
         self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
@@ -105,7 +87,7 @@ class PointCommitter:
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
 
     def take_damages(self) -> tuple[Damage, ...]:
-        """What `VerifyPoint` found wrong since the last call, for the caller to tell."""
+        """What `VerifyPoint` found wrong since the last call, for the caller to report."""
         found, self._damages = tuple(self._damages), []
         return found
 
@@ -162,7 +144,7 @@ class PointCommitter:
         try:
             damages = self._store.verify_point(action.name)
         except OrchestratorError:
-            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+            return Verified(name=action.name, healthy=False)  # not known now; the next commit asks again
         self._damages += damages
         return Verified(name=action.name, healthy=not damages)
 
@@ -170,7 +152,7 @@ class PointCommitter:
         gone: list[str] = []
         try:
             # a kill in the middle must not look as if points had vanished
-            self._journal.event(DELETING, points=list(action.names))
+            self._journal.event(EventKind.DELETING_POINTS, points=list(action.names))
             self._journal.flush()
         except StorageError:
             return Deleted(names=(), failed=action.names)
@@ -178,9 +160,9 @@ class PointCommitter:
             try:
                 self._store.delete_point(name)
             except StorageError as error:
-                self._journal.event("point not deleted", point=name, reason=str(error))
+                self._journal.event(EventKind.POINT_NOT_DELETED, point=name, reason=str(error))
                 break  # tried again after the next commit; the order, oldest first, is kept
             gone.append(name)
         if gone:
-            self._journal.event(DELETED, points=gone)
+            self._journal.event(EventKind.POINTS_DELETED, points=gone)
         return Deleted(names=tuple(gone), failed=action.names[len(gone) :])

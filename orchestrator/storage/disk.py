@@ -176,7 +176,7 @@ class AppendHandle:
     def why_lost(self) -> str:
         """How it shows that the path leads to another file, or to none, or that somebody else has written
         into this one; empty if all is as it should be (of a closed one: if it is there). Raises
-        `StorageError` if that cannot be told.
+        `StorageError` if that cannot be determined.
         """
         try:
             found = self._disk.size(self._path)
@@ -184,7 +184,7 @@ class AppendHandle:
         except (FileNotFoundError, NotADirectoryError):
             return f"{self._path} is gone"
         except OSError as error:
-            if error.errno == errno.ESTALE:  # a network file system's word for a deleted file
+            if error.errno == errno.ESTALE:  # what a network file system says of a deleted file
                 return f"{self._path} is gone"
             raise storage_error("look at", self._path, error) from error
         if not same:
@@ -218,7 +218,7 @@ def write_all(disk: Disk, handle: int, view: memoryview) -> None:
 
 
 def storage_error(what: str, full: str, error: OSError) -> StorageError:
-    """What to tell of a system call that failed."""
+    """What to report of a system call that failed."""
     reason = errno.errorcode.get(error.errno or 0, type(error).__name__)
     if error.errno == errno.EEXIST:
         return StorageError(

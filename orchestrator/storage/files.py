@@ -1,6 +1,6 @@
 """A run's storage: the few durable file operations that everything else in this package is built from.
 
-It knows paths, bytes and the difference between "surely absent" and "cannot tell"; it knows nothing of
+It knows paths, bytes and the difference between "surely absent" and "not known"; it knows nothing of
 points, claims or journals.
 """
 
@@ -135,7 +135,7 @@ class Storage:
     # ---------------------------------------------------------------------- reading
     def read(self, path: str) -> bytes:
         """A file's bytes. Raises `FileNotFoundError` if it is surely absent, `StorageError` if that cannot be
-        told.
+        determined.
         """
         pieces: list[bytes] = []
         self._each_piece(path, pieces.append, pieces.clear)
@@ -159,7 +159,7 @@ class Storage:
         return FileEntry(path=path, bytes=num_bytes, digest=hasher.hexdigest())
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file of this name. Raises `StorageError` if that cannot be told."""
+        """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
         try:
             self.size(path)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """The membership of a group that never changes: the ranks that torchrun started, in one generation.
 
-It knows torchrun's store; claims, commits and journal are the keeper's, in rank 0's process.
+It knows torchrun's store; claims, commits and journal are the recorder's, in rank 0's process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Start:
     step: int
 
 
-class Keeper(Protocol):
+class Recorder(Protocol):
     """The coordinator's work (claim, commits, journal) for a static group; lives in rank 0's process. Called
     from several threads.
     """
@@ -72,21 +72,23 @@ class StaticMembership:
     """The group that torchrun started: one generation, and the first failure ends it (torchrun starts all
     ranks again).
 
-    `keeper` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
+    `recorder` is needed on rank 0 only. `ask_stop` may be called from a signal handler; rank 0's counts. All
     ranks' answers go through torchrun's store.
     """
 
-    def __init__(self, meeting: StoreRendezvous, keeper: Keeper | None, vote_limit_s: float = 600.0) -> None:
+    def __init__(
+        self, rendezvous: StoreRendezvous, recorder: Recorder | None, vote_limit_s: float = 600.0
+    ) -> None:
         """`vote_limit_s`: how long a vote may stay unanswered."""
         self.member = secrets.token_hex(6)
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         # the group's store must stay free while votes wait. This one is opened now, because a new connection
         # to a torchrun that is gone is tried for minutes
-        self._voting = meeting.again()
-        assert (keeper is not None) == (meeting.rank == 0), (
-            f"rank 0 alone has a keeper; this is rank {meeting.rank}"
+        self._voting = rendezvous.again()
+        assert (recorder is not None) == (rendezvous.rank == 0), (
+            f"rank 0 alone has a recorder; this is rank {rendezvous.rank}"
         )
-        self._keeper = keeper
+        self._recorder = recorder
         self._limit = datetime.timedelta(seconds=vote_limit_s)
         self._stop = threading.Event()
         self._joined = False
@@ -102,24 +104,24 @@ class StaticMembership:
         """See `Membership`; a second call raises `ElasticError`, because nobody can form another
         generation.
         """
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         if self._joined:
             raise ElasticError(
-                f"the static group of {meeting.world_size} ranks came apart ({state.reason}); "
+                f"the static group of {rendezvous.world_size} ranks came apart ({state.reason}); "
                 "start the same command again"
             )
         self._joined = True
-        meeting.store.set(f"member/{meeting.rank}", self.member)
-        if self._keeper is not None:
-            with meeting.telling_failure("start"):
-                meeting.tell("start", encode(self._keeper.begin(meeting.world_size)))
-        begin = decode(Start, meeting.hear("start"))
-        names = [meeting.store.get(f"member/{rank}").decode() for rank in range(meeting.world_size)]
+        rendezvous.store.set(f"member/{rendezvous.rank}", self.member)
+        if self._recorder is not None:
+            with rendezvous.reporting_failure("start"):
+                rendezvous.publish("start", encode(self._recorder.begin(rendezvous.world_size)))
+        begin = decode(Start, rendezvous.receive("start"))
+        names = [rendezvous.store.get(f"member/{rank}").decode() for rank in range(rendezvous.world_size)]
         return GenerationView(
             attempt=begin.attempt,
             generation=begin.generation,
-            rank=meeting.rank,
-            world_size=meeting.world_size,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
             members=tuple(names),
             host="",  # the store is torchrun's
             port=0,
@@ -133,12 +135,12 @@ class StaticMembership:
 
     def connect_store(self, view: GenerationView) -> Store:
         """See `Membership`."""
-        return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._meeting.store)
+        return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._rendezvous.store)
 
     def control_requests(self, view: GenerationView) -> ControlRequests:
-        """See `Membership`: nothing but a stop is ever wished for."""
+        """See `Membership`: nothing but a stop is ever requested."""
         del view
-        acknowledged = self._keeper.acknowledged_step() if self._keeper is not None else -1
+        acknowledged = self._recorder.acknowledged_step() if self._recorder is not None else -1
         return ControlRequests(
             ended=False, save=False, stop=self._stop.is_set(), reform=False, acknowledged_step=acknowledged
         )
@@ -149,11 +151,11 @@ class StaticMembership:
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """See `Membership`."""
         del view
-        assert self._keeper is not None, "rank 0 reports"
-        self._keeper.records(records)
+        assert self._recorder is not None, "rank 0 reports"
+        self._recorder.records(records)
 
     def vote(self, vote: Vote) -> Future[bool]:
-        """See `Membership`: rank 0 collects all votes and publishes the keeper's answer."""
+        """See `Membership`: rank 0 collects all votes and publishes the recorder's answer."""
         answer: Future[bool] = Future()
         self._votes.put((vote, answer))
         return answer
@@ -165,8 +167,8 @@ class StaticMembership:
 
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""
-        if self._keeper is not None:
-            self._keeper.finished(key, reason)
+        if self._recorder is not None:
+            self._recorder.finished(key, reason)
 
     def _exchange_votes(self) -> None:
         """The voting thread: one vote after the other."""
@@ -176,23 +178,23 @@ class StaticMembership:
                 answer.set_result(self._exchange(vote))
             except (RuntimeError, TimeoutError) as error:  # what the store and a future raise
                 limit_s = self._limit.total_seconds()
-                told = ElasticError(
-                    f"the vote for {vote.key.point_name} found no answer, for which it has {limit_s:.0f} s "
+                unanswered = ElasticError(
+                    f"the vote for {vote.key.point_name} had no answer within {limit_s:.0f} s "
                     f"({type(error).__name__}: {error}); start the same command again"
                 )
-                answer.set_exception(told)
+                answer.set_exception(unanswered)
             except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
                 answer.set_exception(error)
 
     def _exchange(self, vote: Vote) -> bool:
-        meeting, place = self._voting, f"vote/{vote.key.point_name}"
-        meeting.store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
-        if self._keeper is not None:
-            with meeting.telling_failure(f"{place}/answer"):
-                others = [f"{place}/{rank}" for rank in range(1, meeting.world_size)]
-                meeting.store.wait(others, self._limit)
-                votes = [vote, *(decode(Vote, json.loads(meeting.store.get(name))) for name in others)]
-                answers = [self._keeper.vote(each) for each in votes]
+        rendezvous, place = self._voting, f"vote/{vote.key.point_name}"
+        rendezvous.store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
+        if self._recorder is not None:
+            with rendezvous.reporting_failure(f"{place}/answer"):
+                others = [f"{place}/{rank}" for rank in range(1, rendezvous.world_size)]
+                rendezvous.store.wait(others, self._limit)
+                votes = [vote, *(decode(Vote, json.loads(rendezvous.store.get(name))) for name in others)]
+                answers = [self._recorder.vote(each) for each in votes]
                 committed = all(answer.result(self._limit.total_seconds()) for answer in answers)
-                meeting.tell(f"{place}/answer", committed)
-        return bool(meeting.hear(f"{place}/answer", self._limit))
+                rendezvous.publish(f"{place}/answer", committed)
+        return bool(rendezvous.receive(f"{place}/answer", self._limit))

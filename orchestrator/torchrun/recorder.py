@@ -21,7 +21,8 @@ from orchestrator.errors import ElasticError, FencedError, OrchestratorError, St
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
-from orchestrator.history.journal import GROUP_FORMED, JournalWriter
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
 from orchestrator.resume.commit_driver import Commits
@@ -41,7 +42,7 @@ VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 
 
 class RankZeroRecorder:
-    """`torchrun.membership.Keeper` of one claimed attempt.
+    """`torchrun.membership.Recorder` of one claimed attempt.
 
     One thread writes: it takes votes, drives the commits, and keeps the journal durable meanwhile. Another
     shows that the attempt lives, and waits for nothing else. If a newer attempt appears, or storage fails for
@@ -56,7 +57,7 @@ class RankZeroRecorder:
         say: Callable[[str], None],
         fault_plan: str = "",
     ) -> None:
-        """`say` tells the user what is no error of the run, but must not be silent."""
+        """`say` gives the user what is no error of the run, but must be seen."""
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
@@ -88,7 +89,7 @@ class RankZeroRecorder:
 
     # ---------------------------------------------------------------------- calls of the group
     def begin(self, world_size: int) -> Start:
-        """Journals the attempt and its only generation, durably, and starts to keep them."""
+        """Journals the attempt and its only generation, durably, and starts the writing thread."""
         from orchestrator.torchrun.membership import Start
 
         attempt, self._world_size = self._attempt, world_size
@@ -112,13 +113,13 @@ class RankZeroRecorder:
         change = Roster(world_size).formed(
             attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
         )
-        self._journal.event(GROUP_FORMED, **encode(change))
+        self._journal.event(EventKind.GROUP_FORMED, **encode(change))
         self._journal.flush()
         self._fault("generation_journalled", attempt.step_label, -1)
         self._acknowledged = attempt.step_label
         began = threading.Event()
         self._writer = threading.Thread(
-            target=lambda: asyncio.run(self._keep(began)), name="keeper", daemon=True
+            target=lambda: asyncio.run(self._record(began)), name="recorder", daemon=True
         )
         self._writer.start()
         began.wait()
@@ -134,7 +135,7 @@ class RankZeroRecorder:
         )
 
     def records(self, records: Sequence[StepRecord]) -> None:
-        """Notes them; they are durable soon after. Raises what ended the keeping, if it has ended."""
+        """Notes them; they are durable soon after. Raises what ended the recording, if it has ended."""
         if self._failure is not None:
             raise self._failure
         for record in records:
@@ -195,7 +196,7 @@ class RankZeroRecorder:
     # ---------------------------------------------------------------------- inside
     def _end(self, outcome: str, reason: str) -> None:
         self._over.set()
-        self._journal.event("end", outcome=outcome, reason=reason)
+        self._journal.event(EventKind.END, outcome=outcome, reason=reason)
         self._journal.close()
         self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
 
@@ -213,15 +214,15 @@ class RankZeroRecorder:
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._writer.join()
 
-    async def _keep(self, began: threading.Event) -> None:
+    async def _record(self, began: threading.Event) -> None:
         """The writing thread: votes as they come, journal and time in between."""
         self._loop = asyncio.get_running_loop()
         began.set()
         try:
-            await self._commits.tell(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            await self._commits.notify(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
             while self._failure is None and not self._stopping.is_set():
                 await self._flush()
-                await self._commits.tell(Tick(now_s=time.monotonic()))
+                await self._commits.notify(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
             await self._commits.settle()
@@ -266,7 +267,7 @@ class RankZeroRecorder:
         self._failure = self._failure or error
         self._failed.set()
 
-    # ---------------------------------------------------------------------- what the commits tell
+    # ---------------------------------------------------------------------- what the commits report
     async def committed(self, point: Point) -> None:
         """See `CommitListener`: the next status says so."""
 

@@ -64,13 +64,13 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
         raise ConfigError(f"RANK is not set: this is no process of torchrun; {_USAGE}")
     from orchestrator.torchrun.store_rendezvous import meet
 
-    meeting = meet()
+    rendezvous = meet()
     place = [socket.gethostname(), os.getpid()]
-    meeting.store.set(f"place/{meeting.rank}", json.dumps(place))
-    if meeting.rank != 0:
-        return _follow(meeting, job, folder, fault_plan)
+    rendezvous.store.set(f"place/{rendezvous.rank}", json.dumps(place))
+    if rendezvous.rank != 0:
+        return _follow(rendezvous, job, folder, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
-        return _lead(meeting, job, folder, fault_plan, progress)
+        return _lead(rendezvous, job, folder, fault_plan, progress)
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -97,46 +97,48 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
 
 
 def _lead(
-    meeting: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
+    rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
 ) -> Outcome | None:
-    """Rank 0: decides whether and how the run goes on, claims it, and keeps it."""
+    """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(Storage(str(folder)))
-    with meeting.telling_failure("decision"):
+    with rendezvous.reporting_failure("decision"):
         starting.check_writable(folder)
         spec, plan, watched = _look(store, job, folder, progress.say)
         if starting.reached(plan):
-            meeting.tell("decision", None)
+            rendezvous.publish("decision", None)
             progress.say(f"done: {starting.stop_is_reached(plan)}")
             return None
         with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
-            keeper = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
+            recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress.begin(folder, attempt.number, meeting.world_size, total)
-    with _ending(keeper), meeting.telling_failure("decision"):
+    progress.begin(folder, attempt.number, rendezvous.world_size, total)
+    with _ending(recorder), rendezvous.reporting_failure("decision"):
         spec = starting.freeze(job, folder, attempt.encoders)
-        meeting.tell("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
+        rendezvous.publish("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
     for note in spec.notes:
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
-    places = [json.loads(meeting.store.get(f"place/{rank}")) for rank in range(meeting.world_size)]
+    places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
-    with _shown(progress, keeper, job.monitor.progress_s, members):
-        outcome = _train(meeting, job, spec, folder, attempt.budgets, keeper, progress.say, fault_plan)
-    status = keeper.status()
+    with _shown(progress, recorder, job.monitor.progress_s, members):
+        outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
+    status = recorder.status()
     why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
     progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
     progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
     return outcome
 
 
-def _follow(meeting: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
+def _follow(rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
     """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
-    told = meeting.hear("decision")
-    if told is None:
+    decision = rendezvous.receive("decision")
+    if decision is None:
         return None
-    budgets, encoders = told
+    budgets, encoders = decision
     spec = starting.freeze(job, folder, tuple(decode(EncoderSpan, span) for span in encoders))
-    return _train(meeting, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan)
+    return _train(
+        rendezvous, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan
+    )
 
 
 def _look(
@@ -180,12 +182,12 @@ def _require_memory(job: JobConfig) -> None:
 
 
 def _train(
-    meeting: StoreRendezvous,
+    rendezvous: StoreRendezvous,
     job: JobConfig,
     spec: DataSpec,
     folder: Path,
     budgets: Budgets,
-    keeper: RankZeroRecorder | None,
+    recorder: RankZeroRecorder | None,
     say: Callable[[str], None],
     fault_plan: str,
 ) -> Outcome:
@@ -205,11 +207,11 @@ def _train(
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
     )
-    membership = StaticMembership(meeting, keeper)
+    membership = StaticMembership(rendezvous, recorder)
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
-        with starting.stop_on_signals(membership.ask_stop, say), _ending(keeper):
+        with starting.stop_on_signals(membership.ask_stop, say), _ending(recorder):
             files = CommittedFiles(Storage(str(folder)))
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:
@@ -217,19 +219,19 @@ def _train(
 
 
 @contextmanager
-def _ending(keeper: RankZeroRecorder | None) -> Iterator[None]:
+def _ending(recorder: RankZeroRecorder | None) -> Iterator[None]:
     """Whatever goes wrong inside ends the attempt."""
     try:
         yield
     except BaseException as error:
-        if keeper is not None:
-            keeper.failed(error)
+        if recorder is not None:
+            recorder.failed(error)
         raise
 
 
 @contextmanager
 def _shown(
-    progress: Progress, keeper: RankZeroRecorder, every_s: float, members: Sequence[GroupMember]
+    progress: Progress, recorder: RankZeroRecorder, every_s: float, members: Sequence[GroupMember]
 ) -> Iterator[None]:
     """Shows the status every so often from a thread, and who holds the others up, as far as the ranks of this
     machine go.
@@ -238,7 +240,7 @@ def _shown(
 
     def show() -> None:
         while not over.wait(min(every_s, 1.0)):
-            status = keeper.status()
+            status = recorder.status()
             if not status.world_size:
                 continue
             progress.show(status)

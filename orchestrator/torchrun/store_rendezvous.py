@@ -1,7 +1,7 @@
-"""How the ranks of a static group find each other in torchrun's store, and how rank 0 tells the others
-something, or why it cannot.
+"""How the ranks of a static group find each other in torchrun's store, and how rank 0 gives the others a
+value, or reports why it cannot.
 
-It knows torchrun's environment and store; what is told, its users know.
+It knows torchrun's environment and store; what the values mean, its users know.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from orchestrator.errors import ElasticError
 from orchestrator.trainer.membership import STORE_TIMEOUT_S
 
-MEETING_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
+RENDEZVOUS_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
 POLL_S = 0.05
 
 
@@ -40,15 +40,15 @@ class StoreRendezvous:
 
     def again(self) -> StoreRendezvous:
         """The same over a connection of its own, for another thread."""
-        store, _, _ = _connect(MEETING_LIMIT_S)
+        store, _, _ = _connect(RENDEZVOUS_LIMIT_S)
         return replace(self, store=PrefixStore(self.start, store))
 
-    def tell(self, name: str, value: Any) -> None:
-        """Rank 0 tells the value, as JSON."""
+    def publish(self, name: str, value: Any) -> None:
+        """Rank 0 gives the others the value, as JSON."""
         self.store.set(name, json.dumps({"value": value}))
 
     @contextmanager
-    def telling_failure(self, name: str) -> Iterator[None]:
+    def reporting_failure(self, name: str) -> Iterator[None]:
         """An exception of rank 0 reaches the other ranks instead of leaving them waiting for `name`; it goes
         on here when they have heard of it, or after `STORE_TIMEOUT_S`.
         """
@@ -59,17 +59,17 @@ class StoreRendezvous:
                 self.store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
                 if isinstance(error, Exception):  # no Ctrl-C, which is every rank's
                     # the store may end with this process: the others read it first, if they live
-                    heard = [f"{name}/heard/{rank}" for rank in range(1, self.world_size)]
-                    self.store.wait(heard, datetime.timedelta(seconds=STORE_TIMEOUT_S))
+                    received = [f"{name}/received/{rank}" for rank in range(1, self.world_size)]
+                    self.store.wait(received, datetime.timedelta(seconds=STORE_TIMEOUT_S))
             raise
 
-    def hear(self, name: str, limit: datetime.timedelta = default_pg_timeout) -> Any:
-        """What rank 0 told. `ElasticError` if it failed, or says nothing for `limit`."""
+    def receive(self, name: str, limit: datetime.timedelta = default_pg_timeout) -> Any:
+        """What rank 0 published. `ElasticError` if it failed, or says nothing for `limit`."""
         try:
             self.store.wait([name], limit)
             answer = json.loads(self.store.get(name))
             if "error" in answer:
-                self.store.set(f"{name}/heard/{self.rank}", "")
+                self.store.set(f"{name}/received/{self.rank}", "")
         except RuntimeError as error:
             raise ElasticError(f"rank 0 said nothing ({error}); start the same command again") from error
         if "error" in answer:
@@ -77,14 +77,14 @@ class StoreRendezvous:
         return answer["value"]
 
 
-def meet(limit_s: float = MEETING_LIMIT_S) -> StoreRendezvous:
+def meet(limit_s: float = RENDEZVOUS_LIMIT_S) -> StoreRendezvous:
     """Waits until all ranks of this start have met. Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
     `ElasticError`: they have not after `limit_s`.
     """
     try:
         store, rank, world_size = _connect(limit_s)
-        start = _agree_on_start(PrefixStore("meeting", store), rank, world_size, limit_s)
+        start = _agree_on_start(PrefixStore("rendezvous", store), rank, world_size, limit_s)
     except RuntimeError as error:
         where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
         raise ElasticError(

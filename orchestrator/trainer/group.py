@@ -156,7 +156,7 @@ class Group:
 def assemble(view: GenerationView, store: Store, limit_s: float, called_off: Callable[[], bool]) -> None:
     """Returns on every member once all have reached the store, at most `limit_s` seconds later.
 
-    gloo's own meeting cannot be woken: it would wait out its time for a member that died on the way. Here
+    gloo's own rendezvous cannot be woken: it would wait out its time for a member that died on the way. Here
     rank 0 ends the wait for all as soon as `called_off()` (the coordinator has left that member out), and its
     death ends the store and with it the wait. Raises `GenerationEnded`, or `RuntimeError` of the store.
     """

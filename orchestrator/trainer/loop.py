@@ -54,7 +54,7 @@ LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be sav
 def train(
     job: TrainJob, membership: Membership, feed: Feed, files: StateFiles, faults: Hook = no_fault
 ) -> Outcome:
-    """Trains until budget or data are exhausted, a stop is wished for, or the run is over for this member.
+    """Trains until budget or data are exhausted, a stop is requested, or the run is over for this member.
 
     `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
     with the label of the last step done, and at `step_begin`, `gradient_done`, `summary_received`, `applied`,
@@ -166,7 +166,7 @@ class _Trainer:
                 over = self._end_of_data or self._next_range(self._state.cursor) is None
                 return self._finish(group, DONE if over else STOPPED)
             if control & REFORM:
-                raise GenerationEnded("a re-form at a step boundary was wished for")
+                raise GenerationEnded("a re-form at a step boundary was requested")
 
     def _allow(self, group: Group, saves: bool = False) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
@@ -214,7 +214,7 @@ class _Trainer:
         lr = learning_rate(job.train, job.budgets, batch.cursor.consumed_tokens)
         key = StateKey(attempt=view.attempt, generation=view.generation, step=label)
         control, acknowledged = self._control(view, label)
-        share = RankContribution(
+        contribution = RankContribution(
             loss=loss,
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
@@ -232,7 +232,7 @@ class _Trainer:
         # from here on the step may be in the history although this rank never hears of it
         self._prepared = Prepared(key=key, cursor=batch.cursor, lr=lr)
         summary = StepSummary.unpack(
-            group.sum(share.pack(view.rank, view.world_size), f"the summary of step {label}")
+            group.sum(contribution.pack(view.rank, view.world_size), f"the summary of step {label}")
         )
         self._faults("summary_received", label, view.rank)
         prepared, self._prepared = self._prepared, None

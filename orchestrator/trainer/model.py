@@ -94,7 +94,7 @@ def find_factory(config: ModelConfig) -> Callable[..., Any]:
     module, _, name = str(config.factory).partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-        with suppress(ValueError):  # some that are written in C do not tell their arguments
+        with suppress(ValueError):  # some that are written in C do not say their arguments
             inspect.signature(function).bind(**config.factory_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise _not_callable(config, error) from error

@@ -82,7 +82,7 @@ def agree(
             _from_storage(state, view, files)
     if view.cursor is not None:
         state.cursor = view.cursor
-    # who falls out before this still has its old key, or none, and is told what to do by the next view
+    # who falls out before this still has its old key, or none, and learns what to do from the next view
     warms = group.gather([int(warm)], "agreeing on the state")
     state.committed = committed
     state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)

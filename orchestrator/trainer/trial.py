@@ -55,7 +55,7 @@ def try_model(job: JobConfig) -> ModelFacts:
     numerics, use_gpu = job.train.numerics, job.cluster.use_gpu
     invariant = numerics == "invariant" or (numerics == "auto" and not use_gpu)
     device_type = "cuda" if use_gpu else "cpu"
-    # A factory's module is imported anew each time, for a notebook's user may have mended it.
+    # A factory's module is imported anew each time, for a notebook's user may have fixed it.
     if job.model.factory is None and "torch" in sys.modules:
         return _build(job.model, device_type, invariant)
     model = job.model.model_dump(mode="json")

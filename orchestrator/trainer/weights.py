@@ -46,7 +46,9 @@ class StateFiles(Protocol):
         """The names in `folder`, and above it, are durable afterwards."""
 
     def read(self, path: str) -> bytes:
-        """All of a file; FileNotFoundError if it is surely absent, `StorageError` if that cannot be told."""
+        """All of a file; FileNotFoundError if it is surely absent, `StorageError` if that cannot be
+        determined.
+        """
 
 
 def share_of(items: Sequence[Item], rank: int, world_size: int) -> list[Item]:
@@ -191,7 +193,7 @@ def _read_tensors(point: str, file: str, files: StateFiles) -> dict[str, Tensor]
     except FileNotFoundError as error:
         raise _damaged(point, file, "is missing") from error
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise _damaged(point, file, f"is no safetensors file any more ({error})") from error
+        raise _damaged(point, file, f"is not a valid safetensors file ({error})") from error
 
 
 def _verified(point: str, entry: TensorEntry, chunk: TensorChunk, tensors: Mapping[str, Tensor]) -> Tensor:

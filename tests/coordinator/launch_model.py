@@ -1,5 +1,5 @@
 """A model of everything around the launch machine and the commit machine (members, their collectives, the
-network, storage, Ray's word of who is dead) that drives the real ones through random histories.
+network, storage, what Ray says of who is dead) that drives the real ones through random histories.
 
 The weights are modelled as the tuple of generations that trained each step, so two histories are equal only
 if they are the same history. Every random choice comes from one seed: a seed that breaks a rule is a test.
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from orchestrator.coordinator.launch_machine import Action, Answer, End, Fenced, Kill, LaunchMachine, Note
-from orchestrator.elastic.failure_budget import MEMBER_DEAD, Failure, FailureBudget
+from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
 from orchestrator.records import (
     ControlRequests,
@@ -102,14 +103,14 @@ class Member:
 
 @dataclass(eq=False)
 class Group:
-    """A generation as its collectives see it: `words` are the control bits of each step."""
+    """A generation as its collectives see it: `control` are the control bits of each step."""
 
     views: dict[str, GenerationView]
     content: Content
     left: set[str] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)
     entered: dict[int, set[str]] = field(default_factory=dict)
-    words: dict[int, ControlRequests] = field(default_factory=dict)
+    control: dict[int, ControlRequests] = field(default_factory=dict)
 
     @property
     def view(self) -> GenerationView:
@@ -184,7 +185,7 @@ class World:
         if rewind and len(names) > 1:
             self.num["rewinds"] += 1
             names = names[: self.random.randint(1, len(names) - 1)]
-            # what lies behind the point that is gone back to is off the lineage from here on
+            # what lies after the point that is gone back to is off the lineage from here on
             self.acknowledged = [name for name in self.acknowledged if name in names]
         self.stop_asked = False
         self.members, self.groups = [], {}
@@ -298,7 +299,7 @@ class World:
         match note.fields:
             case {"member": str() as member, "reason": str() as reason, "step": int() as step}:
                 self.finished[member] = (reason, step)
-            case {"member": _} if note.kind != MEMBER_DEAD:
+            case {"member": _} if note.kind != EventKind.MEMBER_DEAD:
                 pass
             case {"step": int() as step, "reason": str() as reason}:
                 self.failures.append((attempt, Failure(step=step, reason=reason)))
@@ -645,10 +646,10 @@ class World:
         if member.mode != "trains":
             return False
         done = member.key.step - group.view.step
-        word = group.words.get(member.key.step)
-        if len(member.content) == self.steps or (done and word is not None and word.stop):
+        wanted = group.control.get(member.key.step)
+        if len(member.content) == self.steps or (done and wanted is not None and wanted.stop):
             member.mode, member.reason = "leaves", "done" if len(member.content) == self.steps else "stopped"
-            if not member.committed and member.voted != member.key and not (word and word.save and done):
+            if not member.committed and member.voted != member.key and not (wanted and wanted.save and done):
                 member.writing = member.key
             return True
         return self.train(group, member)
@@ -670,8 +671,8 @@ class World:
             return True
         if len(group.entered[step]) < len(members) or member.prepared is None:
             return False
-        if step not in group.words:
-            group.words[step] = self.word(group)
+        if step not in group.control:
+            group.control[step] = self.control_requests(group)
         if self.random.random() < 0.02:
             self.leave(member)  # the summary is lost on the way to it, although others have it
             return True
@@ -682,13 +683,13 @@ class World:
         self.highest = max(self.highest, step)
         if group.views[member.name].rank == 0 and self.random.random() < 0.8:
             self.messages.append(("report", member, key))
-        if group.words[step].save:
+        if group.control[step].save:
             member.writing = key
-        if group.words[step].reform and not group.words[step].stop:
+        if group.control[step].reform and not group.control[step].stop:
             member.mode = "meets"
         return True
 
-    def word(self, group: Group) -> ControlRequests:
+    def control_requests(self, group: Group) -> ControlRequests:
         """What rank 0 has heard of the control requests, and its own saves."""
         view = group.view
         quiet = ControlRequests(ended=False, save=False, stop=False, reform=False, acknowledged_step=-1)

@@ -18,7 +18,7 @@ from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
-from orchestrator.history.journal import GROUP_FORMED
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
@@ -120,7 +120,7 @@ def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(st
     (again,) = last.changes
     assert again.paused_s is not None
     assert again.paused_s >= 0.5
-    events = [event for event in read_journal(store.storage).events if event.kind == GROUP_FORMED]
+    events = [event for event in read_journal(store.storage).events if event.kind == EventKind.GROUP_FORMED]
     assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
 
 

@@ -48,7 +48,7 @@ def facts(corpus: Path) -> TokenizerFacts:
 
 
 @pytest.mark.parametrize("mode", ["text", "parse"])
-def test_both_encoders_agree_on_hostile_texts(facts: TokenizerFacts, mode: str) -> None:
+def test_both_encoders_agree_on_adversarial_texts(facts: TokenizerFacts, mode: str) -> None:
     texts = [
         *ADVERSARIAL_TEXTS,
         "a<|endoftext|>b<|endoftext|><|endoftext",

@@ -56,7 +56,7 @@ def test_a_held_step_is_given_again_as_the_same_object(spec: DataSpec) -> None:
     for number, drawn in enumerate(steps):
         held = buffer.find(number * BATCH)
         assert held is not None
-        assert held.drawn is drawn
+        assert held.samples is drawn
     assert buffer.find(3) is None
     assert buffer.find(10 * BATCH) is None
     assert buffer.next_cursor == steps[-1].cursor

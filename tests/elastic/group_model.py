@@ -259,7 +259,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
         whole = len(applied) == len(inside)
         if not whole and not world.faults:
             continue
-        after = word(world, inside, applied)
+        after = summed_up(world, inside, applied)
         names = "all" if whole else str([world.members[i].name for i in applied])
         yield f"the summary of step {len(first.history)} reaches {names}", after
         # a restarted coordinator takes no vote of an older attempt's generation (rule 10)
@@ -273,7 +273,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
             )
 
 
-def word(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
+def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
     """The summary of the next step reaches `applied`; the others entered it and keep their gradient."""
     members = list(world.members)
     for i in inside:

@@ -248,7 +248,7 @@ def test_calls_of_generations_that_are_over_or_never_were_are_answered_ended():
 
 
 @pytest.mark.parametrize(("median", "grace"), [(0.1, 10.0), (20.0, 40.0)])
-def test_a_silent_member_is_left_out_after_the_longer_of_10_s_and_two_steps(median: float, grace: float):
+def test_an_unresponsive_member_is_left_out_after_10_s_or_two_steps(median: float, grace: float):
     machine = started()
     machine.median_step(median)
     machine.join(request("a", key(1, 7), leaves=1), 5.0)
@@ -264,9 +264,9 @@ def test_a_silent_member_is_left_out_after_the_longer_of_10_s_and_two_steps(medi
     assert machine.is_gone("c")
 
 
-def test_a_member_in_a_phase_of_its_own_is_not_silent():
+def test_a_member_in_a_phase_of_its_own_does_not_count_as_unresponsive():
     machine = started("ab")
-    machine.excuse("b", 100.0)
+    machine.extend_deadline("b", 100.0)
     machine.join(request("a", key(1, 7), leaves=1), 5.0)
     only(machine.tick(99.0), Waiting)
     left_out, _ = machine.tick(100.0)
@@ -303,7 +303,7 @@ def test_a_member_thawed_before_anybody_agreed_without_it_brings_its_step():
     machine.tick(15.0)
     machine.formed(2, 15.0)
     machine.join(request("c", key(1, 8), leaves=1), 16.0)
-    for member in "ab":  # generation 2 came to nothing: still the old keys, and the gradient of step 8
+    for member in "ab":  # generation 2 did not reach its first step: still the old keys, step 8 prepared
         machine.join(request(member, key(1, 7), leaves=2, prepared=key(1, 8)), 25.0)
     made = form(machine, 25.0)
     assert (made.parent, made.source) == (key(1, 8), "c")
@@ -459,7 +459,7 @@ def tried(machine: Rendezvous, generation: int, unreached: dict[str, tuple[str, 
 
 
 def probing(members: str, **states: StateKey) -> Rendezvous:
-    """A machine whose generation 4 of `members` is to try the ports; two before it came to nothing."""
+    """A machine whose generation 4 of `members` is to try the ports: two before it reached no step."""
     machine = started(members, high=len(members))
     machine.applied(1, 4, 1.0)
     for generation in (1, 2, 3):
@@ -775,7 +775,7 @@ def test_a_stop_before_anybody_has_trained_is_a_stop_and_no_failure():
     assert (stop.outcome, "before the first step" in stop.reason) == ("stopped", True)
 
 
-def test_a_save_is_wished_until_it_is_answered_and_only_once():
+def test_a_save_is_requested_until_it_is_answered_and_only_once():
     machine = started()
     machine.request_save("s1")
     assert machine.control_requests(ATTEMPT, 1, 0).save

@@ -97,7 +97,7 @@ WRONG = {
     "voted saves never given up": (Rules(gives_up=False, generations=2), LOST_POINT),
     "received over the old state": (Rules(receiver_is_blank=False, num_members=2), "torn weights in use"),
     "parents not chained": (Rules(chained_parents=False, generations=2), "weights and journal disagree"),
-    "silent members waited for": (
+    "unresponsive members waited for": (
         Rules(settings=RendezvousSettings(missing_grace_s=math.inf), generations=2),
         "all that can come have joined, and no generation forms",
     ),

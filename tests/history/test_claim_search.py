@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from orchestrator.errors import ResumePointError
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent
+from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.lineage import effective_history
 from orchestrator.records import StateKey
@@ -45,23 +46,16 @@ def store_on(files: Files) -> RunStore:
     return RunStore(Storage("/run", ModelDisk.of(files), no_sleep))
 
 
-class DurableJournal:
-    """A journal that is never the matter here: all records are durable already."""
+class DurableJournal(JournalWriter):
+    """A journal that is never the matter here: it lies on a disk of its own, and all records are durable
+    already.
+    """
 
-    def event(self, kind: str, **fields: object) -> None:
-        return
-
-    def step(self, record: object) -> bool:
-        return False
-
-    def flush(self) -> StateKey | None:
-        return None
+    def __init__(self) -> None:
+        super().__init__(Storage("/elsewhere", ModelDisk(), no_sleep), 1)
 
     def covers(self, key: StateKey) -> bool:
         return True
-
-    def why_lost(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import pytest
 
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.history import journal_reader as reader
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import OWN_FIELDS, JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
+from orchestrator.monitor.tail import read_tail
 from orchestrator.records import StepRecord
 from orchestrator.storage.files import Storage
 from tests.resume.samples import key, no_sleep, record, start
@@ -33,19 +35,19 @@ def writer(storage: Storage, attempt: int = 1, segment_bytes: int = 1 << 20) -> 
 def test_generations_steps_and_events_are_read_back_in_order(storage) -> None:
     for attempt in (2, 1):
         journal = writer(storage, attempt)
-        journal.event("attempt", why="start")
+        journal.event(EventKind.END, outcome="done", reason="")
         journal.generation(start(1, None, attempt))
         for step in (1, 2):
             assert journal.step(record(key(step, attempt=attempt)))
-        journal.event("left out", rank=1, step=2)
+        journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
         journal.close()
     found = read_journal(storage)
     assert found.generations == (start(1, None, 1), start(1, None, 2))
     assert [r.key for r in found.records] == [key(s, attempt=a) for a in (1, 2) for s in (1, 2)]
     assert found.records[0] == record(key(1))
     assert [(e.attempt, e.seq, e.kind, e.fields) for e in found.events[:2]] == [
-        (1, 1, "attempt", {"why": "start"}),
-        (1, 5, "left out", {"rank": 1, "step": 2}),
+        (1, 1, "end", {"outcome": "done", "reason": ""}),
+        (1, 5, "left out", {"member": "a", "reason": "it did not answer"}),
     ]
     assert found.torn == ()
 
@@ -66,9 +68,57 @@ def test_every_line_is_json_with_the_common_fields(storage) -> None:
     assert (line["step"], line["digest"], line["consumed_samples"]) == (1, f"{1:016x}", 8)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("left out", {"member": "a", "reason": ""}, "'left out' is no kind of event"),
+        (
+            EventKind.LEFT_OUT,
+            {"member": "a"},
+            r"left out has the fields \['member', 'reason'\], not \['member'\]",
+        ),
+        (EventKind.LEFT_OUT, {"member": "a", "reason": "", "step": 2}, r"not \['member', 'reason', 'step'\]"),
+    ],
+)
+def test_an_event_of_no_kind_or_without_the_fields_of_its_kind_is_not_written(
+    storage, kind, fields, message
+) -> None:
+    journal = writer(storage)
+    with pytest.raises(AssertionError, match=message):
+        journal.event(kind, **fields)
+    journal.close()
+    assert read_journal(storage).events == ()
+
+
+def test_no_kind_of_event_is_read_as_a_record_or_writes_over_what_every_line_has() -> None:
+    assert not {"step", "generation"} & {str(kind) for kind in EventKind}
+    assert not [kind for kind in EventKind if kind.fields.intersection(OWN_FIELDS)]
+    # an event's attempt is its journal's
+    assert [kind for kind in EventKind if "attempt" in kind.fields] == [EventKind.GROUP_FORMED]
+
+
+def test_kinds_and_fields_that_only_a_newer_version_knows_are_read_as_they_stand(storage, tmp_path) -> None:
+    journal = writer(storage)
+    journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
+    journal.event(EventKind.CONTROL_REQUEST, what="save")
+    journal.close()
+    path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
+    path.write_bytes(
+        path.read_bytes()
+        .replace(b'"kind":"left out"', b'"kind":"quarantined"')
+        .replace(b'"what":"save"', b'"what":"save","who":"somebody"')
+    )
+    for read in (read_journal, read_outline):
+        assert [(event.kind, event.fields) for event in read(storage).events] == [
+            ("quarantined", {"member": "a", "reason": "it did not answer"}),
+            ("wish", {"what": "save", "who": "somebody"}),
+        ]
+    assert read_tail(storage).faults == []
+
+
 def test_nothing_is_on_disk_before_flush_and_an_empty_run_has_an_empty_journal(storage) -> None:
     journal = writer(storage)
-    journal.event("attempt")
+    journal.event(EventKind.CONTROL_REQUEST, what="save")
     assert read_journal(storage).events == ()
     journal.flush()
     assert len(read_journal(storage).events) == 1
@@ -138,17 +188,17 @@ def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path,
 
 def test_an_outline_decodes_only_the_newest_step_records_and_says_all_else(storage, monkeypatch) -> None:
     journal = writer(storage, segment_bytes=1500)
-    journal.event("attempt", why="start")
+    journal.event(EventKind.CONTROL_REQUEST, what="save")
     journal.generation(start(1, None))
     for step in range(1, 9):
         journal.step(record(key(step)))
-    journal.event("point committed", point=key(8).point_name)
+    journal.event(EventKind.LEFTOVER_REMOVED, point=key(8).point_name)
     journal.generation(start(2, key(7)))
     journal.step(record(key(8, generation=2)))
     journal.generation(start(3, key(8, generation=2)))
     journal.close()
     later = writer(storage, attempt=2)
-    later.event("attempt", why="resume")
+    later.event(EventKind.CONTROL_REQUEST, what="stop")
     later.step(record(key(8, generation=2)))  # brought by members that outlived the first coordinator
     later.step(record(key(9, generation=2)))
     later.close()
@@ -297,7 +347,6 @@ def test_after_a_failed_flush_nothing_is_durable_any_more() -> None:
         with pytest.raises(StorageError, match="Input/output error"):
             journal.flush()
     assert not journal.covers(key(0))
-
 
 
 def test_lines_that_come_again_with_another_text_are_an_error(storage, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""What a job needs of memory, at the least, and what is said where that is not there."""
+"""The least that a job needs of memory, and what is said where that is not there."""
 
 from __future__ import annotations
 

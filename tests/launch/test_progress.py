@@ -100,8 +100,8 @@ def test_before_the_first_step_the_line_says_what_is_being_started(
     progress.show(status(None))
     progress.close()
     shown = capsys.readouterr().err
-    assert " starting: 2 workers\n" in shown
-    assert " in their first step: 2 workers\n" in shown
+    assert " starting 2 workers\n" in shown
+    assert " 2 workers in the first step\n" in shown
 
 
 # ------------------------------------------------------------ Ray

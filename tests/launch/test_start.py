@@ -21,12 +21,13 @@ from orchestrator.errors import OrchestratorError, RefusedError, ResumePointErro
 from orchestrator.faults import no_fault
 from orchestrator.history import journal_reader as reader
 from orchestrator.history.claim_files import RESUME
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import start as starting
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import StateKey, StepRecord
-from orchestrator.resume.fates import DELETING, Fates
+from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
@@ -320,7 +321,7 @@ def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_en
     for at in (deleted, unfinished):
         write_vote(runner.store.storage, at, rank=0)
     journal = runner.journal(crashed)
-    journal.event(DELETING, points=[deleted.point_name])
+    journal.event(EventKind.DELETING_POINTS, points=[deleted.point_name])
     journal.close()
     assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
     assert runner.store.leftovers() == [unfinished.point_name]

@@ -30,6 +30,7 @@ from orchestrator.data.tokens import chunks
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.step_names import find_step, find_steps, step_name
 from orchestrator.launch import start as starting
@@ -80,7 +81,9 @@ class TrainedRun:
             ClaimParent(attempt=self.number, parent=self.key, inherited=inherited, encoders=self.encoders)
         )
         journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
-        journal.event("attempt", launch="", why="", pid=1, config=self.job.flat())
+        journal.event(
+            EventKind.ATTEMPT, launch="", why="", pid=1, machine="", pid_start="", config=self.job.flat()
+        )
         first = (self.key.step if self.key else 0) if label is None else label
         journal.generation(
             GenerationStart(
@@ -109,7 +112,7 @@ class TrainedRun:
             journal.step(record)
             self.key = record.key
             if step % 4 == 0 or taken.end_of_data:
-                journal.event("cursor", cursor=encode(noted(self.cursor)))
+                journal.event(EventKind.CURSOR, cursor=encode(noted(self.cursor)))
             if taken.end_of_data:
                 break
         feed.close()
@@ -147,10 +150,9 @@ def test_what_an_audit_leaves_open_it_says(mapping: dict[str, Any]) -> None:
     run = TrainedRun(mapping)
     run.attempt(12)
     (text,) = run.audit()["not_shown"]
-    assert text.startswith("that epoch 0 holds every document of the files")
-    assert "it goes on after them; no record came twice" in text
+    assert text == "completeness of epoch 0 (the audited steps end inside it); no duplicates found"
     (text,) = run.audit("7:9")["not_shown"]
-    assert "it begins before them" in text
+    assert text == "completeness of epoch 0 (the audited steps begin inside it); no duplicates found"
 
 
 def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> None:
@@ -183,7 +185,7 @@ def test_a_cursor_that_is_not_the_streams_is_found_by_whoever_passes_it_or_begin
     run = TrainedRun(mapping)
     run.attempt(6, noted=one_token_later)
     found = run.audit()["first_difference"]
-    assert (found["step"], "the journal's cursor behind it" in found["reason"]) == ("4", True)
+    assert (found["step"], "the journal's cursor after it" in found["reason"]) == ("4", True)
     with pytest.raises(DataIdentityError, match="tokens before it had digest"):
         run.audit("5:6")
 
@@ -236,10 +238,10 @@ def test_the_command_audits_steps_and_says_what_it_leaves_open(
     run.attempt(8, wrong=8)
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder), "--steps", "2:4"])
-    told = capsys.readouterr().out
+    said = capsys.readouterr().out
     assert ended.value.code in (0, None)
-    assert told.startswith("steps 2 to 4: 24 samples, 1,536 tokens, 3 steps, 1 attempt, exactly once")
-    assert "not shown: that epoch 0 holds every document" in told
+    assert said.startswith("steps 2 to 4: 24 samples, 1,536 tokens, 3 steps, 1 attempt, exactly once")
+    assert "not verified: completeness of epoch 0 (the audited steps end inside it)" in said
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder), "--steps", "5:", "--json"])
     assert ended.value.code == 1
@@ -340,7 +342,7 @@ def padding_has_tokens(inputs: Any, labels: Any, documents: Any) -> None:
 
 
 PACKED_WRONG = [
-    (one_lost_one_repeated, "one behind the other"),
+    (one_lost_one_repeated, "one after the other"),
     (labels_are_inputs, "labels are not its inputs one token further"),
     (labels_one_too_far, "labels are not its inputs one token further"),
     (one_document_per_sample, "document ids do not change where documents begin"),
@@ -442,9 +444,9 @@ def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own
         return cursor if len(cursors) == 1 else one_token_later(cursor)
 
     run = TrainedRun(mapping)
-    run.attempt(9, noted=noted)  # the cursor behind step 4, and behind step 8 one of another stream
+    run.attempt(9, noted=noted)  # the cursor after step 4, and after step 8 one of another stream
     run.key, run.cursor = run.records()[3].key, cursors[0]
-    run.attempt(6, label=3)  # the history leaves attempt 1 after step 4, and notes none behind its 8th step
+    run.attempt(6, label=3)  # the history leaves attempt 1 after step 4, and notes none after its 8th step
     assert len(run.records()) == 10
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
@@ -471,7 +473,7 @@ def test_an_audit_follows_a_change_of_the_encoder(mapping: dict[str, Any], tmp_p
     run.attempt(1000)
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
-    assert report["not_shown"] == ["epoch 0's tokens against the files: two encoders made them"]
+    assert report["not_shown"] == ["tokens of epoch 0 (two encoders made them)"]
     seen = survey(run.store)
     for spans in ((EncoderSpan(encoder=FAST),), (EncoderSpan(encoder=SLOW),)):
         assert audit_history(run.spec.made_by(spans), seen)["first_difference"] is not None
@@ -488,7 +490,7 @@ def test_the_feeder_notes_a_cursor_every_so_many_tokens_and_gives_it_once_it_is_
     for first in range(0, 48, 8):  # steps of 512 tokens: 1000, 2000 and 3000 lie in the 2nd, 4th and 6th
         drawn = packer.draw(StepRange(first_sample=first, num_samples=8, num_tokens=512, seq_len=64))
         assert drawn is not None
-        feed_log.drawn(drawn)
+        feed_log.add(drawn)
         cursors.append(drawn.cursor)
     assert feed_log.give(24).cursors == (cursors[2],)
     assert feed_log.give(48).cursors == (cursors[4], cursors[6])

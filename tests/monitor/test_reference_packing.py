@@ -116,7 +116,7 @@ BLOCKS = st.lists(st.lists(WINDOW, min_size=1, max_size=3), min_size=1, max_size
 def epoch_chunks(blocks, epoch: int) -> list[TokenChunk]:
     """The chunks of an epoch whose windows hold these documents and are cut at these entries."""
     found = []
-    for block, windows in enumerate([*blocks, [([[3]], [])]]):  # an epoch has two tokens at the least
+    for block, windows in enumerate([*blocks, [([[3]], [])]]):  # an epoch has at least two tokens
         for window, (documents, cuts) in enumerate(windows):
             entries = []  # record, piece, number of tokens, kind, last piece
             for record, document in enumerate(documents):
@@ -239,7 +239,7 @@ def test_what_was_trained_is_summed_up_from_the_samples_own_tokens(steps: Traine
     found = counted.checksums.of(0)
     assert found != steps.files
     assert replace(found, digest=0) == replace(steps.files, digest=0)
-    assert "one behind the other" in str(counted.end())
+    assert "one after the other" in str(counted.end())
 
 
 def test_a_sample_of_padding_alone_is_none_that_can_be_trained(steps: Trained) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from orchestrator.cli import commands as cli
 from orchestrator.elastic.roster import Roster
-from orchestrator.history.journal import GROUP_FORMED, UNRESPONSIVE, JournalWriter
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor import run as history
 from orchestrator.monitor.run import Run
 from orchestrator.records import JoinRequest, encode
@@ -52,13 +53,29 @@ class Attempt:
 
     def begin(self) -> None:
         """A generation of two workers of two, `a` and `b`."""
-        self.journal.event("attempt", launch="l", why="start", pid=1, config=self._runner.config().flat())
+        config = self._runner.config().flat()
+        self.journal.event(
+            EventKind.ATTEMPT, launch="l", why="start", pid=1, machine="", pid_start="", config=config
+        )
         roster = Roster(2)
         for member in "ab":
-            self.journal.event("join", member=member, actor="", node="n", pid=JOIN.pid, host=JOIN.host)
+            self.journal.event(
+                EventKind.JOIN,
+                member=member,
+                actor=JOIN.actor_id,
+                node=JOIN.node_id,
+                pid=JOIN.pid,
+                host=JOIN.host,
+                key="",
+                leaves=None,
+                unreached=(),
+                reason="",
+            )
             roster.came(replace(JOIN, member=member), 0.0)
         self.journal.generation(replace(start(1, None, self.number), world_size=2, members=("a", "b")))
-        self.journal.event(GROUP_FORMED, **encode(roster.formed(self.number, 1, ("a", "b"), 0, 0, 1.0)))
+        self.journal.event(
+            EventKind.GROUP_FORMED, **encode(roster.formed(self.number, 1, ("a", "b"), 0, 0, 1.0))
+        )
         self.journal.flush()
 
     def steps(self, first: int, last: int, **fields: Any) -> None:
@@ -109,16 +126,18 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     attempt = Attempt(runner)
     attempt.begin()
     attempt.steps(1, 3)
-    attempt.journal.event("member dead", member="b", reason="its node died")
+    attempt.journal.event(EventKind.MEMBER_DEAD, member="b", reason="its node died")
     attempt.journal.flush()
     with attempt.alive():
         view = run_of(runner).status()
     assert (view.state, view.workers, view.workers_wanted) == ("running", 1, 2)
     assert view.last_fault == "worker 1 (10.0.0.7, pid 22506) lost: its node died"
-    attempt.journal.event(UNRESPONSIVE, reason="worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s")
+    attempt.journal.event(
+        EventKind.UNRESPONSIVE, reason="worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s"
+    )
     attempt.journal.flush()
     assert run_of(runner).status(0).last_fault == "worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s"
-    attempt.journal.event("left out", member="a", reason="it did not answer")
+    attempt.journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
     attempt.journal.flush()
     with attempt.alive():
         view = run_of(runner).status()

@@ -186,7 +186,7 @@ class Bomb:
         return os.mkdir, (self.mark, 0o755)
 
 
-HOSTILE = [
+ADVERSARIAL = [
     *FILES,
     ".metadata",
     "model/.metadata",
@@ -197,7 +197,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("file", HOSTILE)
+@pytest.mark.parametrize("file", ADVERSARIAL)
 def test_a_pickle_under_any_name_is_never_run(two_points, tmp_path, file) -> None:
     run, mark = tmp_path / "run", tmp_path / "mark"
     shutil.copytree(two_points, run)

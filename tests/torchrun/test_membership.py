@@ -1,4 +1,4 @@
-"""The same loop under torchrun's environment: a static group, with a keeper in rank 0's process."""
+"""The same loop under torchrun's environment: a static group, with a recorder in rank 0's process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
-BLANK = MemberState(
-    key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start"
-)
+BLANK = MemberState(key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start")
 FAILURE = 3  # an exit code
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.trainer.member"])
 
 
-class NotingKeeper:
-    """Starts from nothing, commits when all votes are in, and notes what it was told in a file."""
+class NotingRecorder:
+    """Starts from nothing, commits when all votes are in, and notes what was reported to it in a file."""
 
     def __init__(self, folder: Path, stop_at: int | None = None) -> None:
         self.folder, self.stop_at = folder, stop_at
@@ -67,17 +65,17 @@ class NotingKeeper:
         return self.answers[-1]
 
     def finished(self, key: StateKey, reason: str) -> None:
-        told = {
+        noted = {
             "key": key.point_name,
             "reason": reason,
             "steps": self.steps,
             "voters": [v.rank for v in self.votes],
         }
-        (self.folder / "told.json").write_text(json.dumps(told))
+        (self.folder / "noted.json").write_text(json.dumps(noted))
 
 
-class SilentKeeper(NotingKeeper):
-    """Answers no vote, and tells when both are there."""
+class UnansweringRecorder(NotingRecorder):
+    """Answers no vote, and says when both are there."""
 
     def __init__(self, folder: Path, voted: Any) -> None:
         super().__init__(folder)
@@ -104,11 +102,11 @@ def as_rank(rank: int, world_size: int, port: int) -> None:
 
 def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int | None) -> None:
     as_rank(rank, world_size, port)
-    keeper = NotingKeeper(folder, stop_at) if rank == 0 else None
+    recorder = NotingRecorder(folder, stop_at) if rank == 0 else None
     try:
-        membership = StaticMembership(meet(), keeper)
-        if keeper is not None:
-            keeper.membership = membership
+        membership = StaticMembership(meet(), recorder)
+        if recorder is not None:
+            recorder.membership = membership
         outcome = train(tiny_job(train__max_steps=5), membership, FormulaFeed(), Storage(str(folder)))
         (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
     except Exception as error:  # noqa: BLE001  the test reads it
@@ -137,11 +135,11 @@ def torchrun(folder: Path, world_size: int, stop_at: int | None = None) -> list[
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_static_group_trains_saves_and_tells_its_keeper(tmp_path, world_size):
+def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world_size):
     ends = torchrun(tmp_path, world_size)
     assert ends == [f"done {StateKey(attempt=4, generation=1, step=5)}"] * world_size
-    told = json.loads((tmp_path / "told.json").read_text())
-    assert told == {
+    noted = json.loads((tmp_path / "noted.json").read_text())
+    assert noted == {
         "key": "00000005-a0004-g0001",
         "reason": "done",
         "steps": [1, 2, 3, 4, 5],
@@ -154,7 +152,7 @@ def test_a_stop_asked_of_rank_0_stops_all_after_a_save(tmp_path):
     ends = torchrun(tmp_path, 2, stop_at=2)
     assert ends[0] == ends[1]
     assert ends[0].startswith("stopped")
-    assert json.loads((tmp_path / "told.json").read_text())["reason"] == "stopped"
+    assert json.loads((tmp_path / "noted.json").read_text())["reason"] == "stopped"
 
 
 def empty_vote(rank: int, world_size: int) -> Vote:
@@ -176,7 +174,7 @@ def empty_vote(rank: int, world_size: int) -> Vote:
 def failing_rank(rank: int, port: int, folder: Path, voted: Any, other_is_gone: Any) -> None:
     """Votes for a save that is never answered, and fails. Rank 0 fails last: the store is in its process."""
     as_rank(rank, 2, port)
-    membership = StaticMembership(meet(), SilentKeeper(folder, voted) if rank == 0 else None)
+    membership = StaticMembership(meet(), UnansweringRecorder(folder, voted) if rank == 0 else None)
     view = membership.join(BLANK)
     assert view is not None
     answer = membership.vote(empty_vote(rank, 2))
@@ -203,16 +201,16 @@ def test_a_rank_that_fails_while_a_vote_is_unanswered_ends_at_once(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_word_to_the_others(tmp_path, monkeypatch):
+def test_a_rank_whose_torchrun_is_gone_fails_at_its_next_call(tmp_path, monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = rank_environment(0, 1, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    trains, joins = (StaticMembership(meet(), NotingKeeper(tmp_path)) for _ in range(2))
+    trains, joins = (StaticMembership(meet(), NotingRecorder(tmp_path)) for _ in range(2))
     assert trains.join(BLANK) is not None
     del store
     answer = trains.vote(empty_vote(0, 1))
-    with pytest.raises(ElasticError, match="the vote for 00000001-a0004-g0001 found no answer"):
+    with pytest.raises(ElasticError, match="the vote for 00000001-a0004-g0001 had no answer"):
         answer.result(WAIT_S)
     with pytest.raises(RuntimeError):
         joins.join(BLANK)
@@ -224,39 +222,41 @@ def test_a_refused_start_reaches_every_rank(tmp_path):
     assert ends[1] == ends[2] == "ElasticError: rank 0 failed: ValueError: three are too many"
 
 
-def meeting_rank(rank: int, world_size: int, port: int, restarts: int, word: str, heard: Any) -> None:
-    """Meets the others in a store that outlives it; rank 0 tells them its word."""
+def rendezvous_rank(rank: int, world_size: int, port: int, restarts: int, name: str, heard: Any) -> None:
+    """Meets the others in a store that outlives it; rank 0 gives them its name."""
     as_rank(rank, world_size, port)
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-    meeting = meet()
+    rendezvous = meet()
     if rank == 0:
-        meeting.tell("word", word)
-    heard.put((rank, meeting.hear("word")))
+        rendezvous.publish("name", name)
+    heard.put((rank, rendezvous.receive("name")))
 
 
 def test_ranks_that_were_restarted_unequally_often_meet_and_hear_nothing_of_older_starts():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     heard = FORKED.Queue()
 
-    def started(rank: int, restarts: int, word: str) -> Any:
-        arguments = (rank, 3, store.port, restarts, word, heard)
-        process = FORKED.Process(target=meeting_rank, args=arguments, daemon=True)
+    def started(rank: int, restarts: int, name: str) -> Any:
+        arguments = (rank, 3, store.port, restarts, name, heard)
+        process = FORKED.Process(target=rendezvous_rank, args=arguments, daemon=True)
         process.start()
         return process
 
     killed = started(1, 0, "")
-    store.wait(["meeting/rank/1"])
+    store.wait(["rendezvous/rank/1"])
     killed.kill()
     killed.join(WAIT_S)
     # the restarts that each machine has counted, start by start
-    for word, restarts in {"first": (0, 1, 0), "second": (0, 1, 1), "third": (1, 0, 2)}.items():
-        ranks = [started(rank, count, word) for rank, count in enumerate(restarts)]
-        assert sorted(heard.get(timeout=WAIT_S) for _ in ranks) == [(rank, word) for rank in range(3)]
+    for name, restarts in {"first": (0, 1, 0), "second": (0, 1, 1), "third": (1, 0, 2)}.items():
+        ranks = [started(rank, count, name) for rank, count in enumerate(restarts)]
+        assert sorted(heard.get(timeout=WAIT_S) for _ in ranks) == [(rank, name) for rank in range(3)]
         for process in ranks:
             process.join(WAIT_S)
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "missing: rank 1, rank 2"), (1, "keys: /meeting/answer/")])
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, "missing: rank 1, rank 2"), (1, "keys: /rendezvous/answer/")]
+)
 def test_a_rank_that_stays_alone_says_where_it_waited_and_for_whom(monkeypatch, rank, missing):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = rank_environment(rank, 3, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}

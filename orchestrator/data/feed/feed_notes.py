@@ -1,4 +1,4 @@
-"""What the feeder tells of itself and of the data: counts for people and tests, notes for the journal.
+"""What the feeder reports of itself and of the data: counts for people and tests, notes for the journal.
 
 It knows no pipeline and no call; the feeder writes into it.
 """
@@ -59,15 +59,15 @@ class FeedLog:
         self._cursors: dict[int, Cursor] = {}
         self._differences: dict[str, None] = {}
 
-    def drawn(self, step: StepSamples) -> None:
-        """A step was drawn, perhaps not for the first time."""
-        end = step.cursor.consumed_samples
+    def add(self, samples: StepSamples) -> None:
+        """The samples of a step, perhaps not for the first time."""
+        end = samples.cursor.consumed_samples
         if end <= self._given_to:
             return
-        self._bad.update({(end, text): None for text in step.bad_reasons})
-        tokens = step.cursor.consumed_tokens
-        if (tokens - step.step.num_tokens) // CURSOR_TOKENS < tokens // CURSOR_TOKENS:
-            self._cursors[end] = step.cursor
+        self._bad.update({(end, text): None for text in samples.bad_reasons})
+        tokens = samples.cursor.consumed_tokens
+        if (tokens - samples.step.num_tokens) // CURSOR_TOKENS < tokens // CURSOR_TOKENS:
+            self._cursors[end] = samples.cursor
 
     def differences(self, texts: tuple[str, ...]) -> None:
         """A chunk was taken."""

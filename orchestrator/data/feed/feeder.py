@@ -117,7 +117,7 @@ class Feeder:
         micro_batch_size: int,
     ) -> BatchSlice | Reopen | OrchestratorError:
         """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies
-        behind what is held.
+        before what is held.
 
         An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
         long, `FencedError` for another launch.
@@ -135,11 +135,11 @@ class Feeder:
             return found
         self._waits += waited
         self._wait_s += self._now() - began
-        drawn = found.drawn
+        samples = found.samples
         start, stop = rank_samples(
-            drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
+            samples.step.first_sample, samples.step.num_samples, micro_batch_size, rank, world_size
         )
-        return drawn.slice(start, stop)
+        return samples.slice(start, stop)
 
     async def committed(self, consumed_samples: int) -> None:
         """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
@@ -260,7 +260,7 @@ class Feeder:
         held = run.steps.find(step.first_sample)
         if held is not None and held.asked == step:
             return held
-        if held is not None:  # another shape than before: the stream is drawn again from there
+        if held is not None:  # of another batch size or seq_len: drawn again from there
             run = self._start(held.before)
             self._changed.notify_all()
         next_sample = run.steps.next_cursor.consumed_samples
@@ -277,13 +277,13 @@ class Feeder:
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
         # so much stays buffered afterwards too: the step after this one is there before it is asked for
         before, run.wanted_tokens = run.wanted_tokens, step.num_tokens + 1
-        drawn = run.packer.draw(step)
-        if drawn is not None or run.wanted_tokens != before:
+        samples = run.packer.draw(step)
+        if samples is not None or run.wanted_tokens != before:
             self._changed.notify_all()  # there may be room for the next chunk
-        if drawn is None:
+        if samples is None:
             return None
-        self._feed_log.drawn(drawn)
-        return run.steps.append(step, drawn)
+        self._feed_log.add(samples)
+        return run.steps.append(step, samples)
 
     async def _await_change(self, since: float) -> bool:
         """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""

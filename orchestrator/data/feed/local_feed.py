@@ -90,11 +90,11 @@ class InProcessFeed:
             if self._packer is None or self._steps.next_cursor != cursor:
                 self._reopen(cursor)
             held = self._draw(step)
-        drawn = held.drawn
+        samples = held.samples
         start, stop = rank_samples(
-            drawn.step.first_sample, drawn.step.num_samples, micro_batch_size, rank, world_size
+            samples.step.first_sample, samples.step.num_samples, micro_batch_size, rank, world_size
         )
-        return drawn.slice(start, stop)
+        return samples.slice(start, stop)
 
     def close(self) -> None:
         """Ends the reading thread."""
@@ -117,7 +117,7 @@ class InProcessFeed:
                 f"samples from {step.first_sample} on were asked for with the cursor of sample "
                 f"{self._steps.next_cursor.consumed_samples}; a step begins where its cursor stands"
             )
-        while (drawn := packer.draw(step)) is None:
+        while (samples := packer.draw(step)) is None:
             chunk = reader.queue.get()
             if isinstance(chunk, Exception):
                 raise chunk
@@ -125,4 +125,4 @@ class InProcessFeed:
                 packer.finish()
             else:
                 packer.feed(chunk)
-        return self._steps.append(step, drawn)
+        return self._steps.append(step, samples)

@@ -1,4 +1,4 @@
-"""The Ray Data pipeline: slot numbers go in, the token chunks of the windows behind them come out in the
+"""The Ray Data pipeline: slot numbers go in, the token chunks of their windows come out in the
 order of the slots.
 
 It knows no packing, no step and no rank; what a slot is, and when there is room for it, it asks the feeder.
@@ -28,7 +28,7 @@ from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import TokenChunk, WindowTask
 
-# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand behind one that
+# One slot per tokenizer at a time: a slot that Ray repeats after a kill can then never stand after one that
 # waits for room, which would wait for ever. The feeder's look-ahead hides the gap between two slots.
 SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
@@ -82,7 +82,7 @@ class Tokenizer:
     """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk,
     as room is given.
 
-    Whatever goes wrong is told to the feeder first, as an error of ours with its full text; the exception
+    Whatever goes wrong is reported to the feeder first, as an error of ours with its full text; the exception
     then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 

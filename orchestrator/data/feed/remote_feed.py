@@ -20,7 +20,7 @@ from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 # A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
 AWAY_LIMIT_S = 120.0
 # A feeder that says nothing for so long is asked whether it lives, and has as long again to answer.
-SILENT_S = 60.0
+UNRESPONSIVE_S = 60.0
 # A feeder that dies so often over one step dies because of it.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
@@ -86,7 +86,7 @@ class RayFeed:
         deaths = 0
         while True:
             try:
-                reply = ray.get(answer, timeout=SILENT_S)
+                reply = ray.get(answer, timeout=UNRESPONSIVE_S)
             except GetTimeoutError:
                 self._require_alive(step)
                 continue  # the feeder lives, and says itself when it gives up
@@ -122,10 +122,10 @@ class RayFeed:
         """Raises `FeedError` if the feeder's process is there, but does not answer: it is frozen."""
         with suppress(RayActorError):  # dead is not frozen: `get` sees to it
             try:
-                ray.get(self._feeder.stats.remote(), timeout=SILENT_S)
+                ray.get(self._feeder.stats.remote(), timeout=UNRESPONSIVE_S)
             except GetTimeoutError as error:
                 raise FeedError(
-                    f"the feeder has not answered for {2 * SILENT_S:.0f} s, asked for the samples from "
+                    f"the feeder has not answered for {2 * UNRESPONSIVE_S:.0f} s, asked for the samples from "
                     f"{step.first_sample} on: its process is frozen, or its machine; start the same command "
                     "again: it continues from the newest resume point"
                 ) from error

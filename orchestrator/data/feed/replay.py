@@ -1,4 +1,4 @@
-"""The steps that may be asked for again: a bounded row of drawn steps, each beginning where the one before it
+"""The steps that may be asked for again: a bounded row of steps, each beginning where the one before it
 ends.
 
 It knows no pipeline, no Ray and no rank.
@@ -18,17 +18,22 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldStep:
-    """A drawn step beside what was asked for (more than it holds at the end of the data) and the cursor
+    """The samples of a step, what was asked for (more than it holds at the end of the data), and the cursor
     before it.
     """
 
     asked: StepRange
     before: Cursor
-    drawn: StepSamples
+    samples: StepSamples
+
+    @property
+    def end(self) -> int:
+        """The first sample after it."""
+        return self.samples.cursor.consumed_samples
 
 
 class ReplayBuffer:
-    """Holds drawn steps in order, at most about `limit_bytes` of them: the oldest go first.
+    """Holds steps in order, at most about `limit_bytes` of them: the oldest go first.
 
     `start` is the cursor from which the first step will be drawn. A step that is asked for again gives the
     same bytes, because it is the same object.
@@ -53,15 +58,15 @@ class ReplayBuffer:
         """The oldest sample that can still be given."""
         return self._steps[0].before.consumed_samples if self._steps else self._next.consumed_samples
 
-    def append(self, asked: StepRange, drawn: StepSamples) -> HeldStep:
+    def append(self, asked: StepRange, samples: StepSamples) -> HeldStep:
         """Takes the step drawn at `next_cursor`; drops the oldest ones beyond the limit."""
         assert asked.first_sample == self._next.consumed_samples, (
             f"{asked} does not follow {self._next.consumed_samples}"
         )
-        held = HeldStep(asked=asked, before=self._next, drawn=drawn)
+        held = HeldStep(asked=asked, before=self._next, samples=samples)
         self._steps.append(held)
-        self._next = drawn.cursor
-        self.held_bytes += drawn.nbytes
+        self._next = samples.cursor
+        self.held_bytes += samples.nbytes
         while self.held_bytes > self._limit_bytes and len(self._steps) > MIN_STEPS:
             self._drop_oldest()
         return held
@@ -77,13 +82,11 @@ class ReplayBuffer:
         return cursor == self._next or any(held.before == cursor for held in self._steps)
 
     def committed(self, consumed_samples: int) -> None:
-        """Drops the steps that end at or before a committed point: nothing goes back behind it while the
+        """Drops the steps that end at or before a committed point: nothing goes back before it while the
         group lives.
         """
-        while (
-            len(self._steps) > MIN_STEPS and self._steps[0].drawn.cursor.consumed_samples <= consumed_samples
-        ):
+        while len(self._steps) > MIN_STEPS and self._steps[0].end <= consumed_samples:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self.held_bytes -= self._steps.popleft().drawn.nbytes
+        self.held_bytes -= self._steps.popleft().samples.nbytes

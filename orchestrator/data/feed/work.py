@@ -34,26 +34,26 @@ class SignsOfWork:
 
 
 class WorkReports:
-    """A tokenizer's side: called with the bytes of each window that it decodes and passes over, it tells the
-    sum of them, the first at once and then one call in `every_s`.
+    """A tokenizer's side: called with the bytes of each window that it decodes and passes over, it reports
+    the sum of them, the first at once and then one call in `every_s`.
     """
 
     def __init__(
         self,
-        tell: Callable[[int], bool],
+        report: Callable[[int], bool],
         every_s: float = REPORT_EVERY_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` answers whether the work is still wanted."""
-        self._tell, self._every_s, self._now = tell, every_s, now
+        """`report` answers whether the work is still wanted."""
+        self._report, self._every_s, self._now = report, every_s, now
         self._bytes = 0
-        self._told_at: float | None = None
+        self._reported_at: float | None = None
 
     def __call__(self, num_bytes: int) -> bool:
         """False: the work is not wanted any more."""
         self._bytes += num_bytes
         now = self._now()
-        if self._told_at is not None and now - self._told_at < self._every_s:
+        if self._reported_at is not None and now - self._reported_at < self._every_s:
             return True
-        self._told_at, told, self._bytes = now, self._bytes, 0
-        return self._tell(told)
+        self._reported_at, passed, self._bytes = now, self._bytes, 0
+        return self._report(passed)

@@ -107,7 +107,7 @@ class Segment:
 
     @property
     def counts_after(self) -> Counts:
-        """The counts behind the segment."""
+        """The counts after the segment."""
         return self._counts_at(len(self.chunk.kind))
 
     def _counts_at(self, entry: int) -> Counts:

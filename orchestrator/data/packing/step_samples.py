@@ -19,7 +19,7 @@ SOURCE_NUMBER = 0
 
 
 class StepSamples:
-    """One step's samples: its tokens, where documents begin, and the cursor behind it. Immutable.
+    """One step's samples: its tokens, where documents begin, and the cursor after it. Immutable.
 
     It holds its own copy of the tokens, so it may be kept when the packer has gone on. Arrays of samples are
     made when asked for.
@@ -55,7 +55,7 @@ class StepSamples:
 
     @cached_property
     def cursor(self) -> Cursor:
-        """The run's place behind this step."""
+        """The run's place after this step."""
         return Cursor(
             consumed_samples=self._before.consumed_samples + self.step.num_samples,
             consumed_tokens=self._before.consumed_tokens + self.step.num_tokens,

@@ -47,7 +47,7 @@ class Packer:
         self._segments: deque[Segment] = deque()
         self._taken = self._fed = 0  # tokens drawn and fed since the opening
         counts = (start.documents, start.empty_documents, start.bad_documents, start.special_texts)
-        self._counts: Counts = counts  # behind what is fed
+        self._counts: Counts = counts  # after what is fed
         self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
         at_border = (start.block, start.window, start.record, start.piece, start.token) == (0, 0, 0, 0, 0)
         self._epoch_tokens = 0 if at_border else 2  # tokens of that epoch, as far as 2
@@ -73,7 +73,7 @@ class Packer:
         cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
         """
         self._require_next(chunk)
-        left = self._behind_earlier_pieces(chunk)
+        left = self._after_earlier_pieces(chunk)
         if left is None:
             self._go_on(chunk)
             return
@@ -100,7 +100,7 @@ class Packer:
         epoch, block, window = self._expected
         num_epochs = self._settings.num_epochs
         at_border = (block, window, self._inside_window) == (0, 0, False)
-        # a cursor behind the last epoch that is wanted has nothing to read, wherever it stands
+        # a cursor after the last epoch that is wanted has nothing to read, wherever it stands
         if not (at_border if num_epochs is None else epoch >= num_epochs):
             raise FeedError(
                 f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window "
@@ -129,9 +129,9 @@ class Packer:
         end_of_data = self._finished and num == left
         reasons = self._move_to(stop, tokens[:num], starts)
         if end_of_data and num:
-            # what follows the last token is passed by no cursor of these data, and told all the same
+            # what follows the last token is passed by no cursor of these data, and reported all the same
             reasons += tuple(reason for segment in self._segments for reason in segment.take_reasons(None))
-        drawn = StepSamples(
+        samples = StepSamples(
             step=StepRange(
                 first_sample=step.first_sample, num_samples=num_samples, num_tokens=num, seq_len=step.seq_len
             ),
@@ -143,8 +143,8 @@ class Packer:
             end_of_data=end_of_data,
             bad_reasons=reasons,
         )
-        self._before = drawn.cursor
-        return drawn
+        self._before = samples.cursor
+        return samples
 
     # ------------------------------------------------------------------------------------ feeding
     def _require_next(self, chunk: TokenChunk) -> None:
@@ -187,7 +187,7 @@ class Packer:
                 f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
             )
 
-    def _behind_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
+    def _after_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
         """The chunk without the pieces that lie before the cursor's in its document; None: it has no others.
 
         They come where the cursor has their digest, and must be those that were trained.
@@ -252,7 +252,7 @@ class Packer:
 
     def _move_to(self, stop: int, passed: Int32Array, starts: Int64Array) -> tuple[str, ...]:
         """Puts the next input token at `stop`; the reasons of the bad documents on the way. `starts`: where
-        documents begin in `passed` and right behind it.
+        documents begin in `passed` and right after it.
 
         Drops what lies wholly before it. The digest of the unfinished piece's tokens grows with the tokens
         that are `passed`, so a long piece is not hashed again and again.
@@ -286,7 +286,7 @@ class Packer:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss; document
-    id -1: padding. `cursor` is the place behind it: a stream opened there continues with the next.
+    id -1: padding. `cursor` is the place after it: a stream opened there continues with the next.
     """
 
     index: int
@@ -308,21 +308,21 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     index = cursor.consumed_samples
     while True:
         step = StepRange(first_sample=index, num_samples=1, num_tokens=seq_len, seq_len=seq_len)
-        while (drawn := packer.draw(step)) is None:
+        while (samples := packer.draw(step)) is None:
             chunk = next(chunks, None)
             if chunk is None:
                 packer.finish()
             else:
                 packer.feed(chunk)
-        if not drawn.step.num_samples:
+        if not samples.step.num_samples:
             return
-        _, input_ids, labels, document_ids = drawn.arrays(0, 1)
+        _, input_ids, labels, document_ids = samples.arrays(0, 1)
         yield Sample(
             index=index,
             source=source,
             input_ids=input_ids[0],
             labels=labels[0],
             document_ids=document_ids[0],
-            cursor=drawn.cursor,
+            cursor=samples.cursor,
         )
         index += 1

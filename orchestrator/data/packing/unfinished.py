@@ -30,7 +30,7 @@ class UnfinishedDocument:
         self._num += len(tokens)
 
     def move(self, tokens: Int32Array, begin: int | None, piece: int, token: int) -> tuple[int, str]:
-        """`tokens` are passed; the last document that begins among them or right behind them does so at
+        """`tokens` are passed; the last document that begins among them or right after them does so at
         `begin` (None: there is none). The next token is number `token` of piece `piece`.
 
         Returns number and digest of the tokens in the document's earlier pieces: (0, "") in the first piece,

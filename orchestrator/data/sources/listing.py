@@ -201,7 +201,7 @@ def _matches(
 
 
 def real_file(path: str) -> tuple[int, int]:
-    """What tells the file or folder that a path leads to from all others: (device, number)."""
+    """What distinguishes the file or folder that a path leads to from all others: (device, number)."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
 

@@ -30,7 +30,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRow:
-    """One file: path relative to the source's base, size, and what tells whether it is still the same.
+    """One file: path relative to the source's base, size, and what shows whether it is still the same.
 
     `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB. `group_rows` and `group_bytes`
     (decoded) describe the row groups of a Parquet file.
@@ -176,7 +176,7 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone, in words.
+    differ, and which are gone, for people.
     """
 
     now: Manifest

@@ -184,9 +184,9 @@ def _range_lines(handle: int, start: int, stop: int) -> Iterator[_Batch]:
         yield from _without_long_ones(lines, first, begin)
     elif len(lines):
         yield first, lines, begin
-    behind = begin + len(data)
-    if behind < stop and (size := _line_bytes(handle, behind)):
-        yield None if first is None else first + len(lines), Whole(None, size), behind
+    after = begin + len(data)
+    if after < stop and (size := _line_bytes(handle, after)):
+        yield None if first is None else first + len(lines), Whole(None, size), after
 
 
 def _without_long_ones(lines: Lines, first: int | None, place: int) -> Iterator[_Batch]:
@@ -230,7 +230,7 @@ def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
         begin, data = begin + newline + 1, data[newline + 1 :]
     if not data or data.endswith(b"\n"):
         return begin, data
-    last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that goes on behind the range
+    last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that goes on after the range
     pieces, position, ends = [data], begin + len(data), False
     while not ends and last <= MAX_RECORD_BYTES and (piece := os.pread(handle, READ_BYTES, position)):
         newline = piece.find(b"\n")
@@ -299,7 +299,7 @@ def _gunzip(file: BufferedReader) -> Iterator[bytes]:
 
 
 def _unzstd(file: BufferedReader) -> Iterator[bytes]:
-    """Frame after frame. python-zstandard's own reader ends silently where the file is cut off."""
+    """Frame after frame. python-zstandard's own reader ends without an error where the file is cut off."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, data = None, b""
     pieces, num_bytes = list[bytes](), 0

@@ -50,7 +50,7 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Lines of a buffer, without their newline. `ends[i]` is where line i ends in it, behind its newline, and
+    """Lines of a buffer, without their newline. `ends[i]` is where line i ends in it, after its newline, and
     `begin` where the first one begins: 4 bytes a line, in a buffer of 2 GiB and more 8.
     """
 
@@ -179,5 +179,5 @@ class Whole:
 
 
 def join(pieces: Sequence[bytes]) -> bytes:
-    """All pieces one behind the other; a single one is not copied."""
+    """All pieces one after the other; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

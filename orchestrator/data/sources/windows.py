@@ -85,7 +85,7 @@ class OrderedWindow:
             return _utf8(record.removesuffix(b"\r"))
         return json_text(record, manifest.text_field)
 
-    def is_drawn(self, position: int, one_in: int) -> bool:
+    def is_sampled(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
         part, index = self._find(position)
         return (part.fragment * 389 + part.number + index) % one_in == 0

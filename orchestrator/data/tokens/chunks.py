@@ -39,7 +39,7 @@ _BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
-# Told of the decoded bytes of a window that is passed over; whether to go on.
+# Notified of the decoded bytes of a window that is passed over; whether to go on.
 Passed = Callable[[int], bool]
 
 
@@ -135,7 +135,7 @@ def _add_record(
     if first_piece >= len(pieces):
         raise _absent(writer.task, f"that document has {len(pieces)} pieces")
     encoder = writer.encoder
-    check = encoder.choice.name == GIGATOKEN and window.is_drawn(position, CHECK_ONE_IN)
+    check = encoder.choice.name == GIGATOKEN and window.is_sampled(position, CHECK_ONE_IN)
     for number in range(first_piece, len(pieces)):
         piece = pieces[number]
         special = encoder.count_special(piece)
@@ -299,7 +299,7 @@ def _wrap(
     last: npt.NDArray[np.bool_],
     settings: StreamSettings,
 ) -> tuple[Int32Array, Int64Array]:
-    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS behind each last
+    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS after each last
     one.
     """
     bos = first & (settings.bos_id is not None)

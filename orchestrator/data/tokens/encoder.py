@@ -58,7 +58,7 @@ def installed_encoders() -> dict[str, str | None]:
 
 
 class UnencodableTextError(Exception):
-    """The tokenizer has no ids for a text: `index` among those given, and why, in words."""
+    """The tokenizer has no ids for a text: `index` among those given, and why."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(index, reason)
@@ -89,7 +89,7 @@ class Encoder:
         self._special = SpecialTexts(model.special_tokens)
 
     def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """(ids of all texts one behind the other, number of ids of each); no special token is added.
+        """(ids of all texts one after the other, number of ids of each); no special token is added.
 
         Raises `UnencodableTextError` for a text that the tokenizer has no ids for.
         """
@@ -184,7 +184,7 @@ def choose_encoder(
     """(the encoder for a new run, notes to say aloud). `wanted` is `data.encoder`; `documents` are the run's
     own.
 
-    Both are compared on the documents and on hostile texts; a difference means `tokenizers`, or a
+    Both are compared on the documents and on adversarial texts; a difference means `tokenizers`, or a
     `ConfigError` if gigatoken was asked for by name.
     """
     reference = EncoderChoice(name=TOKENIZERS, version=installed_version(TOKENIZERS) or "")
@@ -198,7 +198,7 @@ def choose_encoder(
         choice = EncoderChoice(name=GIGATOKEN, version=fast_version)
         try:
             problem = find_difference(
-                Encoder(model, choice, special_tokens_in_text), [*_hostile(model), *documents]
+                Encoder(model, choice, special_tokens_in_text), [*_adversarial_texts(model), *documents]
             )
         except UnencodableTextError as error:
             raise ConfigError(
@@ -234,7 +234,7 @@ def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:
 
 
 def difference_text(text: str, ids: Int32Array, expected: Int32Array) -> str:
-    """A difference between two encodings in words: the place, the ids there by the encoder and by
+    """A difference between two encodings, for people: the place, the ids there by the encoder and by
     `tokenizers`.
     """
     common = min(len(ids), len(expected))
@@ -250,7 +250,7 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
-def _hostile(model: TokenizerModel) -> list[str]:
+def _adversarial_texts(model: TokenizerModel) -> list[str]:
     special = [f"a{token} {token}b{token}{token}" for token in model.special_tokens[:32]]
     return [*ADVERSARIAL_TEXTS, *special]
 
@@ -259,7 +259,7 @@ def _hostile(model: TokenizerModel) -> list[str]:
 class Pieces:
     """The pieces whose tokens are the document's tokens (data rule 7); `size` bounds its UTF-8 length.
 
-    At most `piece_bytes` of UTF-8 each, cut behind the last newline of the last sixteenth, else behind its
+    At most `piece_bytes` of UTF-8 each, cut after the last newline of the last sixteenth, else after its
     last space, else at a character's border. `piece_bytes` is at least 4, so that every character fits. A
     text of several pieces is held as UTF-8, and a piece of it made when it is asked for.
     """

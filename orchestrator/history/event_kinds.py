@@ -1,0 +1,62 @@
+"""The kinds of events in a journal, each with its fields: what the writer takes, and what a reader finds.
+
+The texts and the names of fields stand in the journals of runs, so they stay. A journal may hold kinds that
+this version does not know: readers keep events by their text and pass over those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from orchestrator.records import GroupChange
+
+
+class EventKind(StrEnum):
+    """What happened; `fields` are the names of what an event of this kind says, always all of them.
+
+    docs/storage-format.md says what each means. Steps and generations are lines of the journal, too, but
+    records with types of their own (`StepRecord`, `GenerationStart`).
+    """
+
+    fields: frozenset[str]
+
+    def __new__(cls, text: str, *names: str) -> EventKind:
+        """`text` is the kind in the journal, `names` are its fields'."""
+        kind = str.__new__(cls, text)
+        kind._value_, kind.fields = text, frozenset(names)
+        return kind
+
+    # ---- the attempt
+    ATTEMPT = "attempt", "launch", "why", "pid", "machine", "pid_start", "config"
+    END = "end", "outcome", "reason"
+    FAILURE = "failure", "step", "reason"
+    CONTROL_REQUEST = "wish", "what"
+    UNREADABLE_FILE = "unreadable file", "file", "reason"
+
+    # ---- members of the training group, and their node groups
+    JOIN = "join", "member", "actor", "node", "pid", "host", "key", "leaves", "unreached", "reason"
+    GROUP_FORMED = "group formed", *(field.name for field in dataclasses.fields(GroupChange))
+    MEMBER_DEAD = "member dead", "member", "reason"
+    MEMBER_FAILED = "member failed", "member", "error", "text"
+    MEMBER_FINISHED = "member finished", "member", "reason", "step"
+    LEFT_OUT = "left out", "member", "reason"
+    UNRESPONSIVE = "unresponsive", "reason"
+    GROUP_STARTED = "group started", "node", "num_workers"
+    GROUP_STOPPED = "group stopped", "node", "reason"
+    GROUP_ENDED = "group ended", "node", "reason"
+
+    # ---- resume points
+    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "cursor"
+    SAVE_GIVEN_UP = "save given up", "point", "reason"
+    DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
+    POINTS_DELETED = "points deleted", "points"
+    POINT_NOT_DELETED = "point not deleted", "point", "reason"
+    DAMAGED_POINT = "damaged point", "point", "file", "reason"
+    LEFTOVER_REMOVED = "leftover removed", "point"
+    LEFTOVER_KEPT = "leftover kept", "point", "reason"
+
+    # ---- the data
+    CURSOR = "cursor", "cursor"
+    BAD_DOCUMENT = "bad document", "text"
+    ENCODERS_DIFFER = "encoders differ", "text"
