@@ -32,10 +32,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0  # of one torchrun, its restarts included
 
 
+LLAMA = {"resume.every_steps": 4, "data.num_epochs": 1}
+TINY = {**LLAMA, "model.factory": "tests.system.tiny_model:build"}
+
+
 @pytest.fixture
 def job(tiny_config: Any, tmp_path: Path) -> Job:
     """10 steps of 8 × 32 tokens, a point every 4."""
-    return Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), tmp_path)
+    return Job(tiny_config(TINY), tmp_path)
+
+
+@pytest.fixture
+def llama(tiny_config: Any, tmp_path: Path) -> Job:
+    """The same job with a model of transformers."""
+    return Job(tiny_config(LLAMA), tmp_path)
 
 
 def start(
@@ -59,7 +69,7 @@ def start(
     return subprocess.Popen(
         [*launcher, "--nproc-per-node", str(world_size), *program, str(path)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -87,51 +97,51 @@ def last_end(job: Job) -> tuple[str, int]:
 def unbroken(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The same run on one rank, which nothing befell."""
     folder = tmp_path_factory.mktemp("unbroken")
-    alone = Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), folder)
+    alone = Job(tiny_config(TINY), folder)
     code, err = end(start(alone, folder, 1))
     assert (code, last_end(alone)) == (0, ("done", 1)), err
     return alone
 
 
 def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_written(
-    job: Job, tmp_path: Path
+    llama: Job, tmp_path: Path
 ) -> None:
     shape = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
-    model = {**(job.config().model.config or {}), **shape}
-    code, err = end(start(job, tmp_path, 2, model__config=model))
+    model = {**(llama.config().model.config or {}), **shape}
+    code, err = end(start(llama, tmp_path, 2, model__config=model))
     assert code != 0
     assert "GiB of memory are needed for 2 workers (" in err
-    assert not Path(job.config().run.run_uri).exists()
+    assert not Path(llama.config().run.run_uri).exists()
 
 
-def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tmp_path: Path) -> None:
+def test_a_killed_group_continues_on_another_world_batch_and_length(llama: Job, tmp_path: Path) -> None:
     # points are committed one after the other: that of step 4 is there when this one's turn comes
-    plan = job.faults().kill("votes_complete", step=8)
-    code, _ = end(start(job, tmp_path, 2, plan))
+    plan = llama.faults().kill("votes_complete", step=8)
+    code, _ = end(start(llama, tmp_path, 2, plan))
     assert (code, plan.struck()) == (1, [0])
-    assert last_end(job) == ("no end", 1)
-    assert [row["step"] for row in job.run.points()] == [4]
+    assert last_end(llama) == ("no end", 1)
+    assert [row["step"] for row in llama.run.points()] == [4]
 
     # one rank, 6 × 16 tokens from the 1024 that the point holds, and a stop on request
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 100_000}
-    group = start(job, tmp_path, 1, **other)
-    watch = when_step(job, 14, group.terminate)
+    group = start(llama, tmp_path, 1, **other)
+    watch = when_step(llama, 14, group.terminate)
     _, err = end(group)
     watch.join()
     assert "SIGTERM: saving and stopping" in err, err
-    assert last_end(job) == ("stopped", 2), err
-    stopped = job.run.points()[-1]
+    assert last_end(llama) == ("stopped", 2), err
+    stopped = llama.run.points()[-1]
     assert (stopped["attempt"], stopped["seq_len"], stopped["global_batch_size"]) == (2, 16, 6)
-    assert stopped["consumed_tokens"] == job.run.steps()[-1].consumed_tokens
+    assert stopped["consumed_tokens"] == llama.run.steps()[-1].consumed_tokens
 
     # two ranks and the first shape again, with a budget that is no multiple of anything
     budget = stopped["consumed_tokens"] + 1500
-    code, err = end(start(job, tmp_path, 2, train__max_steps=None, train__max_tokens=budget))
+    code, err = end(start(llama, tmp_path, 2, train__max_steps=None, train__max_tokens=budget))
     assert code == 0, err
-    assert job.run.steps()[-1].consumed_tokens == budget
-    assert last_end(job) == ("done", 3)
-    assert_exactly_once(job)
-    assert job.run.audit()["attempts"] == 3
+    assert llama.run.steps()[-1].consumed_tokens == budget
+    assert last_end(llama) == ("done", 3)
+    assert_exactly_once(llama)
+    assert llama.run.audit()["attempts"] == 3
 
 
 def test_torchrun_restarts_a_group_that_lost_a_rank_and_no_sample_is_trained_twice(
@@ -196,13 +206,15 @@ def test_ranks_of_two_machines_that_were_restarted_unequally_often_find_each_oth
     assert job.losses() == unbroken.losses()
 
 
-def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: Job, tmp_path: Path) -> None:
-    model = {**(job.config().model.config or {}), "vocab_size": 10}
-    code, err = end(start(job, tmp_path, 2, model__config=model))
+def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(
+    llama: Job, tmp_path: Path
+) -> None:
+    model = {**(llama.config().model.config or {}), "vocab_size": 10}
+    code, err = end(start(llama, tmp_path, 2, model__config=model))
     assert code == 1, "torchrun's own code for a rank that ended with another than 0"
     assert "rank 0: ConfigError: model.config.vocab_size=10" in err
     assert "exitcode  : 2" in err
-    assert not Path(job.config().run.run_uri).exists()
+    assert not Path(llama.config().run.run_uri).exists()
 
 
 def test_a_run_folder_deleted_while_it_trains_fails_the_run_and_is_not_begun_beside_its_rest(

@@ -237,7 +237,7 @@ def from_parquet(data: bytes, where: str) -> Manifest:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(io.BytesIO(data))
+        table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
         facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
         rows = table.to_pylist()
         lists = ("group_rows", "group_bytes")
