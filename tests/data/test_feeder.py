@@ -395,8 +395,9 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     here = ray.get_runtime_context().get_node_id()
     # few slots per dataset: the next ones are read when all other CPUs have been taken for long
     with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=20.0) as pair:
-        taken, _ = train(open_feeds(pair, Cursor()), Cursor(), None)
-    assert_stream(taken, samples)
+        taken, _ = train(open_feeds(pair, Cursor()), Cursor(), 36)
+        assert stats_of(pair[0]).slots_taken > 2 * 3, "a third dataset was begun"
+    assert_stream(taken, samples[: len(taken)])
     ray.kill(hog)
 
 
