@@ -1,4 +1,6 @@
-"""The long campaign (`make chaos`): a kill at every scripted place, on every rank, at several steps."""
+"""The long campaign (`make chaos`): a kill at every scripted place, on every rank, at several steps. And a
+run on a Ray whose private parts cannot be reached.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.harness import Job, assert_survivors_stayed
+from orchestrator.cluster import ray_inventory
+from tests.system.harness import Job, assert_survivors_stayed, log_text, spawn
 from tests.system.test_kills import assert_same_training, unbroken  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
@@ -31,3 +34,31 @@ def test_a_kill_anywhere_changes_nothing(
     assert plan.struck() == [0]
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+
+
+def hide_private_parts() -> None:
+    """In every process of a launch: as if Ray had other names for them."""
+    for part in (*ray_inventory.OF_CORE, *ray_inventory.OF_LIBRARIES):
+        if part is not ray_inventory.NODE_GROUPS:
+            names = {f"{name}_renamed": user for name, user in part.names.items()}
+            part.names.clear()
+            part.names.update(names)
+
+
+def test_a_run_goes_rays_plain_ways_where_private_parts_have_other_names(
+    job: Job,
+    cluster: Any,
+    unbroken: tuple[str, list[float]],  # noqa: F811
+) -> None:
+    plan = job.faults().kill("applied", step=10, rank=0)
+    hidden = "tests.system.test_campaign.hide_private_parts"
+    driver = spawn(job, cluster, plan, before=hidden)
+    job.drivers.append(driver)
+    said, _ = driver.communicate(timeout=240)
+    assert driver.returncode == 0, said
+    assert said.splitlines()[-1].startswith("done "), said
+    assert plan.struck() == [0]
+    assert_survivors_stayed(job)
+    assert_same_training(job, unbroken)
+    for part in ray_inventory.OF_CORE:
+        assert log_text(job).count(part.lost) == 1
