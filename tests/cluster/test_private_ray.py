@@ -269,7 +269,11 @@ def test_without_rays_trainer_for_any_framework_its_trainer_for_torch_takes_our_
     from ray.train.torch import TorchTrainer
 
     begun: list[Any] = []
-    monkeypatch.setattr(TorchTrainer, "fit", lambda trainer: begun.append(trainer))  # Ray's, which starts it
+
+    def fit(trainer: Any) -> None:
+        begun.append(trainer)
+
+    monkeypatch.setattr(TorchTrainer, "fit", fit)  # Ray's, which would start it
     rename(monkeypatch, "TRAINER")
     train_run.run_group("name", 2, {"CPU": 1.0}, "a-node", "/storage", lambda _: None, {"key": "value"})
     (trainer,) = begun
