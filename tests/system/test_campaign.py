@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ray._private.state import actors
 
 from orchestrator.cluster import ray_inventory
 from tests.system.harness import Job, assert_survivors_stayed, log_text, spawn
@@ -62,3 +63,6 @@ def test_a_run_goes_rays_plain_ways_where_private_parts_have_other_names(
     assert_same_training(job, unbroken)
     for part in ray_inventory.OF_CORE:
         assert log_text(job).count(part.lost) == 1
+    helpers = {"TrainController", "SynchronizationActor", "DatasetManager", "PlacementGroupCleaner"}
+    helpers |= {"_AutoscalingCoordinatorActor", "_StatsActor", "ActorLocationTracker"}
+    assert helpers <= {row["ActorClassName"] for row in actors().values()}, "agents and feeder went them, too"
