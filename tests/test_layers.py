@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,11 +106,49 @@ def test_ray_and_torch_are_imported_only_where_they_are_used(path: Path) -> None
         )
 
 
+# modules and attributes that Ray does not document, names of variables that it reads
+PRIVATE_RAY = re.compile(r"\bray(\.\w+)*(\._|\.core\.|\.v2\.)|^RAY_\w+$")
+
+
+def private_parts_of_ray(tree: ast.AST) -> Iterator[str]:
+    """What a source imports, reaches, or names of them in a string; not what its texts tell of them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [f"{alias.name}." for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}." for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            names = [node.value]
+        else:
+            continue
+        yield from filter(PRIVATE_RAY.search, names)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_parts_of_ray_are_reached_from_cluster_alone(path: Path) -> None:
-    for module, _ in imports(path):
-        private = module.startswith("ray.") and (".core." in module or "._" in module)
-        assert not private or part_of(path) == "cluster", f"{path.name} imports {module}"
+    if part_of(path) != "cluster":
+        assert not list(private_parts_of_ray(ast.parse(path.read_text()))), (
+            f"move it to {PACKAGE / 'cluster'}"
+        )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray._private.state",
+        "from ray import _private",
+        "from ray._private.state import actors",
+        "from ray.core.generated import gcs_pb2",
+        "from ray.train.v2.api import data_parallel_trainer",
+        "import ray\nray._private.worker._global_node",
+        "import os\nos.environ.setdefault('RAY_DATA_USAGE_DISABLED', '1')",
+        "import importlib\nimportlib.import_module('ray.data._internal.stats')",
+    ],
+)
+def test_every_way_to_a_private_part_of_ray_is_seen(source: str) -> None:
+    assert list(private_parts_of_ray(ast.parse(source)))
 
 
 def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:

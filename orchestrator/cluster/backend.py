@@ -18,3 +18,4 @@ class InPlaceConfig(BackendConfig):
     """Ray asks for the class of the backend here."""
 
     backend_cls = property(lambda self: _InPlaceBackend)
+    backend = "none"  # Ray's trainer for torch asks which process group to set up

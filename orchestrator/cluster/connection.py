@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
+from orchestrator.cluster.private_ray import replace
 from orchestrator.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _QUIET = {
 # Processes that do nothing for a Ray of our own: one hands workers' output to the driver (`log_to_driver`),
 # one adds nodes, and the dashboard's server starts without a dashboard, too. Together they take 2 CPU
 # seconds, and Ray waits for the last.
-_HELPERS = ("start_log_monitor", "start_monitor", "start_api_server")
+_HELPERS = (ray_inventory.LOG_MONITOR, ray_inventory.MONITOR, ray_inventory.API_SERVER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +72,14 @@ class ClusterConnection:
         else starts a local one.
 
         A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
-        shares, not cores. What Ray would print meanwhile is given to `heard` instead. Raises `ResourceError`
-        within seconds if nothing answers at the address, or /dev/shm is too small for a local one.
+        shares, not cores. What Ray would print meanwhile is given to `heard` instead, and what a Ray that is
+        not the tested one lacks. Raises `ResourceError` within seconds if nothing answers at the address,
+        /dev/shm is too small for a local one, or no run can do without what is lacking.
         """
         import ray
 
         os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
+        ray_inventory.check(heard or logging.getLogger(__name__).warning)
         self.started = False
         self._heard = _RayHeard(heard) if heard is not None else None
         if ray.is_initialized():
@@ -124,17 +128,13 @@ class ClusterConnection:
 
 class _RayHeard(logging.Handler):
     """Until `end`, Ray's messages to this process go to a function: errors of its cluster, which Ray 2.60
-    prints to stdout (a private function, left alone where it is missing), and its loggers' errors.
+    prints to stdout, and its loggers' errors.
     """
 
     def __init__(self, heard: Callable[[str], None]) -> None:
-        from ray._private import worker
-
         super().__init__(logging.ERROR)
-        self._heard, self._worker = heard, worker
-        self._print = getattr(worker, "print_to_stdstream", None)
-        if self._print is not None:
-            setattr(worker, "print_to_stdstream", self._print_instead)  # noqa: B010
+        self._heard = heard
+        self._undo = replace(ray_inventory.PRINTING, [self._print_instead])
         self._logger = logging.getLogger("ray")
         self._handlers, self._propagates = self._logger.handlers, self._logger.propagate
         self._logger.handlers, self._logger.propagate = [self], False
@@ -145,27 +145,22 @@ class _RayHeard(logging.Handler):
 
     def end(self) -> None:
         """Ray prints as before."""
-        if self._print is not None:
-            setattr(self._worker, "print_to_stdstream", self._print)  # noqa: B010
+        self._undo()
         self._logger.handlers, self._logger.propagate = self._handlers, self._propagates
 
-    def _print_instead(self, data: Mapping[str, Any], ignore_prefix: bool = False) -> None:  # noqa: ARG002
+    def _print_instead(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
         self._heard("\n".join(data.get("lines", ())))
 
 
 @contextmanager
 def _without_helpers() -> Iterator[None]:
-    """Within it Ray starts without `_HELPERS`: private methods of Ray 2.60, which come back afterwards."""
-    from ray._private.node import Node
-
-    methods = {name: getattr(Node, name) for name in _HELPERS}
+    """Within it Ray starts without `_HELPERS`; its own methods come back afterwards."""
+    undo = [replace(helper, [lambda *_, **__: None]) for helper in _HELPERS]
     try:
-        for name in methods:
-            setattr(Node, name, lambda self, **_: None)  # noqa: ARG005
         yield
     finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
+        for each in undo:
+            each()
 
 
 def starts_local_ray(config: JobConfig) -> bool:
@@ -178,14 +173,15 @@ def starts_local_ray(config: JobConfig) -> bool:
 def nodes() -> tuple[Node, ...]:
     """The live nodes, the head first, then by id."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    head = ray_inventory.HEAD_NODE.found()
+    rows = [row for row in ray.nodes() if row["Alive"]]  # type: ignore[no-untyped-call]
+    free = _free([(row["NodeID"], row["Resources"]) for row in rows])
     found = [
         Node(
             node_id=row["NodeID"],
             host=row["NodeManagerAddress"],
-            is_head="node:__internal_head__" in row["Resources"],
+            is_head=head is not None and head[0] in row["Resources"],
             cpus=row["Resources"].get("CPU", 0.0),
             gpus=row["Resources"].get("GPU", 0.0),
             free_cpus=free.get(row["NodeID"], {}).get("CPU", 0.0),
@@ -193,10 +189,26 @@ def nodes() -> tuple[Node, ...]:
             memory_bytes=int(row["Resources"].get("memory", 0)),
             object_store_bytes=int(row["Resources"].get("object_store_memory", 0)),
         )
-        for row in ray.nodes()  # type: ignore[no-untyped-call]
-        if row["Alive"]
+        for row in rows
     ]
     return tuple(sorted(found, key=lambda n: (not n.is_head, n.node_id)))
+
+
+def _free(nodes: list[tuple[str, Mapping[str, float]]]) -> Mapping[str, Mapping[str, float]]:
+    """What is free on each node (id, resources in all). Without Ray's private table at most what the node has
+    and what the cluster has free: right for one node.
+    """
+    import ray
+
+    per_node = ray_inventory.FREE_RESOURCES.found()
+    if per_node is not None:
+        free: Mapping[str, Mapping[str, float]] = per_node[0]()
+        return free
+    whole = ray.available_resources()  # type: ignore[no-untyped-call]
+    return {
+        node: {name: min(amount, whole.get(name, 0.0)) for name, amount in resources.items()}
+        for node, resources in nodes
+    }
 
 
 def _address(config: JobConfig) -> str | None:

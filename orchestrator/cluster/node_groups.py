@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.cluster.ray_inventory import PLACEMENT_GROUPS
 from orchestrator.paused_gc import paused_gc
 
 # Ray Train's controller polls its workers this often: it decides how soon a dead worker's replacement is
@@ -127,15 +128,17 @@ def remove_orphaned_placement_groups() -> int:
     """Removes this job's placement groups whose creator (a Ray Train controller) is dead; returns how many.
 
     Ray removes them only when the whole job ends (2.60: a placement group goes when creator *and* job are
-    dead), so a stopped or lost node group would keep its CPUs for ever.
+    dead), so a stopped or lost node group would keep its CPUs till then; so it is where Ray's table of them,
+    the only one with creators, is missing.
     """
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
     from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-    accessor, table_type = state._connect_and_get_accessor(), getattr(gcs_pb2, "PlacementGroupTableData")  # noqa: B009
+    found = PLACEMENT_GROUPS.found()
+    if found is None:
+        return 0
+    connect, table_type, read = found[:3]
     job, removed = ray.get_runtime_context().get_job_id(), 0
-    for row in accessor.get_placement_group_table():
+    for row in read(connect()):
         table = table_type.FromString(row)
         if table.creator_job_id.hex() != job or not table.creator_actor_dead:
             continue

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.cluster.ray_inventory import ACTOR_TABLE
 from orchestrator.records import MemberInfo
 
 NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
@@ -32,9 +33,8 @@ def cause_of_death(row: Mapping[str, Any] | None) -> str:
 
 def ray_says(info: MemberInfo) -> str | None:
     """How the member's process ended, as Ray says; None if it lives. Also where Ray says nothing: a GCS that
-    does not answer, or has forgotten the actor, knows of nobody's death.
+    does not answer, or has forgotten the actor, knows of nobody's death, and a Ray without this table.
     """
-    from ray._private.state import state  # the public state API needs the dashboard process
-
-    row = state.actor_table(info.actor_id)
+    table = ACTOR_TABLE.found()  # the public state API needs the dashboard process
+    row = table[0](info.actor_id) if table else None
     return cause_of_death(row) if row and row["State"] == "DEAD" else None

@@ -2,7 +2,8 @@
 
 It replaces private parts of Ray 2.60 and knows nothing of training. Only a node's agent imports it: it loads
 Ray Train's controller side. The controller runs in the agent's own process, so the agent's death is the
-group's, and a group comes up a process earlier.
+group's, and a group comes up a process earlier. What a Ray does not let replace goes Ray Train's own way: its
+helpers' processes belong to the agent and end with it, too.
 """
 
 from __future__ import annotations
@@ -11,35 +12,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ray.train import FailureConfig, Result, RunConfig, ScalingConfig
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.execution.worker_group import state, worker_group
-from ray.train.v2.api import data_parallel_trainer
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-from orchestrator.cluster.backend import InPlaceConfig
 from orchestrator.cluster.null_actor import NullActor
-
-# Each costs a process or about a CPU second at start and does nothing for us: we hand Ray Train no datasets,
-# and placement groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's
-# cleaner a killed agent leaks one).
-_UNUSED_CALLBACKS = (
-    "PlacementGroupCleanerCallback",
-    "DatasetsCallback",
-    "ControllerMetricsCallback",
-    "WorkerMetricsCallback",
+from orchestrator.cluster.private_ray import replace
+from orchestrator.cluster.ray_inventory import (
+    BARRIER,
+    CALLBACKS,
+    CONTROLLER,
+    NODE_GROUPS,
+    REPLACED_ALONE,
+    SCALING,
+    TRAINER,
 )
-
-
-class _PinnedPolicy(FixedScalingPolicy):
-    """Asks no autoscaling actor for room: the group is pinned to a node that has it."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Nothing to register."""
-
-    def _maybe_send_resource_request(self) -> None:
-        """Nothing to ask for."""
 
 
 class _NoBarrier:
@@ -56,17 +39,6 @@ class _NoBarrier:
         return NullActor()
 
 
-class _LeanTrainer(DataParallelTrainer):
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks = super()._create_default_callbacks()
-        return [callback for callback in callbacks if type(callback).__name__ not in _UNUSED_CALLBACKS]
-
-    def _initialize_and_run_controller(self, **controller_init_kwargs: Any) -> Result:
-        controller = TrainController(**controller_init_kwargs)
-        asyncio.run(controller.run())  # type: ignore[no-untyped-call]
-        return controller.get_result()
-
-
 def run_group(
     name: str,
     num_workers: int,
@@ -79,15 +51,24 @@ def run_group(
     """Runs `num_workers` workers on the node until their functions have returned; blocks until then.
 
     Ray replaces a worker that dies, without end: how often is too often is decided by our own failure budget
-    (policy.py), which knows about progress. Raises what Ray Train raises when the group cannot go on.
+    (policy.py), which knows about progress. Raises what Ray Train raises when the group cannot go on, and
+    `ResourceError` for a Ray that cannot start one.
     """
-    setattr(data_parallel_trainer, "create_scaling_policy", _PinnedPolicy)  # noqa: B010
-    setattr(worker_group, "SynchronizationActor", _NoBarrier)  # noqa: B010
-    setattr(state, "_shutdown_sync_actor", lambda actor: None)  # noqa: ARG005, B010
-    _LeanTrainer(
+    NODE_GROUPS.require()
+    REPLACED_ALONE.found()  # only to say so: the plain way is Ray's
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from orchestrator.cluster.backend import InPlaceConfig
+
+    trainer, backend = lean_trainer(), "backend_config"
+    if trainer is None:
+        from ray.train.torch import TorchTrainer
+
+        trainer, backend = TorchTrainer, "torch_config"
+    chosen: dict[str, Any] = {backend: InPlaceConfig()}
+    trainer(
         train_function,
         train_loop_config=config,
-        backend_config=InPlaceConfig(),
         scaling_config=ScalingConfig(
             num_workers=num_workers,
             use_gpu="GPU" in resources_per_worker,
@@ -97,4 +78,37 @@ def run_group(
         run_config=RunConfig(
             name=name, storage_path=ray_storage, failure_config=FailureConfig(max_failures=-1)
         ),
+        **chosen,
     ).fit()
+
+
+def lean_trainer() -> Any:
+    """Ray Train's trainer for any framework, from now on without the helpers that do nothing for us, as far
+    as this Ray lets them be replaced; None where it has no such trainer.
+
+    Each helper costs a process or about a CPU second at start: we hand Ray Train no datasets, placement
+    groups are removed by `remove_orphaned_placement_groups` (measured: with or without Ray's cleaner a killed
+    agent leaks one), and a group that is pinned to a node asks no autoscaler for room.
+    """
+    trainer = TRAINER.found()
+    if trainer is None:
+        return None
+    if (scaling := SCALING.found()) is not None:
+        silent = dict.fromkeys(("after_controller_start", "_maybe_send_resource_request"), lambda *_: None)
+        replace(SCALING, [type("PinnedPolicy", (scaling[1],), silent)])
+    replace(BARRIER, [_NoBarrier, lambda *_: None])
+    methods: dict[str, Any] = {}
+    if (callbacks := CALLBACKS.found()) is not None:
+        create, *unused = callbacks
+        methods["_create_default_callbacks"] = lambda self: [
+            callback for callback in create(self) if type(callback) not in unused
+        ]
+    if (controller := CONTROLLER.found()) is not None:
+        methods["_initialize_and_run_controller"] = lambda _, **arguments: _run(controller[0](**arguments))
+    return type("LeanTrainer", trainer, methods)
+
+
+def _run(controller: Any) -> Any:
+    """Ray Train's controller in this process; its result."""
+    asyncio.run(controller.run())
+    return controller.get_result()

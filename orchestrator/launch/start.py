@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.coordinator.attempt import (
     Attempt,
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 BUSY_WATCH_S = 10.0
 HEARTBEAT_EVERY_S = 2.0
 ORPHANS_S = 90.0
-# Ray unpacks a job's working directory in a folder of this one's.
-_RAY_COPIES = "working_dir_files"
 _RNG = (  # what `trainer.model.seed_micro_batch` does
     "per micro-batch: torch.manual_seed(first 8 bytes, little-endian, "
     "of blake3('{train.seed}:{index of its first sample}') >> 1); no other state is kept"
@@ -67,7 +66,7 @@ def run_folder(job: JobConfig) -> Path:
             "give a path"
         )
     folder = Path(os.path.abspath(job.run.run_uri))
-    if _RAY_COPIES in folder.parts:
+    if JOB_COPIES in folder.parts:
         raise ConfigError(
             f"run.storage={job.run.storage}: the run would lie in {folder}, a Ray job's copy of its working "
             "directory, which Ray deletes; give an absolute path that all nodes see, e.g. "

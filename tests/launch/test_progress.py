@@ -124,14 +124,6 @@ def test_what_ray_would_print_on_stdout_goes_where_it_is_heard_until_the_end(
     assert capsys.readouterr() == ("", "")
 
 
-def test_ray_still_prints_its_errors_through_the_function_that_is_replaced() -> None:
-    from ray._private import worker
-
-    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names, (
-        "Ray has changed where it prints errors: they stand on stdout again; see cluster._RayHeard"
-    )
-
-
 DIED = (
     'actor_died_error_context {\n  error_message: "The actor is dead because its worker process has died. '
     "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error "

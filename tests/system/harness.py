@@ -209,11 +209,21 @@ def when_struck(plan: FaultPlan, number: int, act: Callable[[], None]) -> None:
     raise AssertionError(f"fault {number} of {plan} did not strike")
 
 
-def spawn(job: Job, cluster: Any, faults: FaultPlan, **changes: Any) -> subprocess.Popen[str]:
-    """A launch with a driver of its own, on a cluster that runs; it prints its outcome."""
+def spawn(
+    job: Job, cluster: Any, faults: FaultPlan, before: str = "", **changes: Any
+) -> subprocess.Popen[str]:
+    """A launch with a driver of its own, on a cluster that runs; it prints its outcome. `before`: a function
+    (module.name) that is called first in each process of the launch.
+    """
     path = Path(faults.folder) / "job.json"
     path.write_text(json.dumps(job.config(cluster__address=cluster.address, **changes).to_json()))
-    program = (
+    setup = f"""
+import importlib, ray
+module, name = {before!r}.rsplit(".", 1)
+getattr(importlib.import_module(module), name)()
+ray.init({cluster.address!r}, runtime_env={{"worker_process_setup_hook": {before!r}}}, log_to_driver=False)
+"""
+    program = (setup if before else "") + (
         "import sys, json, orchestrator; from orchestrator.config.schema import parse_config; "
         "config = parse_config(json.load(open(sys.argv[1]))); "
         "result = orchestrator.train(config, fault_plan=sys.argv[2]); print(result.outcome, result.reason)"

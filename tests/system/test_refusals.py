@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
@@ -98,6 +100,17 @@ def test_too_few_cpus_are_counted_aloud(job: Job, cluster: Any) -> None:
         cluster__num_workers=20,
     )
     refused(job, ResourceError, "2 GPUs are needed.*0 are free", cluster__use_gpu=True)
+
+
+def test_what_a_node_has_free_is_known_without_rays_private_table_too(
+    job: Job, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_usual = nodes()
+    monkeypatch.delattr("ray._private.state.available_resources_per_node")
+    assert nodes() == as_usual
+    monkeypatch.delattr("ray._common.constants.HEAD_NODE_RESOURCE_NAME")
+    assert nodes() == tuple(replace(node, is_head=False) for node in as_usual)
+    refused(job, ResourceError, "20 logical CPUs are needed .*, 5 of 5 are free", cluster__num_workers=20)
 
 
 @pytest.fixture

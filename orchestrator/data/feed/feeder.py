@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import ray
 
+from orchestrator.cluster.data_share import before_loading
+from orchestrator.cluster.ray_inventory import DATASET_THREADS
 from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
 from orchestrator.data.feed.opening import Opening
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
@@ -42,7 +44,7 @@ STALL_S = 600.0
 # One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
 # What the threads of a pipeline are called: ours, and Ray Data's.
-_PIPELINE_THREADS = ("pipeline-", "StreamingExecutor")
+_PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
 
@@ -341,10 +343,7 @@ class Feeder:
             return asyncio.run_coroutine_threadsafe(what, loop).result()
 
         try:
-            # Ray Data reads these when it is loaded. The first: its other way hands a block on a round of its
-            # loop (0.1 s) later; the second: a helper process less while everything starts.
-            os.environ.setdefault("RAY_DATA_METADATA_PREFETCH_ON_THREAD", "0")
-            os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+            before_loading()
             with paused_gc():
                 from orchestrator.data.feed.pipeline import read_chunks
 
