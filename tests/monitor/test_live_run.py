@@ -13,10 +13,14 @@ from orchestrator.coordinator.attempt import LOOKS
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.launch import start as starting
+from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
-from tests.monitor.live_run import ROOT, LiveRun, reader
+from tests.monitor.live_run import READS, ROOT, LiveRun, Paused, reader
+from tests.monitor.test_audit import TrainedRun, mapping  # noqa: F401  a fixture
 from tests.storage.crashfs import ModelDisk
 
 
@@ -258,3 +262,20 @@ def test_a_run_that_is_begun_while_it_is_opened_is_opened(
     with reader(disk, once_at(f"{ROOT}/attempts", begin, "list")) as (run, store):
         assert run.points() == []
         assert isinstance(store, RunStore)
+
+
+@pytest.mark.parametrize("path", ["0001.json", "0001.parent.json", "000001.jsonl"])
+@pytest.mark.parametrize("when", [once_at, after])
+def test_an_audit_beside_a_new_attempt_proves_what_it_has_read(
+    mapping: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    when: Callable[[str, Callable[[], Any]], Callable[[str, str], None]],
+) -> None:
+    trained = TrainedRun(mapping)
+    trained.attempt(7)
+    disk = Paused(OsDisk(), READS, when(path, lambda: trained.attempt(5)))
+    monkeypatch.setattr(monitor, "Storage", lambda root: Storage(root, disk))
+    report = Run(trained.folder).audit()
+    assert (report["exactly_once"], report["first_difference"]) == (True, None)
+    assert report["steps"] in (7, 12)
