@@ -18,7 +18,13 @@ from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
-from orchestrator.errors import DataIdentityError, FencedError, RefusedError, ResumePointError
+from orchestrator.errors import (
+    DataIdentityError,
+    FencedError,
+    RefusedError,
+    ResumePointError,
+    StorageError,
+)
 from orchestrator.faults import Hook
 from orchestrator.history.claim_files import (
     RESTARTED,
@@ -46,18 +52,21 @@ from orchestrator.resume.store import RunStore
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
+LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
     """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
-    oldest first. `missing` are all points that were committed, have no COMMIT, and nobody deleted; `lost` are
-    those on the history. `foreign` are points that lie there under a name of it, but belong to another run.
-    `encoders` made it (empty: the run's first alone). `unreadable` are the attempts' files that could not be
-    used, for the user to hear of.
+    oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
+    committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
+    lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
+    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of.
     """
 
     journal: Journal
     lineage: Lineage
+    committed: tuple[str, ...]
     points: tuple[str, ...]
     missing: frozenset[str]
     lost: tuple[str, ...]
@@ -108,9 +117,46 @@ def survey(store: RunStore, with_steps: bool = True) -> Survey:
     """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
     itself.
 
+    The run may be written meanwhile: if an attempt was claimed or a generation formed between one look and
+    the next, so that they do not fit together, it looks again at all; `StorageError` after
+    `LOOKS` such looks.
+
     Without `with_steps` it takes a fraction of the time: of the step records only the newest of each
     generation is in `journal`, none in `lineage`, and what they alone could contradict is not found.
     """
+    unknown = frozenset[str]()
+    for _ in range(LOOKS):
+        files, before = store.attempt_files(), unknown
+        seen = _look(store, with_steps)
+        unknown = _of_no_generation(seen)
+        # a name that is still unknown to a journal that was read after it stays so: it is an orphan
+        if files == store.attempt_files() and unknown <= before:
+            require_sound(seen.lineage)
+            return seen
+    raise moved_on(store)
+
+
+def moved_on(store: RunStore) -> StorageError:
+    """What to say when `LOOKS` looks did not fit together."""
+    return StorageError(
+        f"{store.storage.root} went on each of the {LOOKS} times that it was read (its newest attempt is "
+        f"{max(store.claim_numbers(), default=0)}), so that what was read does not fit together: this says "
+        "nothing about the run; run the command again"
+    )
+
+
+def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
+    """Those of these points, listed before, that the run itself has deleted or is deleting since: the COMMIT
+    is gone, and the journal says that it was meant to go. What was found wrong with them is no damage.
+    """
+    if not (gone := frozenset(names).difference(store.point_names())):
+        return gone
+    events = read_outline(store.storage).events
+    return gone & point_fates(((event.kind, event.fields) for event in events), ()).deleted
+
+
+def _look(store: RunStore, with_steps: bool) -> Survey:
+    """One look at all, claims before the journal and that before the points, whatever they contradict."""
     claims, (parents, cut_off) = store.claims(), store.parents()
     run_id = _require_own(store, claims)
     unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
@@ -126,17 +172,16 @@ def survey(store: RunStore, with_steps: bool = True) -> Survey:
             torn=outline.torn,
         )
         lineage = effective_chain(claims, parents, journal.generations)
-    require_sound(lineage)
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
     fates = _fates(journal.events, parents)
-    if missing := fates.kept.difference(there):
-        # where the run is being written, they may have been deleted between the two looks
-        missing &= _fates(read_outline(store.storage, run_id).events, parents).kept
+    missing = fates.kept.difference(there)
+    missing -= deleted_now(store, missing)
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
     return Survey(
         journal=journal,
         lineage=lineage,
+        committed=tuple(there),
         points=_on_lineage(lineage, (name for name in there if name not in foreign)),
         missing=missing,
         lost=_on_lineage(lineage, missing),
@@ -145,6 +190,13 @@ def survey(store: RunStore, with_steps: bool = True) -> Survey:
         encoders=encoders,
         unreadable=unreadable,
     )
+
+
+def _of_no_generation(seen: Survey) -> frozenset[str]:
+    """The points whose generation the journal does not have: it was formed when the journal had been read."""
+    known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
+    keys = {name: parse_point_name(name) for name in own}
+    return frozenset(name for name, key in keys.items() if key and (key.attempt, key.generation) not in known)
 
 
 def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:

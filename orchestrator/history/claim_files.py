@@ -28,6 +28,7 @@ START, RESUME, REWIND, RESTARTED = "start", "resume", "rewind", "coordinator_res
 UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
 WATCH_S = 0.25
 _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
+_PARENT_NAME = re.compile(r"\d{4,}\.parent\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,13 @@ class ClaimFiles:
             tuple(parent for parent in found if isinstance(parent, ClaimParent)),
             tuple(parent for parent in found if isinstance(parent, UnreadableFile)),
         )
+
+    def attempt_files(self) -> list[str]:
+        """The names of all claims and parent files. None is written twice or taken away, so what was read of
+        them between two equal lists is what stood there at one moment.
+        """
+        names = self.storage.list(ATTEMPTS)
+        return [name for name in names if _CLAIM_NAME.fullmatch(name) or _PARENT_NAME.fullmatch(name)]
 
     def next_claim_exists(self, number: int) -> bool:
         """Whether the claim after `number` is taken: asked by name, before anything is acknowledged or

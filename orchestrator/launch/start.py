@@ -25,14 +25,17 @@ from blake3 import blake3
 from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.coordinator.attempt import (
+    LOOKS,
     Attempt,
     begin_launch,
     choose_point,
     decide,
+    deleted_now,
+    moved_on,
     require_frozen,
     survey,
 )
-from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
+from orchestrator.errors import BusyError, ConfigError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import hook
 from orchestrator.history.busy import Free
 from orchestrator.history.claim_files import RESUME, REWIND, START
@@ -143,9 +146,23 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     run = find_run(store)
     if run is None:
         check_first_records(spec)
-    seen = survey(store)
-    require_frozen(seen, spec)
-    point, damages = choose_point(store, seen, job.resume.from_, fast=fast)
+    for _ in range(LOOKS):
+        seen = survey(store)
+        if seen.lineage.records and spec.tokenizer_folder is None:
+            # a first start may have frozen them since they were looked at
+            spec = prepare(job, Path(store.storage.root), freeze=False)
+        require_frozen(seen, spec)
+        try:
+            point, damages = choose_point(store, seen, job.resume.from_, fast=fast)
+        except ResumePointError:
+            if not deleted_now(store, seen.points):
+                raise
+        else:
+            if not deleted_now(store, (damage.point for damage in damages)):
+                break
+    else:
+        raise moved_on(store)
+    run = run or find_run(store)
     found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:

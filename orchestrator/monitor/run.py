@@ -6,22 +6,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
-from orchestrator.coordinator.attempt import Survey, require_frozen, survey
-from orchestrator.errors import OrchestratorError, RefusedError
-from orchestrator.history.busy import Busy
+from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
+from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
+from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.tail import read_tail
 from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
-from orchestrator.resume.points import Damage, newest_first, parse_point_name
+from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
@@ -34,52 +34,42 @@ def open_run(run_uri: str | Path) -> Run:
 
 
 class Run:
-    """Reads a run. Every method reads storage anew; a run that is being written may be read."""
+    """Reads a run. Every method reads storage anew; a run that is being written may be read: what it shows
+    stood there at one moment, but for points that the run itself deletes meanwhile, which are left out.
+    """
 
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
         if self._store.read_run() is None:
-            if pieces := self._store.pieces():
-                from orchestrator.launch.start import missing_run
+            from orchestrator.launch.start import find_run
 
-                raise RefusedError(missing_run(self._store, pieces))
-            raise RefusedError(
-                f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
-            )
+            if find_run(self._store) is None:
+                raise RefusedError(
+                    f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
+                )
 
     def points(self) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`.
         """
-        seen = survey(self._store, with_steps=False)
-        rows = []
-        for name in self._names(seen):
-            key = parse_point_name(name)
-            assert key is not None, "point_names gives names of points"
-            damages = self._store.verify_point(name)
-            row: dict[str, Any] = {
-                "name": name,
-                "attempt": key.attempt,
-                "generation": key.generation,
-                "step": key.step,
-            }
-            on_lineage = seen.lineage.on_lineage(key)
-            rows.append({**row, **self._point_row(name, damages), "on_lineage": on_lineage})
-        return rows
+        return self._standing(self._point_rows)
 
     def verify(self, point: str | None = None) -> list[dict[str, Any]]:
         """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
-        unknown name.
+        unknown name, and for one that the run deletes while it is read.
         """
+        if point is None:
+            return self._standing(lambda seen: [self._verified(name) for name in self._names(seen)])
         names = self._names(survey(self._store, with_steps=False))
-        if point is not None and point not in names:
+        if point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
-        rows = []
-        for name in names if point is None else [point]:
-            damages = self._store.verify_point(name)
-            damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
-            rows.append({"name": name, "healthy": not damages, "damaged": damaged})
+        rows = self._not_deleted([self._verified(point)])
+        if not rows:
+            raise RefusedError(
+                f"{self.uri}: the run has deleted resume point {point} while it was read, as "
+                "resume.keep_latest says; verify a newer one"
+            )
         return rows
 
     def steps(self) -> tuple[StepRecord, ...]:
@@ -120,7 +110,7 @@ class Run:
 
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
-        return self._configs()[-1][1]
+        return self._configs(survey(self._store))[-1][1]
 
     def audit(self, steps: str | None = None) -> dict[str, Any]:
         """Recomputes the stream from the files and compares every step of the effective history, or `steps`
@@ -134,26 +124,39 @@ class Run:
         from orchestrator.monitor.audit import audit_history
 
         seen = survey(self._store)
-        spec = prepare(self.config(), Path(self._store.storage.root), freeze=False)
+        spec = prepare(self._configs(seen)[-1][1], Path(self._store.storage.root), freeze=False)
         require_frozen(seen, spec)
         report = audit_history(spec.made_by(seen.encoders), seen, steps)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
     def _look(self, watch_s: float, quiet_s: float | None) -> RunView:
-        store, alive = self._store, None
+        store, watched = self._store, None
         if watch_s > 0:
-            alive = isinstance(store.watch_busy(watch_s, time.monotonic, time.sleep), Busy)
+            watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
+        for _ in range(LOOKS):
+            files = store.attempt_files()
+            facts, tail = self._facts(watched, watch_s), read_tail(store.storage)
+            if files == store.attempt_files():
+                break  # else an attempt was claimed between them; it proves nothing, so the last look will do
+        return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
+
+    def _facts(self, watched: Free | Busy | None, watch_s: float) -> AttemptFacts:
+        store, alive = self._store, None
         numbers = store.claim_numbers()
+        if watched is not None:
+            # what was claimed since is as alive as what was claimed during the watch
+            alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
         number = numbers[-1] if numbers else None
         end = None if number is None else store.read_end(number)
-        parents = [store.read_parent(each) for each in numbers[-1:]]
+        # the newest claim may not have its parent file yet, or never get one
+        parents = (store.read_parent(each) for each in reversed(numbers))
         parent = next((each for each in parents if isinstance(each, ClaimParent)), None)
-        names = store.point_names()
-        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == number]
+        begun, names = parent.attempt if parent is not None else None, store.point_names()
+        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == begun]
         inherited = parent.parent.point_name if parent is not None and parent.parent is not None else None
         budgets = parent.budgets if parent is not None else None
-        facts = AttemptFacts(
+        return AttemptFacts(
             number=number,
             outcome=end.outcome if end else "",
             reason=end.reason if end else "",
@@ -164,10 +167,9 @@ class Run:
             alive=False if end else alive,
             watched_s=watch_s,
         )
-        return view_of(self.uri, facts, read_tail(store.storage), datetime.now(UTC), quiet_s)
 
-    def _configs(self) -> list[tuple[int, JobConfig]]:
-        events = [event for event in survey(self._store).journal.events if event.kind == EventKind.ATTEMPT]
+    def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
+        events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
         if not events:
             raise RefusedError(
                 f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"
@@ -182,11 +184,58 @@ class Run:
         nothing is left is not shown: nobody misses it.
         """
         rest = seen.missing.intersection(self._store.leftovers())
-        return newest_first({*self._store.point_names(), *seen.lost, *rest})[::-1]
+        return newest_first({*seen.committed, *seen.lost, *rest})[::-1]
 
-    def _point_row(self, name: str, damages: list[Damage]) -> dict[str, Any]:
+    def _read_back(self, name: str) -> tuple[Point | None, list[Damage]]:
+        """A point of which every file was read, or what is wrong with it."""
+        unread: ResumePointError | None = None
+        try:
+            point = self._store.read_point(name)
+        except ResumePointError as error:
+            unread = error
+        if damages := self._store.verify_point(name):
+            return None, damages
+        if unread is not None:
+            raise unread  # it was repaired between the two
+        return point, []
+
+    def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
+        rows = []
+        for name in self._names(seen):
+            key = parse_point_name(name)
+            assert key is not None, "point_names gives names of points"
+            point, damages = self._read_back(name)
+            row: dict[str, Any] = {
+                "name": name,
+                "attempt": key.attempt,
+                "generation": key.generation,
+                "step": key.step,
+            }
+            on_lineage = seen.lineage.on_lineage(key)
+            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage})
+        return rows
+
+    def _verified(self, name: str) -> dict[str, Any]:
+        damages = self._store.verify_point(name)
+        damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
+        return {"name": name, "healthy": not damages, "damaged": damaged}
+
+    def _standing(self, read: Callable[[Survey], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """What `read` finds of points that still stand then; again, if the run has deleted all meanwhile."""
+        for _ in range(LOOKS):
+            rows = read(survey(self._store, with_steps=False))
+            if (left := self._not_deleted(rows)) or not rows:
+                return left
+        raise moved_on(self._store)
+
+    def _not_deleted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Without the points that are not whole because the run deleted them while they were read."""
+        gone = deleted_now(self._store, [row["name"] for row in rows if not row["healthy"]])
+        return [row for row in rows if row["name"] not in gone]
+
+    def _point_row(self, point: Point | None, damages: list[Damage]) -> dict[str, Any]:
         reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
-        if damages:
+        if point is None:
             unknown = (
                 "consumed_samples",
                 "consumed_tokens",
@@ -206,7 +255,6 @@ class Run:
                 "parent": None,
                 "weights_digest": "",
             }
-        point = self._store.read_point(name)
         commit, cursor = point.commit, point.cursor
         return {
             "consumed_samples": cursor.consumed_samples,

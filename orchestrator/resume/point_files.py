@@ -39,9 +39,18 @@ class PointFiles:
 
     # ---------------------------------------------------------------------- reading
     def point_names(self) -> list[str]:
-        """The names of all committed points, oldest first: whole or damaged, on the lineage or not."""
-        names = points.newest_first(self.storage.list(POINTS))[::-1]
-        return [name for name in names if self.storage.exists(point_path(name, COMMIT))]
+        """The names of all committed points, oldest first: whole or damaged, on the lineage or not.
+
+        Of a run that deletes an older point only when a newer one is committed, and does so meanwhile, the
+        newest is named: it is looked at last, and the folder is listed again until it has no new one.
+        """
+        names = self._folders()
+        while True:
+            there = [name for name in names if self.storage.exists(point_path(name, COMMIT))]
+            listed = self._folders()
+            if set(listed) <= set(names):
+                return there
+            names = listed
 
     def is_foreign(self, name: str) -> bool:
         """Whether a point's COMMIT is readable and says that it is another run's."""
@@ -53,8 +62,7 @@ class PointFiles:
 
     def leftovers(self) -> list[str]:
         """Folders of saves that were never committed, or whose deletion did not end, oldest first."""
-        names = points.newest_first(self.storage.list(POINTS))[::-1]
-        return [name for name in names if not self.storage.exists(point_path(name, COMMIT))]
+        return [name for name in self._folders() if not self.storage.exists(point_path(name, COMMIT))]
 
     def read_point(self, name: str) -> Point:
         """A point's COMMIT, cursor and configuration, their digests checked.
@@ -204,6 +212,9 @@ class PointFiles:
             self.storage.delete_folder(f"{POINTS}/{name}")
 
     # ---------------------------------------------------------------------- inside
+    def _folders(self) -> list[str]:
+        return points.newest_first(self.storage.list(POINTS))[::-1]
+
     def _commit(self, name: str) -> Commit:
         """A point's COMMIT, which must be this run's. Raises `DamageError`."""
         commit, run = verify.read_commit(self.storage, name), read_run(self.storage)

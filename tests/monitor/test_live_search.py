@@ -1,0 +1,219 @@
+"""Readers beside a run that goes on: random histories (saves, deletions, generations, restarts, rewinds,
+kills, leftovers) go on between any two calls of a reader to the disk; no reader calls a healthy run damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.coordinator import attempt as attempts
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.launch import start as starting
+from orchestrator.monitor import run as monitor
+from orchestrator.monitor.run import Run
+from orchestrator.resume.point_files import PointFiles
+from orchestrator.resume.points import newest_first
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import POINTS, point_path
+from orchestrator.storage.disk import Disk
+from tests.monitor.live_run import Aside, LiveRun, reader
+
+SEEDS = range(24)
+READINGS = 6  # in each history
+
+
+@pytest.fixture(scope="module")
+def job(tiny_config: Any) -> JobConfig:
+    return parse_config(tiny_config({"train.max_steps": 100_000}))
+
+
+@pytest.fixture(scope="module")
+def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+
+
+class WrongError(AssertionError):
+    """A reader said what is not so."""
+
+
+class Beside:
+    """One history and its readers."""
+
+    def __init__(self, job: JobConfig, data: DataSpec, seed: int) -> None:
+        self.random, self.job, self.data = Random(seed), job, data
+        self.keep_latest = self.random.choice([1, 2, 3])
+        self.moved_on = self.left = 0  # `left`: how many calls the run may go on during this reading
+        self.newest: list[str] = []  # the newest point that counts, after each thing that happened
+        self.writer = Aside(self.history)
+        while not self.newest:
+            self.writer.on(1)
+
+    def history(self, disk: Disk) -> Iterator[None]:
+        self.live = LiveRun(disk, self.job, self.data, self.keep_latest)
+        random = Random(self.random.random())
+        self.live.launch()
+        self.live.save(self.live.live)
+        while True:
+            self.newest.append(self.live.on_lineage[-1])
+            yield
+            self.live.anything(random)
+
+    def goes_on(self, call: str, path: str) -> None:
+        if self.left > 0 and self.random.random() < self.often:
+            num_calls = min(self.left, self.random.choice([1, 1, 2, 5, 40, 100]))
+            self.left -= num_calls
+            self.writer.on(num_calls)
+
+    def read(self, read: Callable[[Run, RunStore], Any]) -> tuple[Any, set[str]]:
+        """What the reader says, and the points that were the newest meanwhile; it must not complain."""
+        self.writer.finish()
+        self.left, self.often = self.random.choice([20, 100, 250]), self.random.choice([0.02, 0.1, 0.5])
+        since = len(self.newest) - 1
+        try:
+            with reader(self.writer.disk, self.goes_on) as (run, store):
+                found = read(run, store)
+        except StorageError as error:
+            if "this says nothing about the run" not in str(error):
+                raise WrongError(f"the reader fails: {error}") from error
+            self.moved_on += 1
+            found = None
+        except OrchestratorError as error:
+            raise WrongError(f"the reader fails: {error}") from error
+        self.writer.finish()
+        return found, set(self.newest[since:])
+
+    def look(self) -> None:
+        """One reading of any kind."""
+        self.random.choice([self.points, self.verify, self.steps, self.plan, self.status])()
+
+    def points(self) -> None:
+        found, _ = self.read(lambda run, _: run.points())
+        for row in found or ():
+            if not row["healthy"]:
+                raise WrongError(f"false damage of {row['name']}: {row['reason']}")
+            if not row["on_lineage"] and row["name"] not in self.live.orphans:
+                raise WrongError(f"{row['name']} is no orphan")
+        if found == []:
+            raise WrongError("no points are shown")
+
+    def verify(self) -> None:
+        found, _ = self.read(lambda run, _: run.verify())
+        for row in found or ():
+            if not row["healthy"]:
+                raise WrongError(f"false damage of {row['name']}: {row['damaged']}")
+        if found == []:
+            raise WrongError("no points are shown")
+
+    def steps(self) -> None:
+        found, _ = self.read(lambda run, _: run.steps())
+        labels = [step.step for step in found or ()]
+        if labels != list(range(1, len(labels) + 1)):
+            raise WrongError(f"steps with gaps: {labels}")
+
+    def plan(self) -> None:
+        job = self.live.job
+        found, newest = self.read(lambda _, store: starting.look_ahead(store, job, self.data))
+        if found is not None and (found.action != "resume" or found.point not in newest):
+            raise WrongError(f"plan: {found.action} {found.point}, the newest was {newest}")
+        if found is not None and any("warning" in note for note in found.notes):
+            raise WrongError(f"false damage: {found.notes}")
+
+    def status(self) -> None:
+        found, newest = self.read(lambda run, _: run.status(0))
+        if found.newest_point is None or not found.num_points:
+            raise WrongError(
+                f"status: {found.num_points} points, newest {found.newest_point}, it was {newest}"
+            )
+        if found.state not in ("open", "stopped"):
+            raise WrongError(f"status: {found.verdict}")
+
+
+def walk(job: JobConfig, data: DataSpec, seed: int) -> int:
+    """How often a reader gave up, because the run went on too fast."""
+    beside = Beside(job, data, seed)
+    try:
+        for _ in range(READINGS):
+            beside.look()
+    except WrongError as wrong:
+        raise WrongError(f"seed {seed}: {wrong}") from wrong
+    finally:
+        beside.writer.stop()
+    return beside.moved_on
+
+
+def search(job: JobConfig, data: DataSpec, seeds: range) -> int:
+    return sum(walk(job, data, seed) for seed in seeds)
+
+
+def test_no_reader_calls_a_healthy_run_damaged_whatever_happens_while_it_reads(
+    job: JobConfig, data: DataSpec
+) -> None:
+    assert search(job, data, SEEDS) < len(SEEDS) * READINGS / 50
+
+
+def never_looks_again(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: a claim that came meanwhile is not noticed."""
+    patch.setattr(RunStore, "attempt_files", lambda store: [])
+
+
+def believes_the_first_damage(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: nobody asks whether the run has deleted the point itself."""
+    for module in (attempts, monitor, starting):
+        patch.setattr(module, "deleted_now", lambda store, names: frozenset())
+
+
+def trusts_the_journal_it_has_read(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: a point of a generation that was formed meanwhile is an orphan."""
+    patch.setattr(attempts, "_of_no_generation", lambda seen: frozenset())
+
+
+def lists_the_points_once(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: one list of folders, looked at one after the other."""
+
+    def point_names(store: PointFiles) -> list[str]:
+        names = newest_first(store.storage.list(POINTS))[::-1]
+        return [name for name in names if store.storage.exists(point_path(name, "COMMIT"))]
+
+    patch.setattr(PointFiles, "point_names", point_names)
+
+
+def deletes_unannounced(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: points are deleted before the journal says so."""
+
+    def delete(live: LiveRun, by: Any, names: list[str]) -> None:
+        for name in names:
+            live.store.delete_point(name)
+        by.points[:] = [name for name in by.points if name not in names]
+
+    patch.setattr(LiveRun, "delete", delete)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seed"),
+    [
+        (never_looks_again, 0),
+        (believes_the_first_damage, 1),
+        (trusts_the_journal_it_has_read, 115),
+        (lists_the_points_once, 21),
+        (deletes_unannounced, 0),
+    ],
+)
+def test_the_search_catches_a_planted_mistake(
+    job: JobConfig,
+    data: DataSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    seed: int,
+) -> None:
+    """A search of 120 histories found it; the one in which it did is walked again here, and, as the length of
+    paths decides where segments end, those behind it.
+    """
+    mistake(monkeypatch)
+    with pytest.raises(WrongError):
+        search(job, data, range(seed, seed + 20))
