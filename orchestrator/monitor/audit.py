@@ -80,7 +80,7 @@ class _Walk:
         self._first = max((i for i in self._known if i <= first), default=0)
         self._begin = self._known.get(self._first, Cursor())
         begin = self._begin.sources.get(self._source, SourceCursor())
-        self._trained = TrainedTokens(begin.token)
+        self._trained = TrainedTokens(begin.earlier_tokens + begin.token)
         self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
         self._walked = False
 

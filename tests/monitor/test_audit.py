@@ -37,7 +37,7 @@ from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, encode
+from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord, decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
@@ -365,6 +365,19 @@ def plant_in_the_trainers_packer(monkeypatch: pytest.MonkeyPatch, wrong: Change)
     monkeypatch.setattr(StepSamples, "arrays", arrays)
 
 
+def plant_in_both_packers(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:
+    """The audit's own packer makes the same fault."""
+    right = ReferencePacker.samples
+
+    def samples(self: ReferencePacker, num_tokens: int, seq_len: int) -> Samples:
+        found = right(self, num_tokens, seq_len)
+        wrong(found.input_ids, found.labels, found.document_ids)
+        return found
+
+    plant_in_the_trainers_packer(monkeypatch, wrong)
+    monkeypatch.setattr(ReferencePacker, "samples", samples)
+
+
 @pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
 def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_it(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change
@@ -405,20 +418,79 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
 def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: Change, text: str
 ) -> None:
-    right = ReferencePacker.samples
-
-    def samples(self: ReferencePacker, num_tokens: int, seq_len: int) -> Samples:
-        found = right(self, num_tokens, seq_len)
-        wrong(found.input_ids, found.labels, found.document_ids)
-        return found
-
-    plant_in_the_trainers_packer(monkeypatch, wrong)
-    monkeypatch.setattr(ReferencePacker, "samples", samples)
+    plant_in_both_packers(monkeypatch, wrong)
     run = TrainedRun(mapping)
     run.attempt(num_steps)
     found = run.audit()["first_difference"]
     assert found is not None
     assert text in found["reason"]
+
+
+# ---------------------------------------------------------------------------------------- later pieces
+def in_small_pieces(mapping: dict[str, Any]) -> TrainedRun:
+    """A run of documents of up to a dozen pieces, some of which are cut into several chunks."""
+    run = TrainedRun(mapping)
+    small = replace(run.spec.settings, piece_bytes=64, chunk_tokens=20, num_epochs=None)
+    run.spec = replace(run.spec, settings=small)
+    run.attempt(240, batch=1, seq_len=47)
+    return run
+
+
+def inside_later_pieces(run: TrainedRun) -> list[tuple[str, SourceCursor]]:
+    """The steps behind those cursors of the journal that lie in a later piece of a document, and these."""
+    events = [event for event in survey(run.store).journal.events if event.kind == "cursor"]
+    at = [decode(Cursor, event.fields["cursor"]) for event in events]
+    steps = {record.consumed_tokens: record.step for record in run.records()}
+    found = [(str(steps[c.consumed_tokens] + 1), c.sources["made"]) for c in at]
+    return [(step, source) for step, source in found if source.earlier_digest and int(step) < len(steps)]
+
+
+def test_an_audit_begins_inside_any_later_piece_of_a_document(mapping: dict[str, Any]) -> None:
+    run = in_small_pieces(mapping)
+    seen, places = survey(run.store), inside_later_pieces(run)
+    assert len(places) > 20
+    assert {bool(source.token) for _, source in places} == {True, False}
+    assert max(source.earlier_tokens for _, source in places) > 60, "they are several chunks"
+    for step, source in places:
+        report = audit_history(run.spec, seen, f"{step}:{int(step) + 1}")
+        assert report["exactly_once"], (step, source, report["first_difference"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"), [planted for planted in PACKED_WRONG if "padding" not in planted[0].__name__]
+)
+def test_what_both_packers_do_wrong_is_found_where_the_audit_begins_inside_a_later_piece(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change, text: str
+) -> None:
+    plant_in_both_packers(monkeypatch, wrong)
+    run = in_small_pieces(mapping)
+    seen = survey(run.store)
+    for step, _ in inside_later_pieces(run)[:8]:
+        found = audit_history(run.spec, seen, f"{step}:{int(step) + 12}")["first_difference"]
+        assert found is not None, step
+        assert text in found["reason"]
+
+
+@pytest.mark.parametrize("change", [{"earlier_tokens": -1}, {"earlier_digest": "0" * 16}, {"piece": 1}])
+def test_a_cursor_whose_earlier_pieces_are_not_the_documents_is_refused(
+    mapping: dict[str, Any], change: dict[str, Any]
+) -> None:
+    run = in_small_pieces(mapping)
+    seen, (step, source) = survey(run.store), inside_later_pieces(run)[0]
+    changed = {
+        name: getattr(source, name) + value if isinstance(value, int) else value
+        for name, value in change.items()
+    }
+    events = []
+    for event in seen.journal.events:
+        if event.fields.get("cursor", {}).get("sources") == {"made": encode(source)}:
+            cursor = decode(Cursor, event.fields["cursor"])
+            wrong = replace(cursor, sources={"made": replace(source, **changed)})
+            event = replace(event, fields={"cursor": encode(wrong)})
+        events.append(event)
+    wrong_seen = replace(seen, journal=replace(seen.journal, events=tuple(events)))
+    with pytest.raises(DataIdentityError, match="tokens of its document's earlier pieces had digest"):
+        audit_history(run.spec, wrong_seen, f"{step}:{step}")
 
 
 def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: dict[str, Any]) -> None:
