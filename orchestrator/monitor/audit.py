@@ -5,7 +5,7 @@ It reads the files and what `coordinator.attempt.survey` found; it knows neither
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
-from orchestrator.records import Cursor, SourceCursor, StepRecord, decode
+from orchestrator.records import Cursor, SourceCursor, StateKey, StepRecord, decode
 from orchestrator.resume.points import parse_point_name
 
 # The source's number in a sample's digest.
@@ -29,7 +29,9 @@ SOURCE_NUMBER = 0
 _ALL = "that epoch {} holds every document of the files, for these steps are a part of it: it "
 
 
-def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
+def audit_history(
+    spec: DataSpec, seen: Survey, steps: str | None = None, committed: Iterable[str] = ()
+) -> dict[str, Any]:
     """The document of `audit --json`, without the number of attempts.
 
     It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
@@ -38,20 +40,29 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
     the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
     read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
     passed is compared. `not_shown` says what this audit leaves open.
+
+    `committed` are the names of the run's committed points, listed before `seen` was read: no point is
+    committed before the records up to its step are durable, so these must be there.
     """
     records = seen.lineage.records
-    wanted = range(len(records)) if steps is None else find_steps(records, steps)
+    points = [key for key in map(parse_point_name, committed) if key is not None]
+    missing, reason = _missing_records(seen, points)
+    all_steps: list[StepRecord | StateKey] = [*records, *missing]
+    asked = range(len(all_steps)) if steps is None else find_steps(all_steps, steps)
+    wanted = range(min(asked.start, len(records)), min(asked.stop, len(records)))
     walk = _Walk(spec, seen, records, wanted.start)
     first = None
     if steps is None and seen.lineage.gaps:
         first = {"step": None, "reason": seen.lineage.gaps[0]}
     first = first or next(walk.differences(wanted), None)
+    if first is None and asked.stop > len(records):
+        first = {"step": None, "reason": reason}
     not_shown: list[str] = []
     if first is None:
         first, not_shown = walk.epochs()
-    before = records[wanted.start - 1] if wanted.start else None
+    before = records[wanted.start - 1] if wanted and wanted.start else None
     last = records[wanted.stop - 1] if wanted else None
-    newest = parse_point_name(seen.points[-1]) if seen.points else None
+    final = [key.step for key in sorted(points) if seen.lineage.on_lineage(key)]
     return {
         "exactly_once": first is None,
         "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
@@ -59,10 +70,45 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
         "steps": len(wanted),
         "first_step": step_name(records, wanted.start) if wanted else None,
         "last_step": step_name(records, wanted.stop - 1) if wanted else None,
-        "final_up_to_step": newest.step if newest else None,
+        "final_up_to_step": final[-1] if final else None,
         "first_difference": first,
         "not_shown": not_shown,
     }
+
+
+def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[StateKey], str]:
+    """The steps behind the last record that must have been trained, because a point behind them is committed,
+    and what to say of them. Gaps before the last record are the lineage's to find.
+    """
+    newest = max((key for key in points if _is_behind(seen, key)), default=None)
+    if newest is None:
+        return [], ""
+    advice = (
+        f"a point is committed only behind the records up to its step, so a part of journal/"
+        f"a{newest.attempt:04d} is lost, and what was trained there cannot be compared; restore it"
+    )
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is None or head.start.id != (newest.attempt, newest.generation):
+        return [newest], (
+            f"{newest.point_name} was committed at step {newest.step}, but the journal does not know "
+            f"generation {newest.generation} of attempt {newest.attempt}: {advice}"
+        )
+    missing = [replace(newest, step=step) for step in range(head.stop_step, newest.step + 1)]
+    return missing, (
+        f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it is "
+        f"that of step {head.stop_step - 1}: {len(missing)} records are missing; {advice}"
+    )
+
+
+def _is_behind(seen: Survey, point: StateKey) -> bool:
+    """Whether the point belongs to the history and lies behind its last record; also one of the newest
+    attempt whose generation the journal does not know.
+    """
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is not None and head.open and head.start.id == (point.attempt, point.generation):
+        return point.step >= head.stop_step
+    known = {start.id for start in seen.journal.generations}
+    return point.attempt == seen.lineage.attempt and (point.attempt, point.generation) not in known
 
 
 class _Walk:

@@ -119,7 +119,7 @@ class Run:
 
     def config(self) -> JobConfig:
         """The configuration of the newest attempt."""
-        return self._configs()[-1][1]
+        return self._configs(survey(self._store))[-1][1]
 
     def audit(self, steps: str | None = None) -> dict[str, Any]:
         """Recomputes the stream from the files and compares every step of the effective history, or `steps`
@@ -132,10 +132,12 @@ class Run:
         from orchestrator.launch.start import prepare
         from orchestrator.monitor.audit import audit_history
 
+        # before the journal is read: what is committed in between may have records that were not read
+        points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)
-        spec = prepare(self.config(), Path(self._store.storage.root), freeze=False)
+        spec = prepare(self._configs(seen)[-1][1], Path(self._store.storage.root), freeze=False)
         require_frozen(seen, spec)
-        report = audit_history(spec.made_by(seen.encoders), seen, steps)
+        report = audit_history(spec.made_by(seen.encoders), seen, steps, points)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
@@ -165,8 +167,8 @@ class Run:
         )
         return view_of(self.uri, facts, read_tail(store.storage), datetime.now(UTC), quiet_s)
 
-    def _configs(self) -> list[tuple[int, JobConfig]]:
-        events = [event for event in survey(self._store).journal.events if event.kind == "attempt"]
+    def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
+        events = [event for event in seen.journal.events if event.kind == "attempt"]
         if not events:
             raise RefusedError(
                 f"{self.uri}: no attempt of this run has begun yet, so there is nothing to read"

@@ -18,6 +18,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
+from orchestrator.coordinator import attempt as attempt_module
 from orchestrator.coordinator.attempt import survey
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog
@@ -42,6 +43,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
+from tests.resume.samples import write_vote
 
 Make = Callable[..., dict[str, Any]]
 
@@ -427,12 +429,14 @@ def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
 
 
 # ---------------------------------------------------------------------------------------- later pieces
-def in_small_pieces(mapping: dict[str, Any]) -> TrainedRun:
+def in_small_pieces(
+    mapping: dict[str, Any], noted: Callable[[Cursor], Cursor] = lambda cursor: cursor
+) -> TrainedRun:
     """A run of documents of up to a dozen pieces, some of which are cut into several chunks."""
     run = TrainedRun(mapping)
     small = replace(run.spec.settings, piece_bytes=64, chunk_tokens=20, num_epochs=None)
     run.spec = replace(run.spec, settings=small)
-    run.attempt(240, batch=1, seq_len=47)
+    run.attempt(240, batch=1, seq_len=47, noted=noted)
     return run
 
 
@@ -471,26 +475,21 @@ def test_what_both_packers_do_wrong_is_found_where_the_audit_begins_inside_a_lat
         assert text in found["reason"]
 
 
-@pytest.mark.parametrize("change", [{"earlier_tokens": -1}, {"earlier_digest": "0" * 16}, {"piece": 1}])
+@pytest.mark.parametrize("change", [{"earlier_tokens": 1}, {"earlier_digest": "0" * 16}, {"piece": 1}])
 def test_a_cursor_whose_earlier_pieces_are_not_the_documents_is_refused(
     mapping: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    run = in_small_pieces(mapping)
-    seen, (step, source) = survey(run.store), inside_later_pieces(run)[0]
-    changed = {
-        name: getattr(source, name) + value if isinstance(value, int) else value
-        for name, value in change.items()
-    }
-    events = []
-    for event in seen.journal.events:
-        if event.fields.get("cursor", {}).get("sources") == {"made": encode(source)}:
-            cursor = decode(Cursor, event.fields["cursor"])
-            wrong = replace(cursor, sources={"made": replace(source, **changed)})
-            event = replace(event, fields={"cursor": encode(wrong)})
-        events.append(event)
-    wrong_seen = replace(seen, journal=replace(seen.journal, events=tuple(events)))
-    with pytest.raises(DataIdentityError, match="tokens of its document's earlier pieces had digest"):
-        audit_history(run.spec, wrong_seen, f"{step}:{step}")
+    def wrong(cursor: Cursor) -> Cursor:
+        source = cursor.sources["made"]
+        if not source.earlier_digest:
+            return cursor
+        return replace(cursor, sources={"made": replace(source, **change)})
+
+    run = in_small_pieces(mapping, noted=wrong)
+    places = inside_later_pieces(run)
+    for step, _ in places[:3]:
+        with pytest.raises(DataIdentityError, match="tokens of its document's earlier pieces had digest"):
+            audit_history(run.spec, survey(run.store), step)
 
 
 def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: dict[str, Any]) -> None:
@@ -521,6 +520,129 @@ def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
     assert run.audit("a2:8:")["exactly_once"], "nor does an audit begin there"
+
+
+# ---------------------------------------------------------------------------------------- lost records
+def commit_point(run: TrainedRun) -> str:
+    """Commits a point of where the run stands."""
+    assert run.key is not None
+    votes = [write_vote(run.store.storage, run.key, rank) for rank in range(2)]
+    run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id=run.run_id)
+    return run.key.point_name
+
+
+def cut_the_journal(run: TrainedRun, kind: str, step: int) -> None:
+    """The newest attempt's journal ends before this line, as if a crash had lost the rest."""
+    segment = sorted((run.folder / "journal" / f"a{run.number:04d}").iterdir())[-1]
+    kept: list[bytes] = []
+    for line in segment.read_bytes().splitlines(keepends=True):
+        found = orjson.loads(line)
+        if (found["kind"], found.get("step")) == (kind, step):
+            break
+        kept.append(line)
+    else:
+        raise AssertionError("no such line")
+    segment.write_bytes(b"".join(kept))
+
+
+def test_records_that_are_missing_before_a_committed_point_are_a_gap_and_no_proof(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8)
+    point = commit_point(run)
+    assert run.audit()["exactly_once"]
+    cut_the_journal(run, "step", 6)
+    for steps in (None, "3:", "4:8", "5:7", "6", "7:8"):
+        report = run.audit(steps)
+        assert report["exactly_once"] is False, steps
+        assert f"{point} was committed at step 8" in report["first_difference"]["reason"]
+        assert report["first_difference"]["step"] is None
+    assert run.audit("7:8")["samples"] == 0
+    for steps in (":5", "2:4"):
+        assert run.audit(steps)["exactly_once"], "it reaches no step whose record is missing"
+    with pytest.raises(RefusedError, match="no step 9; it goes from step 1 to step 8"):
+        run.audit("3:9")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    told = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "the journal's last record before it is that of step 5: 3 records are missing" in told
+    assert "NOT exactly once" in told
+
+
+def test_a_step_that_differs_is_named_before_the_records_that_are_missing_behind_it(
+    mapping: dict[str, Any],
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8, wrong=2)
+    commit_point(run)
+    cut_the_journal(run, "step", 6)
+    assert run.audit()["first_difference"]["step"] == "2"
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_committed_point_of_a_generation_that_the_journal_lost_is_a_gap(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str], attempts: int
+) -> None:
+    run = TrainedRun(mapping)
+    for _ in range(attempts):
+        run.attempt(4)
+        point = commit_point(run)
+    cut_the_journal(run, "generation", 4 * (attempts - 1))
+    report = run.audit()
+    assert (report["exactly_once"], report["steps"]) == (False, 4 * (attempts - 1))
+    assert f"{point} was committed" in report["first_difference"]["reason"]
+    assert f"the journal does not know generation 1 of attempt {attempts}" in str(report["first_difference"])
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code == 1
+    assert "nothing is trained yet" not in capsys.readouterr().out
+
+
+def test_points_off_the_history_or_of_another_run_are_no_gap(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(4)
+    commit_point(run)
+    key, cursor = run.key, run.cursor
+    run.attempt(4)
+    commit_point(run)  # attempt 3 leaves it
+    run.key, run.cursor = key, cursor
+    run.attempt(2)
+    strange = StateKey(attempt=3, generation=9, step=40)
+    votes = [write_vote(run.store.storage, strange, rank) for rank in range(2)]
+    run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id="another")
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert (report["last_step"], report["final_up_to_step"]) == ("6", 4)
+
+
+def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8)
+    journal = run.folder / "journal" / "a0001"
+    whole = {path: path.read_bytes() for path in journal.iterdir()}
+    cut_the_journal(run, "step", 6)
+    right = attempt_module.read_journal
+
+    def read_and_then_the_run_goes_on(*arguments: Any) -> Any:
+        """What the writer does between an audit's looks at journal and points."""
+        found = right(*arguments)
+        if not run.store.point_names():
+            for path, data in whole.items():
+                path.write_bytes(data)
+            commit_point(run)
+        return found
+
+    monkeypatch.setattr(attempt_module, "read_journal", read_and_then_the_run_goes_on)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert (report["last_step"], report["final_up_to_step"]) == ("5", None)
+    monkeypatch.undo()
+    assert run.audit()["final_up_to_step"] == 8
 
 
 def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tmp_path: Path) -> None:
