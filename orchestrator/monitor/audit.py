@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.sources.listing import same_files
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
+from orchestrator.errors import DataIdentityError
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
@@ -39,7 +42,12 @@ def audit_history(
     tokens of these samples are, for every epoch that was read from its first to its last document, those that
     the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
     read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
-    passed is compared. `not_shown` says what this audit leaves open.
+    passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
+    `exactly_once` is None. `repeated_files` are those of which the run's frozen list has more than one path
+    (older versions made such lists): each token of the stream was trained once, their documents were not.
+
+    Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
+    (data rule 27).
 
     `committed` are the names of the run's committed points, listed before `seen` was read: no point is
     committed before the records up to its step are durable, so these must be there.
@@ -60,11 +68,15 @@ def audit_history(
     not_shown: list[str] = []
     if first is None:
         first, not_shown = walk.epochs()
+    if first is None and not wanted:
+        not_shown.append("anything: nothing is trained yet, so there is nothing to compare")
+    repeated, text = _repeated_files(spec.plans[0].manifest)
+    not_shown += [text] if repeated and wanted else []
     before = records[wanted.start - 1] if wanted and wanted.start else None
     last = records[wanted.stop - 1] if wanted else None
     final = [key.step for key in sorted(points) if seen.lineage.on_lineage(key)]
     return {
-        "exactly_once": first is None,
+        "exactly_once": first is None if wanted or first else None,
         "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
         "tokens": (last.consumed_tokens if last else 0) - (before.consumed_tokens if before else 0),
         "steps": len(wanted),
@@ -73,7 +85,50 @@ def audit_history(
         "final_up_to_step": final[-1] if final else None,
         "first_difference": first,
         "not_shown": not_shown,
+        "repeated_files": repeated,
     }
+
+
+def accepted_text(seen: Survey) -> str:
+    """What of the history can be audited although an attempt was told to go on with changed files, as the end
+    of a sentence; empty if none that trained was.
+    """
+    records, accepted = seen.lineage.records, _accepting(seen)
+    index = next((i for i, record in enumerate(records) if record.attempt in accepted), None)
+    if index is None:
+        return ""
+    before = (
+        f"what was trained before it can be audited by --steps :{step_name(records, index - 1)}, with the "
+        "files as they were when the run was started"
+        if index
+        else "nothing was trained before it"
+    )
+    return (
+        f". Attempt {records[index].attempt} was told to go on with changed files (resume.accept_changed); "
+        + before
+    )
+
+
+def _accepting(seen: Survey) -> frozenset[int]:
+    """The attempts that were told to go on with changed files, whether or not there were any."""
+    return frozenset(
+        event.attempt
+        for event in seen.journal.events
+        if event.kind == "attempt" and event.fields["config"].get("resume.accept_changed")
+    )
+
+
+def _repeated_files(manifest: Manifest) -> tuple[int, str]:
+    """How many files the frozen list has by more than one path, and what to say of them."""
+    others = same_files(manifest.base, [row.path for row in manifest.files])
+    if not others:
+        return 0, ""
+    name = min(others)
+    return len(set(others.values())), (
+        f"that each document was trained once: {len(others)} paths of source {manifest.source} lead to files "
+        f"that the run has under another path, too, e.g. {name} and {others[name]}; its stream holds their "
+        "documents once for each path, and it is the tokens of this stream that are shown"
+    )
 
 
 def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[StateKey], str]:
@@ -95,8 +150,8 @@ def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[Sta
         )
     missing = [replace(newest, step=step) for step in range(head.stop_step, newest.step + 1)]
     return missing, (
-        f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it is "
-        f"that of step {head.stop_step - 1}: {len(missing)} records are missing; {advice}"
+        f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it "
+        f"is that of step {head.stop_step - 1}: {len(missing)} records are missing; {advice}"
     )
 
 
@@ -129,6 +184,7 @@ class _Walk:
         self._trained = TrainedTokens(begin.earlier_tokens + begin.token)
         self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
         self._walked = False
+        self._accepting, self._accepted_text = _accepting(seen), accepted_text(seen)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
         """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
@@ -148,9 +204,15 @@ class _Walk:
             found = self._packer.samples(num_tokens, seq_len)
             self._walked = True
             wrong = self._trained.add(found, num_tokens)
-            reason = self._difference(index, samples, found) or wrong
+            differs = self._difference(index, samples, found)
+            reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
+                if differs is not None and record.attempt in self._accepting:
+                    raise DataIdentityError(
+                        f"nothing can be shown of step {step_name(self._records, index)}: {differs}"
+                        + self._accepted_text
+                    )
                 yield {"step": step_name(self._records, index), "reason": reason}
 
     def _difference(self, index: int, first_sample: int, found: Samples) -> str | None:

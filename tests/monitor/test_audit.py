@@ -5,7 +5,9 @@ Runs are made here by taking batches from the real feed and journalling them, wi
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.coordinator import attempt as attempt_module
 from orchestrator.coordinator.attempt import survey
+from orchestrator.data import spec as spec_module
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
@@ -27,6 +30,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Packer
 from orchestrator.data.sources import readers
 from orchestrator.data.sources import windows as sources
+from orchestrator.data.sources.listing import list_files
 from orchestrator.data.tokens import chunks
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.history.claim_files import RESUME, START
@@ -261,6 +265,12 @@ def test_where_nothing_is_trained_no_proof_is_claimed(
         main(["audit", str(run.folder)])
     assert ended.value.code in (0, None)
     assert capsys.readouterr().out == "nothing is trained yet, so there is nothing to compare\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder), "--json"])
+    assert ended.value.code in (0, None)
+    report = orjson.loads(capsys.readouterr().out)
+    assert (report["exactly_once"], report["first_difference"], report["steps"]) == (None, None, 0)
+    assert report["not_shown"] == ["anything: nothing is trained yet, so there is nothing to compare"]
 
 
 def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
@@ -651,6 +661,153 @@ def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tm
     (tmp_path / "data" / "part-0.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(DataIdentityError, match="changed"):
         run.audit()
+
+
+def change_the_first_trained_document(run: TrainedRun) -> Callable[[], None]:
+    """Four characters of it are others, so that the file keeps its size. Returns what puts them back."""
+    chunk = next(iter(run.spec.chunks(Cursor())))
+    entry = int((chunk.num_tokens > 0).argmax())
+    path = Path(run.spec.plans[0].manifest.path(int(chunk.file[entry])))
+    before, times = path.read_bytes(), path.stat()
+    at = before.index(b'"text": "', int(chunk.place[entry])) + 12
+    path.write_bytes((before[:at] + b"ZZZZ" + before[at + 4 :]).replace(b'"n": 1', b'"n": 2', 1))
+
+    def put_back() -> None:
+        path.write_bytes(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    return put_back
+
+
+def go_on_with_changed_files(run: TrainedRun, num_steps: int) -> None:
+    flat = run.job.to_json()
+    run.job = parse_config({**flat, "resume": {**flat["resume"], "accept_changed": True}})
+    run.spec = starting.prepare(run.job, run.folder, freeze=True)
+    assert any("going on with a changed file" in note for note in run.spec.notes)
+    run.attempt(num_steps)
+
+
+def test_files_that_changed_and_were_accepted_mean_that_nothing_can_be_said(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    change_the_first_trained_document(run)
+    go_on_with_changed_files(run, 3)
+    for steps in (None, "1:2", "8:"):
+        with pytest.raises(DataIdentityError) as caught:
+            run.audit(steps)
+        text = str(caught.value)
+        assert re.search(r"part-\d\.jsonl: its ends had digest \w+ and have \w+", text)
+        assert "can show nothing of what was trained; put them back" in text
+        assert "or go on with them" not in text, "an audit cannot"
+        assert "Attempt 2 was told to go on with changed files (resume.accept_changed)" in text
+        assert "what was trained before it can be audited by --steps :6" in text
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code == 2
+    assert "NOT exactly once" not in capsys.readouterr().out
+
+
+def test_with_the_files_put_back_an_audit_shows_what_came_before_the_change_and_of_the_rest_it_cannot(
+    mapping: dict[str, Any],
+) -> None:
+    mapping["data"] |= {"num_epochs": 3, "on_bad_document": "skip"}
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    put_back = change_the_first_trained_document(run)
+    go_on_with_changed_files(run, 1000)  # the second epoch holds the document again, as it is changed
+    put_back()
+    last = run.records()[-1].step
+    for steps in (":6", f"{last}:"):  # the last steps hold other documents
+        report = run.audit(steps)
+        assert report["exactly_once"], report["first_difference"]
+    for steps in (None, "7:"):
+        with pytest.raises(DataIdentityError) as caught:
+            run.audit(steps)
+        assert "trained samples have digest" in str(caught.value)
+        assert "Attempt 2 was told to go on with changed files" in str(caught.value)
+        assert "--steps :6" in str(caught.value)
+
+
+def test_steps_of_an_attempt_that_accepted_changes_but_met_none_are_shown(mapping: dict[str, Any]) -> None:
+    mapping["resume"] = {**mapping.get("resume", {}), "accept_changed": True}
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    assert run.audit()["exactly_once"]
+
+
+# ---------------------------------------------------------------------------------------- where files lie
+def test_an_audit_finds_the_files_from_another_folder_than_the_run_was_started_in(
+    mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mapping["data"]["sources"][0]["path"] = "data/*.jsonl"
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    elsewhere = tmp_path / "elsewhere"
+    write_corpus(elsewhere / "data", ["another"] * 9, "jsonl")
+    for folder in (tmp_path, Path("/"), elsewhere):  # in the last the path means other files
+        monkeypatch.chdir(folder)
+        assert run.audit()["exactly_once"], folder
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "data").rename(moved / "data")
+    monkeypatch.chdir(moved)
+    assert run.audit()["exactly_once"], "the same files elsewhere, where the path means them"
+    monkeypatch.chdir("/")
+    with pytest.raises(DataIdentityError, match=r"part-0\.jsonl: it had \d+ bytes and is gone"):
+        run.audit()
+
+
+def test_an_audit_looks_for_no_tokenizer_but_the_runs_own(
+    mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping["data"]["tokenizer"] = save_tokenizer(tmp_path / "tokenizer", some_texts(60, longest=200))
+    run = TrainedRun(mapping)
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "same")
+    mapping["data"]["tokenizer"] = str(tmp_path / "same")
+    run.job = parse_config(mapping)
+    run.attempt(3)
+    shutil.rmtree(tmp_path / "same")
+    assert run.audit()["exactly_once"]
+
+
+# ---------------------------------------------------------------------------------------- files twice
+def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_trained_once(
+    mapping: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "data" / "self").symlink_to(".")
+    names = tuple(f"{folder}part-{i}.jsonl" for folder in ("", "self/") for i in range(3))
+    with monkeypatch.context() as older:
+        listed = replace(list_files("made", str(tmp_path / "data"), "jsonl"), names=names)
+        older.setattr(spec_module, "list_files", lambda *_: listed)
+        run = TrainedRun(mapping)
+    run.attempt(1000)
+    report = run.audit()
+    assert report["exactly_once"], "the stream as it was frozen was"
+    assert report["repeated_files"] == 3
+    (text,) = report["not_shown"]
+    assert "each document was trained once" in text
+    assert "3 paths of source made lead to files that the run has under another path, too" in text
+    assert "e.g. self/part-0.jsonl and part-0.jsonl" in text
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code in (0, None)
+    told = capsys.readouterr().out
+    assert "each token of its stream exactly once, but 3 files stand in that more than once\n" in told
+    assert f"not shown: {text}" in told
+
+
+def test_of_files_with_one_name_each_nothing_is_said_to_be_repeated(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    assert run.audit()["repeated_files"] == 0
 
 
 # ---------------------------------------------------------------------------------------- encoders, cursors
