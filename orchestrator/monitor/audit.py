@@ -151,7 +151,8 @@ def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[Sta
     missing = [replace(newest, step=step) for step in range(head.stop_step, newest.step + 1)]
     return missing, (
         f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it "
-        f"is that of step {head.stop_step - 1}: {len(missing)} records are missing; {advice}"
+        f"is that of step {head.stop_step - 1}: the records of {len(missing)} "
+        f"step{'' if len(missing) == 1 else 's'} are missing; {advice}"
     )
 
 

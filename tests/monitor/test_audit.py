@@ -178,6 +178,15 @@ def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> 
     assert (report["first_step"], report["last_step"]) == ("6", "9")
 
 
+def test_a_wrong_step_right_before_a_cursor_is_found_by_an_audit_that_begins_with_it(
+    mapping: dict[str, Any],
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(9, wrong=4)  # a cursor stands behind step 4
+    assert run.audit("4:5")["first_difference"]["step"] == "4"
+    assert run.audit("5:")["exactly_once"]
+
+
 def one_token_later(cursor: Cursor) -> Cursor:
     source = cursor.sources["made"]
     return replace(cursor, sources={"made": replace(source, token=source.token + 1)})
@@ -578,8 +587,18 @@ def test_records_that_are_missing_before_a_committed_point_are_a_gap_and_no_proo
         main(["audit", str(run.folder)])
     told = capsys.readouterr().out
     assert ended.value.code == 1
-    assert "the journal's last record before it is that of step 5: 3 records are missing" in told
+    assert "the journal's last record before it is that of step 5: the records of 3 steps are missing" in told
     assert "NOT exactly once" in told
+
+
+def test_one_record_that_is_missing_before_a_committed_point_is_a_gap(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(4)
+    commit_point(run)
+    cut_the_journal(run, "step", 4)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert "that of step 3: the records of 1 step are missing" in found["reason"]
 
 
 def test_a_step_that_differs_is_named_before_the_records_that_are_missing_behind_it(
@@ -620,9 +639,10 @@ def test_points_off_the_history_or_of_another_run_are_no_gap(mapping: dict[str, 
     commit_point(run)  # attempt 3 leaves it
     run.key, run.cursor = key, cursor
     run.attempt(2)
-    strange = StateKey(attempt=3, generation=9, step=40)
-    votes = [write_vote(run.store.storage, strange, rank) for rank in range(2)]
-    run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id="another")
+    for attempt, run_id in ((3, "another"), (2, run.run_id)):
+        strange = StateKey(attempt=attempt, generation=9, step=40)  # a generation that no journal knows
+        votes = [write_vote(run.store.storage, strange, rank) for rank in range(2)]
+        run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id=run_id)
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
     assert (report["last_step"], report["final_up_to_step"]) == ("6", 4)
