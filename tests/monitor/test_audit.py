@@ -758,6 +758,18 @@ def test_steps_of_an_attempt_that_accepted_changes_but_met_none_are_shown(mappin
     assert run.audit()["exactly_once"]
 
 
+def test_what_no_changed_file_can_cause_is_a_difference_also_where_changes_were_accepted(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_in_both_packers(monkeypatch, labels_are_inputs)
+    mapping["resume"] = {**mapping.get("resume", {}), "accept_changed": True}
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert (found["step"], found["reason"]) == ("1", "its labels are not its inputs one token further")
+
+
 # ---------------------------------------------------------------------------------------- where files lie
 def test_an_audit_finds_the_files_from_another_folder_than_the_run_was_started_in(
     mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
