@@ -170,7 +170,7 @@ def audit(
         from orchestrator.cli.tables import audit_lines
 
         _print_lines(audit_lines(report))
-    if not report["exactly_once"]:
+    if report["first_difference"] is not None:
         raise typer.Exit(1)
 
 

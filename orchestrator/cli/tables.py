@@ -150,13 +150,16 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
     )
     if report["steps"]:
         amounts = f"steps {report['first_step']} to {report['last_step']}: {amounts}"
-    if not report["steps"] and report["exactly_once"]:
+    if report["exactly_once"] is None:
         return ["nothing is trained yet, so there is nothing to compare"]
     not_shown = [f"not verified: {text}" for text in report["not_shown"]]
     if report["exactly_once"]:
-        final = report["final_up_to_step"]
+        final, repeated = report["final_up_to_step"], report["repeated_files"]
         return [
-            f"{amounts}, exactly once",
+            f"{amounts}, each token of its stream exactly once, but {repeated} files stand in that more than "
+            "once"
+            if repeated
+            else f"{amounts}, exactly once",
             f"final up to step {final}; later ones may still be replaced"
             if final is not None
             else "nothing is final yet",

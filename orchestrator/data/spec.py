@@ -24,7 +24,7 @@ from orchestrator.data.sources.fragments import (
 )
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import Manifest
-from orchestrator.data.sources.unchanged import compare_files
+from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
@@ -50,7 +50,7 @@ from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-__all__ = ["DataSpec", "Sample", "prepare_data", "public_stream"]
+__all__ = ["DataSpec", "Sample", "prepare_data", "prepare_trained", "public_stream"]
 
 # The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
 _SAMPLE_DOCUMENTS = 64
@@ -163,6 +163,22 @@ def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
     return _from_frozen(config, settings, folder, frozen)
 
 
+def prepare_trained(config: JobConfig, folder: Path) -> DataSpec:
+    """The data that the run in `folder` was started with, to read them once more: as they were frozen and no
+    others, whatever `resume.accept_changed` says, and wherever the job's paths lead today. Of a run that has
+    frozen none yet, the job's.
+
+    Raises `DataIdentityError` (with both values) if files are gone or changed since the run's start.
+    """
+    settings, frozen = replace(_settings(config), accept_changed=False), read_frozen(folder)
+    if frozen is None:
+        return prepare_data(config)
+    facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
+    source = config.data.sources[0]
+    manifest = find_unchanged(source, frozen.manifests[source.name])
+    return _frozen_spec(config, settings, folder, frozen.record, facts, manifest)
+
+
 def _settings(config: JobConfig) -> StreamSettings:
     data = config.data
     return StreamSettings(
@@ -218,6 +234,27 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
 
 
 def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData) -> DataSpec:
+    facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
+    source, record = config.data.sources[0], frozen.record
+    manifest, now, notes = compare_files(
+        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
+    )
+    spec = _frozen_spec(config, settings, folder, record, facts, manifest)
+    plan, encoder = spec.plans[0], spec.encoders[0].encoder
+    if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
+        _choose(config, settings, facts, plan)  # raises if it does not take this tokenizer
+    asked = _tokenizer_now(config, frozen, facts)
+    return replace(
+        spec,
+        run_identity=_identity(config, asked, encoder, now, plan),
+        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+    )
+
+
+def _frozen_tokenizer(
+    config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData
+) -> tuple[TokenizerFacts, StreamSettings]:
+    """The run's copy of its tokenizer, and the settings with its ids."""
     source, record = config.data.sources[0], frozen.record
     if source.name not in frozen.manifests:
         raise DataIdentityError(
@@ -230,16 +267,21 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
             f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} was made with digest "
             f"{record.tokenizer_digest} and has {facts.digest}; restore these files"
         )
-    settings = _with_ids(config, settings, facts)
-    manifest, now, notes = compare_files(
-        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
-    )
+    return facts, _with_ids(config, settings, facts)
+
+
+def _frozen_spec(
+    config: JobConfig,
+    settings: StreamSettings,
+    folder: Path,
+    record: DataRecord,
+    facts: TokenizerFacts,
+    manifest: Manifest,
+) -> DataSpec:
+    """What was frozen, with the files where `manifest` says."""
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
-    if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
-        _choose(config, settings, facts, plan)  # raises if it does not take this tokenizer
-    asked = _tokenizer_now(config, frozen, facts)
     return DataSpec(
         plans=(plan,),
         settings=settings,
@@ -247,8 +289,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=_identity(config, asked, encoder, now, plan),
-        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+        run_identity=_identity(config, facts.digest, encoder, manifest, plan),
     )
 
 

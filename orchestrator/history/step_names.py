@@ -1,7 +1,7 @@
 """How people name steps of a run's history: `250`, or `a2:250` where attempts have labelled two steps alike
 (data rule 18).
 
-It knows records and labels only.
+It knows labels only: of records, or of the keys of steps that have none.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import re
 from collections.abc import Sequence
 
 from orchestrator.errors import RefusedError
-from orchestrator.records import StepRecord
+from orchestrator.records import StateKey, StepRecord
+
+Steps = Sequence[StepRecord | StateKey]
 
 _STEP = r"(?:a[0-9]+:)?[0-9]+"
 _STEPS = re.compile(rf"\s*(?:(?P<one>{_STEP})|({_STEP})?\s*:\s*({_STEP})?)\s*")
 
 
-def step_name(records: Sequence[StepRecord], index: int) -> str:
+def step_name(records: Steps, index: int) -> str:
     """The name of `records[index]` in the history that `records` are."""
     record = records[index]
     alike = sum(other.step == record.step for other in records)
     return str(record.step) if alike == 1 else f"a{record.attempt}:{record.step}"
 
 
-def find_step(records: Sequence[StepRecord], name: str) -> int:
+def find_step(records: Steps, name: str) -> int:
     """The index of the step that `name` means. Raises `RefusedError` if there is none, or more than one."""
     attempt, _, label = name.rpartition(":")
     found = [
@@ -46,7 +48,7 @@ def find_step(records: Sequence[StepRecord], name: str) -> int:
     )
 
 
-def find_steps(records: Sequence[StepRecord], text: str) -> range:
+def find_steps(records: Steps, text: str) -> range:
     """The indices of `A:B`, both included; without A from the first step on, without B to the last; of one
     step `A`.
 

@@ -5,7 +5,7 @@ It reads the files and what `coordinator.attempt.survey` found; it knows neither
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 
 from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.sources.listing import same_files
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
+from orchestrator.errors import DataIdentityError
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
@@ -21,7 +24,7 @@ from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
-from orchestrator.records import Cursor, SourceCursor, StepRecord, decode
+from orchestrator.records import Cursor, SourceCursor, StateKey, StepRecord, decode
 from orchestrator.resume.points import parse_point_name
 
 # The source's number in a sample's digest.
@@ -29,7 +32,9 @@ SOURCE_NUMBER = 0
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
 
-def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dict[str, Any]:
+def audit_history(
+    spec: DataSpec, seen: Survey, steps: str | None = None, committed: Iterable[str] = ()
+) -> dict[str, Any]:
     """The document of `audit --json`, without the number of attempts.
 
     It shows that each step trained exactly the samples that the plan gives it, each once, in order: their
@@ -37,32 +42,129 @@ def audit_history(spec: DataSpec, seen: Survey, steps: str | None = None) -> dic
     tokens of these samples are, for every epoch that was read from its first to its last document, those that
     the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
     read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
-    passed is compared. `not_shown` says what this audit leaves open.
+    passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
+    `exactly_once` is None. `repeated_files` are those of which the run's frozen list has more than one path
+    (older versions made such lists): each token of the stream was trained once, their documents were not.
+
+    Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
+    (data rule 27).
+
+    `committed` are the names of the run's committed points, listed before `seen` was read: no point is
+    committed before the records up to its step are durable, so these must be there.
     """
     records = seen.lineage.records
-    wanted = range(len(records)) if steps is None else find_steps(records, steps)
+    points = [key for key in map(parse_point_name, committed) if key is not None]
+    missing, reason = _missing_records(seen, points)
+    all_steps: list[StepRecord | StateKey] = [*records, *missing]
+    asked = range(len(all_steps)) if steps is None else find_steps(all_steps, steps)
+    wanted = range(min(asked.start, len(records)), min(asked.stop, len(records)))
     walk = _Walk(spec, seen, records, wanted.start)
     first = None
     if steps is None and seen.lineage.gaps:
         first = {"step": None, "reason": seen.lineage.gaps[0]}
     first = first or next(walk.differences(wanted), None)
+    if first is None and asked.stop > len(records):
+        first = {"step": None, "reason": reason}
     not_shown: list[str] = []
     if first is None:
         first, not_shown = walk.epochs()
-    before = records[wanted.start - 1] if wanted.start else None
+    if first is None and not wanted:
+        not_shown.append("anything: nothing is trained yet, so there is nothing to compare")
+    repeated, text = _repeated_files(spec.plans[0].manifest)
+    not_shown += [text] if repeated and wanted else []
+    before = records[wanted.start - 1] if wanted and wanted.start else None
     last = records[wanted.stop - 1] if wanted else None
-    newest = parse_point_name(seen.points[-1]) if seen.points else None
+    final = [key.step for key in sorted(points) if seen.lineage.on_lineage(key)]
     return {
-        "exactly_once": first is None,
+        "exactly_once": first is None if wanted or first else None,
         "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
         "tokens": (last.consumed_tokens if last else 0) - (before.consumed_tokens if before else 0),
         "steps": len(wanted),
         "first_step": step_name(records, wanted.start) if wanted else None,
         "last_step": step_name(records, wanted.stop - 1) if wanted else None,
-        "final_up_to_step": newest.step if newest else None,
+        "final_up_to_step": final[-1] if final else None,
         "first_difference": first,
         "not_shown": not_shown,
+        "repeated_files": repeated,
     }
+
+
+def accepted_text(seen: Survey) -> str:
+    """What of the history can be audited although an attempt was told to go on with changed files, as the end
+    of a sentence; empty if none that trained was.
+    """
+    records, accepted = seen.lineage.records, _accepting(seen)
+    index = next((i for i, record in enumerate(records) if record.attempt in accepted), None)
+    if index is None:
+        return ""
+    before = (
+        f"what was trained before it can be audited by --steps :{step_name(records, index - 1)}, with the "
+        "files as they were when the run was started"
+        if index
+        else "nothing was trained before it"
+    )
+    return (
+        f". Attempt {records[index].attempt} was told to go on with changed files (resume.accept_changed); "
+        + before
+    )
+
+
+def _accepting(seen: Survey) -> frozenset[int]:
+    """The attempts that were told to go on with changed files, whether or not there were any."""
+    return frozenset(
+        event.attempt
+        for event in seen.journal.events
+        if event.kind == "attempt" and event.fields["config"].get("resume.accept_changed")
+    )
+
+
+def _repeated_files(manifest: Manifest) -> tuple[int, str]:
+    """How many files the frozen list has by more than one path, and what to say of them."""
+    others = same_files(manifest.base, [row.path for row in manifest.files])
+    if not others:
+        return 0, ""
+    name = min(others)
+    return len(set(others.values())), (
+        f"that each document was trained once: {len(others)} paths of source {manifest.source} lead to files "
+        f"that the run has under another path, too, e.g. {name} and {others[name]}; its stream holds their "
+        "documents once for each path, and it is the tokens of this stream that are shown"
+    )
+
+
+def _missing_records(seen: Survey, points: Iterable[StateKey]) -> tuple[list[StateKey], str]:
+    """The steps behind the last record that must have been trained, because a point behind them is committed,
+    and what to say of them. Gaps before the last record are the lineage's to find.
+    """
+    newest = max((key for key in points if _is_behind(seen, key)), default=None)
+    if newest is None:
+        return [], ""
+    advice = (
+        f"a point is committed only behind the records up to its step, so a part of journal/"
+        f"a{newest.attempt:04d} is lost, and what was trained there cannot be compared; restore it"
+    )
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is None or head.start.id != (newest.attempt, newest.generation):
+        return [newest], (
+            f"{newest.point_name} was committed at step {newest.step}, but the journal does not know "
+            f"generation {newest.generation} of attempt {newest.attempt}: {advice}"
+        )
+    missing = [replace(newest, step=step) for step in range(head.stop_step, newest.step + 1)]
+    return missing, (
+        f"{newest.point_name} was committed at step {newest.step}, but the journal's last record before it "
+        f"is that of step {head.stop_step - 1}: the records of {len(missing)} "
+        f"step{'' if len(missing) == 1 else 's'} are missing; {advice}"
+    )
+
+
+def _is_behind(seen: Survey, point: StateKey) -> bool:
+    """Whether the point belongs to the history and lies behind its last record; also one of the newest
+    attempt whose generation the journal does not know.
+    """
+    head = seen.lineage.segments[-1] if seen.lineage.segments else None
+    if head is not None and head.open and head.start.id == (point.attempt, point.generation):
+        return point.step >= head.stop_step
+    known = {start.id for start in seen.journal.generations}
+    return point.attempt == seen.lineage.attempt and (point.attempt, point.generation) not in known
 
 
 class _Walk:
@@ -80,9 +182,10 @@ class _Walk:
         self._first = max((i for i in self._known if i <= first), default=0)
         self._begin = self._known.get(self._first, Cursor())
         begin = self._begin.sources.get(self._source, SourceCursor())
-        self._trained = TrainedTokens(begin.token)
+        self._trained = TrainedTokens(begin.earlier_tokens + begin.token)
         self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
         self._walked = False
+        self._accepting, self._accepted_text = _accepting(seen), accepted_text(seen)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
         """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
@@ -102,9 +205,15 @@ class _Walk:
             found = self._packer.samples(num_tokens, seq_len)
             self._walked = True
             wrong = self._trained.add(found, num_tokens)
-            reason = self._difference(index, samples, found) or wrong
+            differs = self._difference(index, samples, found)
+            reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
+                if differs is not None and record.attempt in self._accepting:
+                    raise DataIdentityError(
+                        f"nothing can be shown of step {step_name(self._records, index)}: {differs}"
+                        + self._accepted_text
+                    )
                 yield {"step": step_name(self._records, index), "reason": reason}
 
     def _difference(self, index: int, first_sample: int, found: Samples) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
-from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
+from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -117,16 +117,24 @@ class Run:
         (`A:B`, both included), with the journal; the document of `audit --json`. See
         `monitor.audit.audit_history`.
 
-        Raises `RefusedError` for steps that the history does not have, `DataIdentityError` if files have
-        changed since, or this machine lacks an encoder: then nothing can be said.
+        The files are looked for where the newest attempt's configuration names them, and where they lay when
+        the run was started. Raises `RefusedError` for steps that the history does not have,
+        `DataIdentityError` if files have changed since (also where `resume.accept_changed` let the run go on
+        with them), or this machine lacks an encoder: then nothing can be said.
         """
-        from orchestrator.launch.start import prepare
-        from orchestrator.monitor.audit import audit_history
+        from orchestrator.data.spec import prepare_trained
+        from orchestrator.monitor.audit import accepted_text, audit_history
 
+        # before the journal is read: what is committed in between may have records that were not read
+        points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)
-        spec = prepare(self._configs(seen)[-1][1], Path(self._store.storage.root), freeze=False)
+        config = self._configs(seen)[-1][1]
+        try:
+            spec = prepare_trained(config, Path(self._store.storage.root))
+        except DataIdentityError as error:
+            raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
         require_frozen(seen, spec)
-        report = audit_history(spec.made_by(seen.encoders), seen, steps)
+        report = audit_history(spec.made_by(seen.encoders), seen, steps, points)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside

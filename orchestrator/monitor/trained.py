@@ -22,7 +22,8 @@ _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or no
 class TrainedTokens:
     """The samples from a cursor on, in order, beside the chunks that they must be made of.
 
-    `skipped` of the first chunk's tokens lie before the cursor. `checksums` counts a chunk when all its
+    The chunks' first `skipped` tokens lie before the cursor: in the piece that it names, and, where the
+    chunks begin with its document's first piece, in the earlier ones. `checksums` counts a chunk when all its
     tokens have been targets, with the samples' own tokens in place of its own, and its records as soon as it
     comes.
     """
@@ -100,12 +101,12 @@ class TrainedTokens:
         """Counts the chunks whose tokens have all come by."""
         while self._chunks and len(self._chunks[0].tokens) - self._skipped <= self._num_tokens:
             chunk = self._chunks.popleft()
-            num = len(chunk.tokens) - self._skipped
+            skipped = min(self._skipped, len(chunk.tokens))
+            num = len(chunk.tokens) - skipped
             tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
-            before = chunk.tokens[: self._skipped]
             self._compare(chunk, tokens, begins)
-            self.checksums.count(chunk, np.concatenate([before, tokens]))
-            self._skipped = 0
+            self.checksums.count(chunk, np.concatenate([chunk.tokens[:skipped], tokens]))
+            self._skipped -= skipped
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
         """Notes a fault if these, after the skipped ones, are not the chunk's."""

@@ -5,7 +5,9 @@ Runs are made here by taking batches from the real feed and journalling them, wi
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,9 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
+from orchestrator.coordinator import attempt as attempt_module
 from orchestrator.coordinator.attempt import survey
+from orchestrator.data import spec as spec_module
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
@@ -26,6 +30,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.packing.stream import Packer
 from orchestrator.data.sources import readers
 from orchestrator.data.sources import windows as sources
+from orchestrator.data.sources.listing import list_files
 from orchestrator.data.tokens import chunks
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.history.claim_files import RESUME, START
@@ -38,11 +43,12 @@ from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, encode
+from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord, decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
 from tests.data.test_encoder_change import FAST, SLOW, save_tokenizer
+from tests.resume.samples import write_vote
 
 Make = Callable[..., dict[str, Any]]
 
@@ -174,6 +180,15 @@ def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> 
     assert (report["first_step"], report["last_step"]) == ("6", "9")
 
 
+def test_a_wrong_step_right_before_a_cursor_is_found_by_an_audit_that_begins_with_it(
+    mapping: dict[str, Any],
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(9, wrong=4)  # a cursor stands behind step 4
+    assert run.audit("4:5")["first_difference"]["step"] == "4"
+    assert run.audit("5:")["exactly_once"]
+
+
 def one_token_later(cursor: Cursor) -> Cursor:
     source = cursor.sources["made"]
     return replace(cursor, sources={"made": replace(source, token=source.token + 1)})
@@ -261,6 +276,12 @@ def test_where_nothing_is_trained_no_proof_is_claimed(
         main(["audit", str(run.folder)])
     assert ended.value.code in (0, None)
     assert capsys.readouterr().out == "nothing is trained yet, so there is nothing to compare\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder), "--json"])
+    assert ended.value.code in (0, None)
+    report = orjson.loads(capsys.readouterr().out)
+    assert (report["exactly_once"], report["first_difference"], report["steps"]) == (None, None, 0)
+    assert report["not_shown"] == ["anything: nothing is trained yet, so there is nothing to compare"]
 
 
 def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks: int, shuffle: str) -> int:
@@ -367,6 +388,19 @@ def plant_in_the_trainers_packer(monkeypatch: pytest.MonkeyPatch, wrong: Change)
     monkeypatch.setattr(StepSamples, "arrays", arrays)
 
 
+def plant_in_both_packers(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:
+    """The audit's own packer makes the same fault."""
+    right = ReferencePacker.samples
+
+    def samples(self: ReferencePacker, num_tokens: int, seq_len: int) -> Samples:
+        found = right(self, num_tokens, seq_len)
+        wrong(found.input_ids, found.labels, found.document_ids)
+        return found
+
+    plant_in_the_trainers_packer(monkeypatch, wrong)
+    monkeypatch.setattr(ReferencePacker, "samples", samples)
+
+
 @pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
 def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_it(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change
@@ -407,20 +441,86 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
 def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
     mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: Change, text: str
 ) -> None:
-    right = ReferencePacker.samples
-
-    def samples(self: ReferencePacker, num_tokens: int, seq_len: int) -> Samples:
-        found = right(self, num_tokens, seq_len)
-        wrong(found.input_ids, found.labels, found.document_ids)
-        return found
-
-    plant_in_the_trainers_packer(monkeypatch, wrong)
-    monkeypatch.setattr(ReferencePacker, "samples", samples)
+    plant_in_both_packers(monkeypatch, wrong)
     run = TrainedRun(mapping)
     run.attempt(num_steps)
     found = run.audit()["first_difference"]
     assert found is not None
     assert text in found["reason"]
+
+
+# ---------------------------------------------------------------------------------------- later pieces
+def in_small_pieces(
+    mapping: dict[str, Any], noted: Callable[[Cursor], Cursor] = lambda cursor: cursor
+) -> TrainedRun:
+    """A run of documents of up to a dozen pieces, some of which are cut into several chunks."""
+    run = TrainedRun(mapping)
+    small = replace(run.spec.settings, piece_bytes=64, chunk_tokens=20, num_epochs=None)
+    run.spec = replace(run.spec, settings=small)
+    run.attempt(240, batch=1, seq_len=47, noted=noted)
+    return run
+
+
+def inside_later_pieces(run: TrainedRun) -> list[tuple[str, SourceCursor]]:
+    """The steps behind those cursors of the journal that lie in a later piece of a document, and these."""
+    events = [event for event in survey(run.store).journal.events if event.kind == "cursor"]
+    at = [decode(Cursor, event.fields["cursor"]) for event in events]
+    steps = {record.consumed_tokens: record.step for record in run.records()}
+    found = [(str(steps[c.consumed_tokens] + 1), c.sources["made"]) for c in at]
+    return [(step, source) for step, source in found if source.piece and int(step) < len(steps)]
+
+
+def as_older_versions_noted(cursor: Cursor) -> Cursor:
+    """Without the earlier pieces' tokens."""
+    source = replace(cursor.sources["made"], earlier_tokens=0, earlier_digest="")
+    return replace(cursor, sources={"made": source})
+
+
+@pytest.mark.parametrize("noted", [lambda cursor: cursor, as_older_versions_noted])
+def test_an_audit_begins_inside_any_later_piece_of_a_document(
+    mapping: dict[str, Any], noted: Callable[[Cursor], Cursor]
+) -> None:
+    run = in_small_pieces(mapping, noted)
+    seen, places = survey(run.store), inside_later_pieces(run)
+    assert len(places) > 20
+    assert {bool(source.token) for _, source in places} == {True, False}
+    if noted is not as_older_versions_noted:
+        assert max(source.earlier_tokens for _, source in places) > 60, "they are several chunks"
+    for step, source in places:
+        report = audit_history(run.spec, seen, f"{step}:{int(step) + 1}")
+        assert report["exactly_once"], (step, source, report["first_difference"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"), [planted for planted in PACKED_WRONG if "padding" not in planted[0].__name__]
+)
+def test_what_both_packers_do_wrong_is_found_where_the_audit_begins_inside_a_later_piece(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change, text: str
+) -> None:
+    plant_in_both_packers(monkeypatch, wrong)
+    run = in_small_pieces(mapping)
+    seen = survey(run.store)
+    for step, _ in inside_later_pieces(run)[:8]:
+        found = audit_history(run.spec, seen, f"{step}:{int(step) + 12}")["first_difference"]
+        assert found is not None, step
+        assert text in found["reason"]
+
+
+@pytest.mark.parametrize("change", [{"earlier_tokens": 1}, {"earlier_digest": "0" * 16}, {"piece": 1}])
+def test_a_cursor_whose_earlier_pieces_are_not_the_documents_is_refused(
+    mapping: dict[str, Any], change: dict[str, Any]
+) -> None:
+    def wrong(cursor: Cursor) -> Cursor:
+        source = cursor.sources["made"]
+        if not source.earlier_digest:
+            return cursor
+        return replace(cursor, sources={"made": replace(source, **change)})
+
+    run = in_small_pieces(mapping, noted=wrong)
+    places = inside_later_pieces(run)
+    for step, _ in places[:3]:
+        with pytest.raises(DataIdentityError, match="tokens of its document's earlier pieces had digest"):
+            audit_history(run.spec, survey(run.store), step)
 
 
 def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: dict[str, Any]) -> None:
@@ -453,12 +553,305 @@ def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own
     assert run.audit("a2:8:")["exactly_once"], "nor does an audit begin there"
 
 
+# ---------------------------------------------------------------------------------------- lost records
+def commit_point(run: TrainedRun) -> str:
+    """Commits a point of where the run stands."""
+    assert run.key is not None
+    votes = [write_vote(run.store.storage, run.key, rank) for rank in range(2)]
+    run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id=run.run_id)
+    return run.key.point_name
+
+
+def cut_the_journal(run: TrainedRun, kind: str, step: int) -> None:
+    """The newest attempt's journal ends before this line, as if a crash had lost the rest."""
+    segment = sorted((run.folder / "journal" / f"a{run.number:04d}").iterdir())[-1]
+    kept: list[bytes] = []
+    for line in segment.read_bytes().splitlines(keepends=True):
+        found = orjson.loads(line)
+        if (found["kind"], found.get("step")) == (kind, step):
+            break
+        kept.append(line)
+    else:
+        raise AssertionError("no such line")
+    segment.write_bytes(b"".join(kept))
+
+
+def test_records_that_are_missing_before_a_committed_point_are_a_gap_and_no_proof(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8)
+    point = commit_point(run)
+    assert run.audit()["exactly_once"]
+    cut_the_journal(run, "step", 6)
+    for steps in (None, "3:", "4:8", "5:7", "6", "7:8"):
+        report = run.audit(steps)
+        assert report["exactly_once"] is False, steps
+        assert f"{point} was committed at step 8" in report["first_difference"]["reason"]
+        assert report["first_difference"]["step"] is None
+    assert run.audit("7:8")["samples"] == 0
+    for steps in (":5", "2:4"):
+        assert run.audit(steps)["exactly_once"], "it reaches no step whose record is missing"
+    with pytest.raises(RefusedError, match="no step 9; it goes from step 1 to step 8"):
+        run.audit("3:9")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    told = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "the journal's last record before it is that of step 5: the records of 3 steps are missing" in told
+    assert "NOT exactly once" in told
+
+
+def test_one_record_that_is_missing_before_a_committed_point_is_a_gap(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(4)
+    commit_point(run)
+    cut_the_journal(run, "step", 4)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert "that of step 3: the records of 1 step are missing" in found["reason"]
+
+
+def test_a_step_that_differs_is_named_before_the_records_that_are_missing_behind_it(
+    mapping: dict[str, Any],
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8, wrong=2)
+    commit_point(run)
+    cut_the_journal(run, "step", 6)
+    assert run.audit()["first_difference"]["step"] == "2"
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_committed_point_of_a_generation_that_the_journal_lost_is_a_gap(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str], attempts: int
+) -> None:
+    run = TrainedRun(mapping)
+    for _ in range(attempts):
+        run.attempt(4)
+        point = commit_point(run)
+    cut_the_journal(run, "generation", 4 * (attempts - 1))
+    report = run.audit()
+    assert (report["exactly_once"], report["steps"]) == (False, 4 * (attempts - 1))
+    assert f"{point} was committed" in report["first_difference"]["reason"]
+    assert f"the journal does not know generation 1 of attempt {attempts}" in str(report["first_difference"])
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code == 1
+    assert "nothing is trained yet" not in capsys.readouterr().out
+
+
+def test_points_off_the_history_or_of_another_run_are_no_gap(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(4)
+    commit_point(run)
+    key, cursor = run.key, run.cursor
+    run.attempt(4)
+    commit_point(run)  # attempt 3 leaves it
+    run.key, run.cursor = key, cursor
+    run.attempt(2)
+    for attempt, run_id in ((3, "another"), (2, run.run_id)):
+        strange = StateKey(attempt=attempt, generation=9, step=40)  # a generation that no journal knows
+        votes = [write_vote(run.store.storage, strange, rank) for rank in range(2)]
+        run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id=run_id)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert (report["last_step"], report["final_up_to_step"]) == ("6", 4)
+
+
+def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(8)
+    journal = run.folder / "journal" / "a0001"
+    whole = {path: path.read_bytes() for path in journal.iterdir()}
+    cut_the_journal(run, "step", 6)
+    right = attempt_module.read_journal
+
+    def read_and_then_the_run_goes_on(*arguments: Any) -> Any:
+        """What the writer does between an audit's looks at journal and points."""
+        found = right(*arguments)
+        if not run.store.point_names():
+            for path, data in whole.items():
+                path.write_bytes(data)
+            commit_point(run)
+        return found
+
+    monkeypatch.setattr(attempt_module, "read_journal", read_and_then_the_run_goes_on)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert (report["last_step"], report["final_up_to_step"]) == ("5", None)
+    monkeypatch.undo()
+    assert run.audit()["final_up_to_step"] == 8
+
+
 def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tmp_path: Path) -> None:
     run = TrainedRun(mapping)
     run.attempt(3)
     (tmp_path / "data" / "part-0.jsonl").write_text('{"text": "another"}\n')
     with pytest.raises(DataIdentityError, match="changed"):
         run.audit()
+
+
+def change_the_first_trained_document(run: TrainedRun) -> Callable[[], None]:
+    """Four characters of it are others, so that the file keeps its size. Returns what puts them back."""
+    chunk = next(iter(run.spec.chunks(Cursor())))
+    entry = int((chunk.num_tokens > 0).argmax())
+    path = Path(run.spec.plans[0].manifest.path(int(chunk.file[entry])))
+    before, times = path.read_bytes(), path.stat()
+    at = before.index(b'"text": "', int(chunk.place[entry])) + 12
+    path.write_bytes((before[:at] + b"ZZZZ" + before[at + 4 :]).replace(b'"n": 1', b'"n": 2', 1))
+
+    def put_back() -> None:
+        path.write_bytes(before)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    return put_back
+
+
+def go_on_with_changed_files(run: TrainedRun, num_steps: int) -> None:
+    flat = run.job.to_json()
+    run.job = parse_config({**flat, "resume": {**flat["resume"], "accept_changed": True}})
+    run.spec = starting.prepare(run.job, run.folder, freeze=True)
+    assert any("going on with a changed file" in note for note in run.spec.notes)
+    run.attempt(num_steps)
+
+
+def test_files_that_changed_and_were_accepted_mean_that_nothing_can_be_said(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    change_the_first_trained_document(run)
+    go_on_with_changed_files(run, 3)
+    for steps in (None, "1:2", "8:"):
+        with pytest.raises(DataIdentityError) as caught:
+            run.audit(steps)
+        text = str(caught.value)
+        assert re.search(r"part-\d\.jsonl: its ends had digest \w+ and have \w+", text)
+        assert "can show nothing of what was trained; put them back" in text
+        assert "or go on with them" not in text, "an audit cannot"
+        assert "Attempt 2 was told to go on with changed files (resume.accept_changed)" in text
+        assert "what was trained before it can be audited by --steps :6" in text
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code == 2
+    assert "NOT exactly once" not in capsys.readouterr().out
+
+
+def test_with_the_files_put_back_an_audit_shows_what_came_before_the_change_and_of_the_rest_it_cannot(
+    mapping: dict[str, Any],
+) -> None:
+    mapping["data"] |= {"num_epochs": 3, "on_bad_document": "skip"}
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    put_back = change_the_first_trained_document(run)
+    go_on_with_changed_files(run, 1000)  # the second epoch holds the document again, as it is changed
+    put_back()
+    last = run.records()[-1].step
+    for steps in (":6", f"{last}:"):  # the last steps hold other documents
+        report = run.audit(steps)
+        assert report["exactly_once"], report["first_difference"]
+    for steps in (None, "7:"):
+        with pytest.raises(DataIdentityError) as caught:
+            run.audit(steps)
+        assert "trained samples have digest" in str(caught.value)
+        assert "Attempt 2 was told to go on with changed files" in str(caught.value)
+        assert "--steps :6" in str(caught.value)
+
+
+def test_steps_of_an_attempt_that_accepted_changes_but_met_none_are_shown(mapping: dict[str, Any]) -> None:
+    mapping["resume"] = {**mapping.get("resume", {}), "accept_changed": True}
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    assert run.audit()["exactly_once"]
+
+
+def test_what_no_changed_file_can_cause_is_a_difference_also_where_changes_were_accepted(
+    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_in_both_packers(monkeypatch, labels_are_inputs)
+    mapping["resume"] = {**mapping.get("resume", {}), "accept_changed": True}
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    found = run.audit()["first_difference"]
+    assert found is not None
+    assert (found["step"], found["reason"]) == ("1", "its labels are not its inputs one token further")
+
+
+# ---------------------------------------------------------------------------------------- where files lie
+def test_an_audit_finds_the_files_from_another_folder_than_the_run_was_started_in(
+    mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mapping["data"]["sources"][0]["path"] = "data/*.jsonl"
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    elsewhere = tmp_path / "elsewhere"
+    write_corpus(elsewhere / "data", ["another"] * 9, "jsonl")
+    for folder in (tmp_path, Path("/"), elsewhere):  # in the last the path means other files
+        monkeypatch.chdir(folder)
+        assert run.audit()["exactly_once"], folder
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "data").rename(moved / "data")
+    monkeypatch.chdir(moved)
+    assert run.audit()["exactly_once"], "the same files elsewhere, where the path means them"
+    monkeypatch.chdir("/")
+    with pytest.raises(DataIdentityError, match=r"part-0\.jsonl: it had \d+ bytes and is gone"):
+        run.audit()
+
+
+def test_an_audit_looks_for_no_tokenizer_but_the_runs_own(
+    mapping: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping["data"]["tokenizer"] = save_tokenizer(tmp_path / "tokenizer", some_texts(60, longest=200))
+    run = TrainedRun(mapping)
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "same")
+    mapping["data"]["tokenizer"] = str(tmp_path / "same")
+    run.job = parse_config(mapping)
+    run.attempt(3)
+    shutil.rmtree(tmp_path / "same")
+    assert run.audit()["exactly_once"]
+
+
+# ---------------------------------------------------------------------------------------- files twice
+def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_trained_once(
+    mapping: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "data" / "self").symlink_to(".")
+    names = tuple(f"{folder}part-{i}.jsonl" for folder in ("", "self/") for i in range(3))
+    with monkeypatch.context() as older:
+        listed = replace(list_files("made", str(tmp_path / "data"), "jsonl"), names=names)
+        older.setattr(spec_module, "list_files", lambda *_: listed)
+        run = TrainedRun(mapping)
+    run.attempt(1000)
+    report = run.audit()
+    assert report["exactly_once"], "the stream as it was frozen was"
+    assert report["repeated_files"] == 3
+    (text,) = report["not_shown"]
+    assert "each document was trained once" in text
+    assert "3 paths of source made lead to files that the run has under another path, too" in text
+    assert "e.g. self/part-0.jsonl and part-0.jsonl" in text
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert ended.value.code in (0, None)
+    told = capsys.readouterr().out
+    assert "each token of its stream exactly once, but 3 files stand in that more than once\n" in told
+    assert f"not shown: {text}" in told
+
+
+def test_of_files_with_one_name_each_nothing_is_said_to_be_repeated(mapping: dict[str, Any]) -> None:
+    run = TrainedRun(mapping)
+    run.attempt(3)
+    assert run.audit()["repeated_files"] == 0
 
 
 # ---------------------------------------------------------------------------------------- encoders, cursors

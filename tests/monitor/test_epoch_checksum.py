@@ -12,9 +12,10 @@ from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
 from orchestrator.planning.order import block_at, window_order
-from orchestrator.records import Cursor
+from orchestrator.records import PIECE, Cursor
 from tests.conftest import TinyConfig
 from tests.data.making import job, some_texts, spec_of, write_corpus
+from tests.monitor.test_reference_packing import hand_made
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,42 @@ def test_files_read_whole_hold_what_their_fragments_hold(
     found = checksums_of(made)
     assert found.of(0) == checksum_files(made, made.encoders[0].encoder)
     assert found.twice(0) is None
+
+
+def test_bad_and_empty_records_are_counted_in_the_stream_as_in_the_files(
+    tmp_path: Path, tiny_config: TinyConfig
+) -> None:
+    lines = [f'{{"text": "number {i} of some"}}' for i in range(40)]
+    lines[3::9] = ["broken"] * 5
+    lines[5::12] = ['{"text": ""}'] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    config = job(tiny_config, tmp_path, on_bad_document="skip", max_bad_share=1.0)
+    made = spec_of(config, chunk_tokens=30)
+    files, stream = checksum_files(made, made.encoders[0].encoder), checksums_of(made)
+    assert (files.documents, files.empty, files.bad) == (32, 3, 5)
+    assert stream.of(0) == files
+    assert stream.twice(0) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "twice"),
+    [
+        (range(4), range(4, 7), None),
+        (range(4), range(3, 7), (0, 3)),
+        (range(3, 7), range(4), (0, 3)),
+        (range(3, 4), range(3, 4), (0, 3)),
+        (range(9), range(4, 5), (0, 4)),
+    ],
+)
+def test_blocks_that_have_one_record_in_common_are_found(
+    first: range, second: range, twice: tuple[int, int] | None
+) -> None:
+    checksums = EpochChecksums()
+    for block, records in enumerate((first, second)):
+        entries = [(record, 0, 2, PIECE, 1) for record in records]
+        checksums.note_records(hand_made(entries, 0, block, 0, True, True, block))
+    assert checksums.twice(0) == twice
+    assert checksums.twice(1) is None
 
 
 @pytest.mark.parametrize(("bos_id", "eos_id"), [(5, None), (5, 7), (None, None)])

@@ -84,6 +84,39 @@ def test_it_goes_on_at_every_cursor_with_steps_of_any_shape(tmp_path: Path, tiny
         assert packer.samples(2, 5).input_ids.shape == (1, 5)
 
 
+def test_an_epoch_ends_at_its_last_token_and_not_at_a_chunks(tmp_path: Path, tiny_config: TinyConfig) -> None:
+    write_corpus(tmp_path, some_texts(8), "jsonl")
+    spec = spec_of(job(tiny_config, tmp_path), chunk_tokens=20)
+    lengths = [len(chunk.tokens) for chunk in spec.chunks(Cursor())]
+    assert sum(length > 0 for length in lengths) > 5
+    packer = packer_at(spec, Cursor())
+    for left in range(sum(lengths), 0, -1):
+        assert packer.ends_epoch() is (left == 1), left
+        packer.samples(1, 1)
+
+
+def test_after_an_older_versions_cursor_the_earlier_pieces_are_known_from_the_next_document_on(
+    tmp_path: Path, tiny_config: TinyConfig
+) -> None:
+    write_corpus(tmp_path, some_texts(40), "jsonl")
+    spec = spec_of(job(tiny_config, tmp_path), piece_bytes=64)
+    canonical = [sample.cursor.sources["made"] for sample in samples(spec, SEQ_LEN)[:-1]]
+
+    def document(at: SourceCursor) -> tuple[int, ...]:
+        return at.epoch, at.block, at.window, at.record
+
+    old = [replace(at, earlier_tokens=0, earlier_digest="") for at in canonical]
+    later_pieces = [i for i, at in enumerate(canonical) if at.earlier_digest][:6]
+    assert later_pieces
+    for first in later_pieces:
+        cursor = Cursor(sources={"made": old[first]})
+        packer = packer_at(spec, cursor)
+        for i in range(first + 1, min(first + 12, len(canonical))):
+            packer.samples(SEQ_LEN, SEQ_LEN)
+            unknown = document(canonical[i]) == document(canonical[first])
+            assert packer.cursor() == (old if unknown else canonical)[i]
+
+
 def test_a_cursor_whose_tokens_are_not_reproduced_is_refused_with_both_values(
     tmp_path: Path, tiny_config: TinyConfig
 ) -> None:
@@ -242,15 +275,16 @@ def test_what_was_trained_is_summed_up_from_the_samples_own_tokens(steps: Traine
     assert "one after the other" in str(counted.end())
 
 
-def test_a_sample_of_padding_alone_is_none_that_can_be_trained(steps: Trained) -> None:
+@pytest.mark.parametrize("rows", [7, 8])  # the 8th is padded itself
+def test_a_sample_of_padding_alone_is_none_that_can_be_trained(steps: Trained, rows: int) -> None:
     step = steps.steps[0]
     wrong = Samples(
-        input_ids=np.vstack([step.input_ids, np.full((1, SEQ_LEN), 0, np.int32)]),
-        labels=np.vstack([step.labels, np.full((1, SEQ_LEN), -100, np.int32)]),
-        document_ids=np.vstack([step.document_ids, np.full((1, SEQ_LEN), -1, np.int32)]),
+        input_ids=np.vstack([step.input_ids[:rows], np.full((1, SEQ_LEN), 0, np.int32)]),
+        labels=np.vstack([step.labels[:rows], np.full((1, SEQ_LEN), -100, np.int32)]),
+        document_ids=np.vstack([step.document_ids[:rows], np.full((1, SEQ_LEN), -1, np.int32)]),
     )
-    _, told = steps.count(wrong, 0, 1)
-    assert "padding is not all that follows the last target of its last sample" in str(told[0])
+    told = TrainedTokens(0).add(wrong, min(rows * SEQ_LEN, STEP_TOKENS))
+    assert told == "padding is not all that follows the last target of its last sample"
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "document_ids"])

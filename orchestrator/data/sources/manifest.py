@@ -156,11 +156,13 @@ def require_unchanged(row: FileRow, path: str, handle: int) -> None:
         raise DataIdentityError(changed_text([f"{path}: {found}"]))
 
 
-def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
-    """The refusal for these changed files, and those that are gone: nothing can stand for them."""
+def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str = "") -> str:
+    """The refusal for these changed files, and those that are gone: nothing can stand for them. `advice` for
+    whoever does not want to go on with the run.
+    """
     texts = [*gone, *changes]
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    advice = (
+    advice = advice or (
         "put them back; a file that is gone cannot be accepted as a changed one can: without it this run "
         "cannot go on, and a new run (under another run.name) is the only way"
         if gone

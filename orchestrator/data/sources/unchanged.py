@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.sources.listing import Listing, list_files, real_file, same_files
 from orchestrator.data.sources.manifest import Manifest, changed_text, changes_since
-from orchestrator.errors import DataIdentityError
+from orchestrator.errors import ConfigError, DataIdentityError
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SourceConfig
@@ -42,6 +43,32 @@ def compare_files(
         text = changed_text(() if accept_changed else found.changed, found.gone)
         raise DataIdentityError(_other_folder(frozen, listing) + text)
     return manifest, found.now, (*listing.notes(source.name), *_notes(listing, frozen, found.changed, later))
+
+
+def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
+    """The frozen list, at a folder in which its files lie as they were frozen: that of the path that the job
+    names, or the one in which the run was started. It needs no path to mean these files now: a relative one
+    does in one folder only, and files that came later are none of the run's.
+
+    Raises `DataIdentityError` with both values for files that are changed or gone, in the folder where the
+    fewest are.
+    """
+    bases = [frozen.base]
+    with suppress(ConfigError):
+        bases.insert(0, list_files(source.name, source.path, frozen.format).base)
+    wrong: list[tuple[Sequence[str], Sequence[str]]] = []
+    for base in dict.fromkeys(bases):
+        manifest = replace(frozen, base=base)
+        found = changes_since(manifest)
+        if not (found.changed or found.gone):
+            return manifest
+        wrong.append((found.changed, found.gone))
+    changed, gone = min(wrong, key=lambda each: len(each[0]) + len(each[1]))
+    advice = (
+        "an audit recomputes the stream from these files, so it can show nothing of what was trained; put "
+        "them back as they were when the run was started"
+    )
+    raise DataIdentityError(changed_text(changed, gone, advice))
 
 
 def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
