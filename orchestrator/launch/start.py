@@ -303,8 +303,8 @@ def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Ite
         if seen:
             raise StoppedAtOnceError(number)
         seen = True
+        stop()  # first: whoever sent the signal may have ended the reader of what is said, too
         say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
-        stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -26,6 +26,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
+from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     except KeyboardInterrupt as interrupt:
         _say(str(interrupt) or "interrupted")
         code = getattr(interrupt, "exit_code", 130)
-    sys.stderr.flush()
+    let_go(sys.stderr)
     if code:
         # at once, whatever a thread may still be doing
         os._exit(code)
@@ -262,4 +263,4 @@ def _shown(
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    Screen(sys.stderr).write(text + "\n")
