@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,14 +145,13 @@ def _look(
     """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
     Raises `RefusedError`, also if the run is busy.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(starting.refuse_busy, store, say)
+    with starting.watching(store, say) as watched:
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_before_start(store, job, spec)
         if starting.reached(plan):
             return spec, plan, 0
         require_model(job, plan, spec.vocab_size)
-        return spec, plan, busy.result()
+        return spec, plan, watched()
 
 
 def _require_gpus() -> None:
