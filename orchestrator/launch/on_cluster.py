@@ -76,7 +76,8 @@ def supervise(
         limits=limits,
     )
     show = _shower(progress, limits, coordinator, feeder)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress, coordinator))
+    stalled = partial(_say_stall, progress, coordinator)
+    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
     try:
         with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
