@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
+from orchestrator.cluster.ray_state import why_not_created
 from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import (
     Decision,
@@ -160,7 +161,9 @@ class Supervisor:
         return known if nodes is None else nodes
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
-        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew."""
+        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew; one
+        that could not begin ends the launch at once.
+        """
         since, unanswered = time.monotonic(), 0
         while True:
             try:
@@ -174,6 +177,8 @@ class Supervisor:
                     ray.kill(self._coordinator, no_restart=False)
                 last: Exception = error
             except RayActorError as error:
+                if reason := why_not_created(error):
+                    raise ElasticError(f"the coordinator could not begin: {reason}") from error
                 last = error
                 time.sleep(0.1)
             if time.monotonic() - since > COORDINATOR_LIMIT_S:

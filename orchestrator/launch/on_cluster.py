@@ -6,12 +6,14 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.schema import JobConfig
@@ -20,7 +22,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
-from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
 from orchestrator.history import sentences
 from orchestrator.history.journal import UNRESPONSIVE
 from orchestrator.launch import start as starting
@@ -56,7 +58,11 @@ def supervise(
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
-    feeder = _start_feeder(job, attempt, spec, limits, here)
+    try:
+        feeder = _start_feeder(job, attempt, spec, limits, here)
+    except BaseException as error:
+        _give_up(coordinator, error)
+        raise
     task = WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,
@@ -89,6 +95,13 @@ def supervise(
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def _give_up(coordinator: Any, error: BaseException) -> None:
+    """The launch ends before its first worker is started: its coordinator, if it has begun, says so."""
+    with suppress(RayError):
+        ray.get(coordinator.end.remote("failed", f"{type(error).__name__}: {error}"), timeout=END_S)
+    ray.kill(coordinator, no_restart=True)
 
 
 def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from orchestrator.coordinator.attempt import (
     require_frozen,
     survey,
 )
-from orchestrator.errors import BusyError, ConfigError, RefusedError, StorageError
+from orchestrator.errors import BusyError, ConfigError, OrchestratorError, RefusedError, StorageError
 from orchestrator.faults import hook
 from orchestrator.history.busy import Free
-from orchestrator.history.claim_files import RESUME, REWIND, START
+from orchestrator.history.claim_files import JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims import Claim
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.journal_reader import journal_keeper
 from orchestrator.history.processes import AllEnded, driver_was_killed
@@ -217,7 +218,8 @@ def claimed(
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive.
 
-    Raises `BusyError` if another start was quicker.
+    Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
+    ends the attempt; afterwards whoever keeps the journal says its end.
     """
     run = find_run(store)
     if run is None:
@@ -225,8 +227,20 @@ def claimed(
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
     made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
-        hook(fault_plan)("claim_made", -1, -1)
-        yield begin_launch(store, job, made, run, spec)
+        try:
+            hook(fault_plan)("claim_made", -1, -1)
+            yield begin_launch(store, job, made, run, spec)
+        except BaseException as error:
+            _end_unbegun(store, made, error)
+            raise
+
+
+def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
+    with suppress(OrchestratorError):  # where storage is what failed, `error` says so
+        newest = store.newest_claim()
+        mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
+        if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
+            store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
 
 
 def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:

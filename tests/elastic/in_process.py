@@ -29,6 +29,15 @@ LIMITS = Limits(
     max_failures=3,
 )
 
+SPEC = Launch(
+    name="tiny",
+    train_function=lambda config: None,
+    worker_config={},
+    resources_per_worker={},
+    ray_storage="",
+    limits=LIMITS,
+)
+
 
 class Handle:
     """`current`: the launch whose coordinator is called."""
@@ -53,18 +62,10 @@ class Driver:
             return answer.result(timeout)
 
         monkeypatch.setattr(ray, "get", get)
-        spec = Launch(
-            name="tiny",
-            train_function=lambda config: None,
-            worker_config={},
-            resources_per_worker={},
-            ray_storage="",
-            limits=LIMITS,
-        )
         self.said: list[str] = []
         self._shown: list[RunStatus] = []
         self._changed = threading.Condition()
-        self.supervisor = Supervisor(spec, Handle(launch), nodes, self._show, say=self._say)
+        self.supervisor = Supervisor(SPEC, Handle(launch), nodes, self._show, say=self._say)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._end: Future[RunStatus] = Future()
         self._thread.start()
