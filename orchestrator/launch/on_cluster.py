@@ -19,7 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
-from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
@@ -81,7 +82,7 @@ def supervise(
         ray_storage=str(folder / "ray"),
         limits=limits,
     )
-    show = _shower(progress, limits, coordinator, feeder)
+    show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
     supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
     try:
@@ -104,9 +105,9 @@ def _give_up(coordinator: Any, error: BaseException) -> None:
     ray.kill(coordinator, no_restart=True)
 
 
-def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
+def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunStatus], None]:
     """Shows each status, who was lost and who came; notifies the feeder of what is committed: it forgets
-    that, and gives its notes.
+    that.
     """
     committed, said = 0, tuple[Loss, ...]()
     failures = set[tuple[int, str]]()
@@ -125,10 +126,9 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
             progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
         failures.update(status.failures)
         progress.show(status)
-        if status.committed.consumed_samples > committed or status.ended:
+        if status.committed.consumed_samples > committed:
             committed = status.committed.consumed_samples
             feeder.committed.remote(committed)
-            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
 
     return show
 
@@ -183,7 +183,8 @@ def _start_coordinator(
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
     )
-    return ray.remote(Coordinator).options(**options).remote(start)
+    notes = partial(notes_of, feeder_name(attempt.launch))
+    return ray.remote(Coordinator).options(**options).remote(start, None, notes)
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:

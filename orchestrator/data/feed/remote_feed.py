@@ -6,16 +6,20 @@ It knows no pipeline and no packing, so that a training process loads neither.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
+
+if TYPE_CHECKING:
+    from orchestrator.data.feed.feed_notes import FeedNotes
 
 # A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
 AWAY_LIMIT_S = 120.0
@@ -39,6 +43,18 @@ class Reopen:
 
     generation: tuple[int, int]
     reason: str
+
+
+async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
+    """What the feeder of this name has noted (see `Feeder.notes`), for another actor of its launch; None if
+    it is away.
+    """
+    try:
+        feeder = await asyncio.to_thread(ray.get_actor, name)
+        notes: FeedNotes = await feeder.notes.remote(consumed_samples)
+    except (RayError, ValueError):  # the latter: there is no such actor
+        return None
+    return notes
 
 
 class RayFeed:
