@@ -18,6 +18,7 @@ import typer
 
 from orchestrator import __version__
 from orchestrator.errors import OrchestratorError
+from orchestrator.launch.screen import Screen, let_go
 
 if TYPE_CHECKING:
     from orchestrator.planning.resume_plan import ResumePlan
@@ -97,7 +98,13 @@ def train(
         _say(str(interrupt) or "interrupted; the same command starts again")
         raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
     if json:
-        _print_json(result.to_json())
+        try:
+            _print_json(result.to_json())
+        except (OSError, ValueError) as error:  # the run has ended as it has, whoever reads that
+            _say(
+                f"cannot write the result to stdout ({error}); the run is {result.outcome}, and "
+                f"`orchestrator status {result.run_uri} --json` says so, too"
+            )
     if result.outcome == "failed":  # the reason was shown when the run ended
         raise typer.Exit(1)
 
@@ -219,13 +226,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs the command (default: that of the process) and ends the process with its exit
     code.
 
-    An error of ours is printed to stderr without a traceback.
+    An error of ours is printed to stderr without a traceback. A standard stream that is closed early changes
+    no exit code that a command has.
     """
     try:
         app(args=arguments)
     except OrchestratorError as error:
         _say(f"{type(error).__name__}: {error}")
         sys.exit(error.exit_code)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            let_go(stream)
 
 
 def _print_plan(found: ResumePlan, json: bool) -> None:
@@ -241,6 +252,8 @@ def _print_plan(found: ResumePlan, json: bool) -> None:
 
 
 def _print_json(value: Any, lines: bool = False) -> None:
+    if not sys.stdout:
+        raise OSError("the command was started without it")
     sys.stdout.write(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n")
     sys.stdout.flush()
 
@@ -251,7 +264,7 @@ def _print_lines(lines: list[str]) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    Screen(sys.stderr).write(text + "\n")
 
 
 if __name__ == "__main__":

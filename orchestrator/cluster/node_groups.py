@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import ray
@@ -87,6 +88,14 @@ class NodeAgent:
         return {pid: process_state(pid) for pid in pids}
 
 
+@cache
+def _agent_class() -> Any:
+    """One for all groups: Ray hands each class that it has not seen yet to its GCS and waits for that, which
+    a group that is started later must not.
+    """
+    return ray.remote(num_cpus=0)(NodeAgent)
+
+
 class NodeGroup:
     """A started group, seen from the supervisor: its agent and the end that it will come to."""
 
@@ -95,10 +104,9 @@ class NodeGroup:
     ) -> None:
         """Starts the agent on the node and returns at once."""
         self.spec = spec
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 4}
+        options: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 4}
         there = NodeAffinitySchedulingStrategy(node_id=spec.node_id, soft=False)
-        agent: Any = ray.remote(NodeAgent).options(scheduling_strategy=there, **options)
-        self._agent = agent.remote()
+        self._agent = _agent_class().options(scheduling_strategy=there, **options).remote()
         self._end: Any = self._agent.run.remote(spec, train_function, config)
 
     def ended(self) -> str | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_inventory import ACTOR_TABLE
 from orchestrator.records import MemberInfo
+
+if TYPE_CHECKING:
+    from ray.exceptions import RayActorError
 
 NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
 
@@ -29,6 +32,18 @@ def cause_of_death(row: Mapping[str, Any] | None) -> str:
     if detail is None or detail.group(1) == "SYSTEM_ERROR":
         return NO_ERROR
     return f"its process ended ({detail.group(1)}: {detail.group(2)})"
+
+
+def why_not_created(error: RayActorError) -> str | None:
+    """What an actor's constructor raised, as `type: text`; None where that is not what the actor died of. Ray
+    starts no such actor again, also where it was one that Ray had started again.
+    """
+    if not error.actor_init_failed:
+        return None
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    _, _, behind = text.rpartition('\n  File "')  # of the traceback: its frames, then the error
+    raised = re.search(r"\n(\S.*)", behind, re.DOTALL)
+    return raised.group(1) if raised else text
 
 
 def ray_says(info: MemberInfo) -> str | None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes
 from orchestrator.coordinator.launch_machine import (
     Action,
     Answer,
@@ -64,6 +65,9 @@ from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.files import Storage
 
+if TYPE_CHECKING:
+    from orchestrator.data.feed.feed_notes import FeedNotes
+
 TICK_S = 0.05
 FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
@@ -105,11 +109,14 @@ class Coordinator:
     """
 
     def __init__(
-        self, start: CoordinatorStart, why_dead: Callable[[MemberInfo], str | None] | None = None
+        self,
+        start: CoordinatorStart,
+        why_dead: Callable[[MemberInfo], str | None] | None = None,
+        feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None = None,
     ) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
         has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
-        default Ray does.
+        default Ray does. `feeder_notes` asks the launch's feeder; see `FeederNotes`.
         """
         self._start, self._fault = start, hook(start.fault_plan)
         self._why_dead = why_dead or ray_says
@@ -120,6 +127,7 @@ class Coordinator:
         self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
         note_beginning(self._journal, attempt, start.flat_config)
         self._journal.flush()
+        self._feeder_notes = FeederNotes(feeder_notes, self._journal)
         self._heartbeat = self._store.heartbeat(attempt.number)
         point = attempt.point
         rendezvous = Rendezvous(
@@ -339,18 +347,6 @@ class Coordinator:
         self._ensure_running()
         self._journal.event(kind, **fields)
 
-    async def feed_notes(self, notes: Any) -> None:
-        """What the feeder noticed (`data.feed.feeder.FeedNotes`): bad documents that were skipped, documents
-        that the encoders differ about, cursors.
-        """
-        self._ensure_running()
-        for text in notes.bad_documents:
-            self._journal.event(EventKind.BAD_DOCUMENT, text=text)
-        for text in notes.encoder_differences:
-            self._journal.event(EventKind.ENCODERS_DIFFER, text=text)
-        for cursor in notes.cursors:
-            self._journal.event(EventKind.CURSOR, cursor=encode(cursor))
-
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
         self._ensure_running()
@@ -551,6 +547,9 @@ class Coordinator:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _write_end(self, action: End) -> None:
+        newest = self._commits.newest
+        if not await self._feeder_notes.last(newest.cursor.consumed_samples if newest else 0):
+            await self.warned(NOT_SAID)
         self._journal.event(EventKind.END, outcome=action.outcome, reason=action.reason)
         # where storage is what failed, the reason says so, and the end stays unsaid
         with suppress(StorageError):
@@ -564,6 +563,7 @@ class Coordinator:
     async def committed(self, point: Point) -> None:
         """See `CommitListener`: members may be given it to load."""
         self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+        self._feeder_notes.soon(point.cursor.consumed_samples)
         await self._notify()
 
     async def warned(self, text: str) -> None:

@@ -302,7 +302,7 @@ def begin_launch(
     run.json, `data` the job's data.
 
     Raises `RefusedError` if the configuration may not continue the run (the claim then stays without
-    descendants and harms nobody).
+    descendants and harms nobody; whoever claimed it says its end).
     """
     number = claim.number
     seen = survey(store)

@@ -16,6 +16,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.cluster.node_groups import GroupSpec, NodeGroup, remove_orphaned_placement_groups
+from orchestrator.cluster.ray_state import why_not_created
+from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import (
     Decision,
     EndLaunch,
@@ -35,6 +37,8 @@ from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
+NODES_SILENT_S = 10.0  # a GCS that says nothing for so long: that is told, its last answer stays valid
+FIRST_NODES_S = 60.0  # how long the first answer, without which nothing can be started, is waited for
 COORDINATOR_LIMIT_S = 60.0
 FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
 END_S = 5.0  # how long groups may take to end after the run has
@@ -58,7 +62,10 @@ class Launch:
 
 class Supervisor:
     """Drives one launch. `nodes` gives the live nodes as facts; `show` is given each new status, `stalled`
-    what was seen when nobody had finished a step for long.
+    what was seen when nobody had finished a step for long, `say` what else the user must hear.
+
+    What asks the cluster's GCS does so in threads: while that stands still, the nodes are those of its last
+    answer, training goes on, and signals are heeded.
     """
 
     def __init__(
@@ -68,13 +75,17 @@ class Supervisor:
         nodes: Callable[[], tuple[NodeFacts, ...]],
         show: Callable[[RunStatus], None],
         stalled: Callable[[Stall], None] = lambda stall: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._say, self._silent_s = say, 0.0  # the GCS's silence, when that was told
+        self._asked_nodes, self._asked_cleaning = Asked(nodes), Asked(remove_orphaned_placement_groups)
         self._stalled, self._stall_watch = stalled, StallWatch()
         self._look: _Look | None = None
-        self._launch, self._coordinator, self._nodes, self._show = launch, coordinator, nodes, show
+        self._launch, self._coordinator, self._show = launch, coordinator, show
         self._groups: dict[str, NodeGroup] = {}
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
+        self._to_clean = False
         self._stop_wanted = False
 
     def ask_stop(self) -> None:
@@ -82,8 +93,10 @@ class Supervisor:
         self._stop_wanted = True
 
     def run(self) -> RunStatus:
-        """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away."""
-        status, seen, nodes, looked_at = None, (-1, -1), self._nodes(), time.monotonic()
+        """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
+        cluster never says which nodes it has.
+        """
+        status, seen, nodes, looked_at = None, (-1, -1), self._first_nodes(), time.monotonic()
         try:
             self._act(nodes, None)
             while status is None or status.ended is None:
@@ -94,8 +107,10 @@ class Supervisor:
                 self._watch_steps(status)
                 if self._stop_wanted and not status.stopping:
                     self._coordinator.request.remote("stop")  # again, for a restarted coordinator
+                nodes = self._look_at_nodes(nodes)
                 if time.monotonic() - looked_at > NODES_EVERY_S:
-                    nodes, looked_at = self._nodes(), time.monotonic()
+                    self._asked_nodes.ask()
+                    looked_at = time.monotonic()
                 if status.ended is None:
                     self._act(nodes, status)
             return status
@@ -115,13 +130,41 @@ class Supervisor:
             time.sleep(POLL_S)
         for group in running:
             group.stop()
-        deadline = time.monotonic() + END_S
-        while running and remove_orphaned_placement_groups() < len(running) and time.monotonic() < deadline:
+        deadline, removed = time.monotonic() + END_S, 0
+        while removed < len(running) and time.monotonic() < deadline:
+            self._asked_cleaning.ask()
+            removed += self._asked_cleaning.answer(END_S) or 0
             time.sleep(POLL_S)
         self._groups.clear()
 
+    def _first_nodes(self) -> tuple[NodeFacts, ...]:
+        self._asked_nodes.ask()
+        nodes = self._asked_nodes.answer(FIRST_NODES_S)
+        if nodes is None:
+            raise ElasticError(
+                f"the cluster's GCS did not say for {FIRST_NODES_S:.0f} s which nodes there are, so no "
+                "worker can be started; look at its head node, then start the same command again"
+            )
+        return nodes
+
+    def _look_at_nodes(self, known: tuple[NodeFacts, ...]) -> tuple[NodeFacts, ...]:
+        """What the GCS has answered, `known` while it does not; waits for nothing."""
+        silent_s, nodes = self._asked_nodes.unanswered_s, self._asked_nodes.answer()
+        if silent_s > NODES_SILENT_S and not self._silent_s:
+            self._say(
+                f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, but "
+                "nodes that come or go are not seen and no worker is replaced until it does; look at the "
+                "cluster's head node"
+            )
+        if nodes is not None and self._silent_s:
+            self._say(f"the cluster's GCS answers again, after {self._silent_s:.0f} s")
+        self._silent_s = silent_s if silent_s > NODES_SILENT_S else 0.0
+        return known if nodes is None else nodes
+
     def _status(self, seen: tuple[int, int]) -> RunStatus:
-        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew."""
+        """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew; one
+        that could not begin ends the launch at once.
+        """
         since, unanswered = time.monotonic(), 0
         while True:
             try:
@@ -135,6 +178,8 @@ class Supervisor:
                     ray.kill(self._coordinator, no_restart=False)
                 last: Exception = error
             except RayActorError as error:
+                if reason := why_not_created(error):
+                    raise ElasticError(f"the coordinator could not begin: {reason}") from error
                 last = error
                 time.sleep(0.1)
             if time.monotonic() - since > COORDINATOR_LIMIT_S:
@@ -181,10 +226,13 @@ class Supervisor:
             if reason is None:
                 continue
             del self._groups[node_id]
-            remove_orphaned_placement_groups()
+            self._to_clean = True
             self._note(EventKind.GROUP_ENDED, node=node_id, reason=reason)
             if reason:
                 self._coordinator.group_failed.remote(node_id, reason)
+        if self._to_clean:
+            self._asked_cleaning.answer()
+            self._to_clean = not self._asked_cleaning.ask()
 
     def _facts(self, nodes: tuple[NodeFacts, ...], status: RunStatus | None) -> Facts:
         return Facts(

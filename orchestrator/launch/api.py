@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,9 +71,8 @@ def train(
     starting.check_writable(folder)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
-        ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher,
+        starting.watching(store, progress.say) as watched,
     ):
-        busy = watcher.submit(starting.refuse_busy, store, progress.say)
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_before_start(store, job, spec)
         if starting.reached(plan):
@@ -88,11 +86,11 @@ def train(
         require_model(job, plan, spec.vocab_size)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
-            watched = busy.result()
+            newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
             from orchestrator.launch.on_cluster import supervise
 
-            with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+            with starting.claimed(store, job, spec, newest, fault_plan) as (attempt, plan):
                 spec = starting.freeze(job, folder, attempt.encoders)
                 status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)

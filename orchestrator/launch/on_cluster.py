@@ -6,21 +6,24 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
-from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
-from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
@@ -56,7 +59,11 @@ def supervise(
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
-    feeder = _start_feeder(job, attempt, spec, limits, here)
+    try:
+        feeder = _start_feeder(job, attempt, spec, limits, here)
+    except BaseException as error:
+        _give_up(coordinator, error)
+        raise
     task = WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,
@@ -75,8 +82,9 @@ def supervise(
         ray_storage=str(folder / "ray"),
         limits=limits,
     )
-    show = _shower(progress, limits, coordinator, feeder)
-    supervisor = Supervisor(launch, coordinator, node_facts, show, partial(_say_stall, progress, coordinator))
+    show = _shower(progress, limits, feeder)
+    stalled = partial(_say_stall, progress, coordinator)
+    supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
     try:
         with starting.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
@@ -90,9 +98,16 @@ def supervise(
             ray.kill(handle, no_restart=True)
 
 
-def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -> Callable[[RunStatus], None]:
+def _give_up(coordinator: Any, error: BaseException) -> None:
+    """The launch ends before its first worker is started: its coordinator, if it has begun, says so."""
+    with suppress(RayError):
+        ray.get(coordinator.end.remote("failed", f"{type(error).__name__}: {error}"), timeout=END_S)
+    ray.kill(coordinator, no_restart=True)
+
+
+def _shower(progress: Progress, limits: Limits, feeder: Any) -> Callable[[RunStatus], None]:
     """Shows each status, who was lost and who came; notifies the feeder of what is committed: it forgets
-    that, and gives its notes.
+    that.
     """
     committed, said = 0, tuple[Loss, ...]()
     failures = set[tuple[int, str]]()
@@ -111,10 +126,9 @@ def _shower(progress: Progress, limits: Limits, coordinator: Any, feeder: Any) -
             progress.note(f"failure after step {step}: {what}")  # all of it, a traceback too
         failures.update(status.failures)
         progress.show(status)
-        if status.committed.consumed_samples > committed or status.ended:
+        if status.committed.consumed_samples > committed:
             committed = status.committed.consumed_samples
             feeder.committed.remote(committed)
-            coordinator.feed_notes.remote(feeder.notes.remote(committed))  # from actor to actor, nobody waits
 
     return show
 
@@ -169,7 +183,8 @@ def _start_coordinator(
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
     )
-    return ray.remote(Coordinator).options(**options).remote(start)
+    notes = partial(notes_of, feeder_name(attempt.launch))
+    return ray.remote(Coordinator).options(**options).remote(start, None, notes)
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:

@@ -11,15 +11,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, cast
 
 from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
+from orchestrator.launch.screen import Screen
 from orchestrator.records import RunStatus
 
 
 class Progress:
     """Is given every new status; shows step, loss, tokens per second, data wait and the last resume point.
-    Its methods may be called from any thread.
+    Its methods may be called from any thread, and raise nothing that the screen or the log file does.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -33,11 +35,12 @@ class Progress:
         self._lock = threading.RLock()  # a signal's handler says something, too
         self._log = RunLog(self._put)
         self._live = None
-        if sys.stderr.isatty():
+        self._screen = Screen(sys.stderr)
+        if self._screen.isatty():
             from rich.console import Console
             from rich.status import Status
 
-            self._live = Status("starting", console=Console(stderr=True))
+            self._live = Status("starting", console=Console(file=cast(IO[str], self._screen)))
             self._live.start()
 
     @classmethod
@@ -105,8 +108,8 @@ class Progress:
             if self._live is not None:
                 self._live.console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False)
             else:
-                sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-                sys.stderr.flush()
+                self._screen.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                self._screen.flush()
 
     def _text(self, status: RunStatus) -> str:
         step = status.last_step

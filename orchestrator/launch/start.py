@@ -14,7 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +36,18 @@ from orchestrator.coordinator.attempt import (
     require_frozen,
     survey,
 )
-from orchestrator.errors import BusyError, ConfigError, RefusedError, ResumePointError, StorageError
+from orchestrator.errors import (
+    BusyError,
+    ConfigError,
+    OrchestratorError,
+    RefusedError,
+    ResumePointError,
+    StorageError,
+)
 from orchestrator.faults import hook
 from orchestrator.history.busy import Free
-from orchestrator.history.claim_files import RESUME, REWIND, START
+from orchestrator.history.claim_files import JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims import Claim
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
@@ -170,14 +179,34 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     return replace(found, notes=(*found.notes, *notes))
 
 
-def refuse_busy(store: RunStore, say: Callable[[str], None]) -> int:
+@contextmanager
+def watching(store: RunStore, say: Callable[[str], None]) -> Iterator[Callable[[], int]]:
+    """`refuse_busy` in a thread, while the block looks at everything else; what is given waits for its
+    result. Leaving the block ends the watch: an error and Ctrl-C wait for nobody.
+    """
+    over = threading.Event()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
+        found = watcher.submit(refuse_busy, store, say, over)
+        try:
+            yield found.result
+        finally:
+            over.set()
+
+
+def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Event | None = None) -> int:
     """Watches for another launch that works on the run, at most 10 s; `BusyError` if there is one. Returns
     the newest attempt's number (0: none): nobody is at work on it, so that `claimed` may take the next.
 
     What a killed driver of this machine left is no launch: its processes end by themselves, within
     `ORPHANS_S`, and are waited for; once they are known to have ended nothing is watched. What it waits for
-    it says.
+    it says, once. `over` ends the watch from another thread: `CancelledError`, which nobody sees.
     """
+    pause, told = over or threading.Event(), False
+
+    def wait(seconds: float) -> None:
+        if pause.wait(seconds):
+            raise CancelledError
+
     newest, ended = store.newest_claim(), AllEnded(store, partial(journal_process, store.storage))
     if newest is not None and store.read_end(newest.number) is None and not ended(newest):
         say(
@@ -186,15 +215,17 @@ def refuse_busy(store: RunStore, say: Callable[[str], None]) -> int:
         )
     deadline = time.monotonic() + ORPHANS_S
     while True:
-        found = store.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep, ended)
+        found = store.watch_busy(BUSY_WATCH_S, time.monotonic, wait, ended)
         if isinstance(found, Free):
             return found.number
         claim = store.read_claim(found.number)
         if driver_was_killed(store, claim) and time.monotonic() < deadline:
-            say(
-                f"attempt {claim.number} still runs, but its driver was killed: waiting for its processes to "
-                "end"
-            )
+            if not told:
+                say(
+                    f"attempt {claim.number} still runs, but its driver was killed: waiting for its "
+                    f"processes to end, at most {ORPHANS_S:.0f} s"
+                )
+            told = True
             continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
@@ -210,7 +241,8 @@ def claimed(
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive.
 
-    Raises `BusyError` if another start was quicker.
+    Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
+    ends the attempt; afterwards whoever keeps the journal says its end.
     """
     run = find_run(store)
     if run is None:
@@ -218,8 +250,20 @@ def claimed(
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
     made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
-        hook(fault_plan)("claim_made", -1, -1)
-        yield begin_launch(store, job, made, run, spec)
+        try:
+            hook(fault_plan)("claim_made", -1, -1)
+            yield begin_launch(store, job, made, run, spec)
+        except BaseException as error:
+            _end_unbegun(store, made, error)
+            raise
+
+
+def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
+    with suppress(OrchestratorError):  # where storage is what failed, `error` says so
+        newest = store.newest_claim()
+        mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
+        if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
+            store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
 
 
 def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
@@ -319,8 +363,8 @@ def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Ite
         if seen:
             raise StoppedAtOnceError(number)
         seen = True
+        stop()  # first: whoever sent the signal may have ended the reader of what is said, too
         say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
-        stop()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
+from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
     except KeyboardInterrupt as interrupt:
         _say(str(interrupt) or "interrupted")
         code = getattr(interrupt, "exit_code", 130)
-    sys.stderr.flush()
+    let_go(sys.stderr)
     if code:
         # at once, whatever a thread may still be doing
         os._exit(code)
@@ -147,14 +147,13 @@ def _look(
     """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
     Raises `RefusedError`, also if the run is busy.
     """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="busy") as watcher:
-        busy = watcher.submit(starting.refuse_busy, store, say)
+    with starting.watching(store, say) as watched:
         spec = starting.prepare(job, folder, freeze=False)
         plan = starting.look_before_start(store, job, spec)
         if starting.reached(plan):
             return spec, plan, 0
         require_model(job, plan, spec.vocab_size)
-        return spec, plan, busy.result()
+        return spec, plan, watched()
 
 
 def _require_gpus() -> None:
@@ -264,4 +263,4 @@ def _shown(
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+    Screen(sys.stderr).write(text + "\n")

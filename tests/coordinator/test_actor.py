@@ -9,13 +9,17 @@ import errno
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from orchestrator.coordinator import actor as coordinator_module
+from orchestrator.coordinator import feeder_notes
 from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.data.feed.feed_notes import FeedNotes
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
@@ -51,7 +55,7 @@ def store(tmp_path: Path) -> RunStore:
 
 
 def coordinator(
-    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
+    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0, notes: Any = None
 ) -> Coordinator:
     """Of a launch with one worker, if not said otherwise; no member is ever known to be dead."""
     attempt = Attempt(
@@ -81,6 +85,7 @@ def coordinator(
             storage_limit_s=limit_s,
         ),
         lambda info: None,
+        notes,
     )
 
 
@@ -281,6 +286,57 @@ def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: R
         await actor.end("stopped", "enough")
 
     run(launch)
+
+
+def test_all_that_the_feeder_noted_stands_before_the_end_also_what_it_was_asked_for_just_before(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        asked, answered = asyncio.Event(), asyncio.Event()
+
+        async def notes(consumed_samples: int) -> FeedNotes:
+            asked.set()
+            await answered.wait()
+            text = f"line {next(lines)}"
+            return FeedNotes(bad_documents=(text,), encoder_differences=(), cursors=())
+
+        actor = coordinator(store, notes=notes)
+        actor._feeder_notes.soon(8)
+        await asked.wait()
+        ending = asyncio.create_task(actor.end("done", "done at step 10"))
+        await until(actor, is_ending)
+        answered.set()
+        await ending
+
+    async def is_ending(actor: Coordinator) -> bool:
+        return actor._launch.ended is not None and (await status(actor)).ended is None
+
+    lines = count(1)
+    run(launch)
+    events = read_journal(store.storage).events
+    told = [e.fields.get("text", e.kind) for e in events if e.kind in ("bad document", "end")]
+    assert told == ["line 1", "line 2", "end"]
+
+
+@pytest.mark.parametrize("how", ["hangs", "is gone"])
+def test_a_feeder_that_does_not_say_its_notes_keeps_no_end_from_being_written(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(feeder_notes, "NOTES_LIMIT_S", 0.1)
+
+    async def notes(consumed_samples: int) -> None:
+        if how == "hangs":
+            await asyncio.Event().wait()
+
+    async def launch() -> None:
+        actor = coordinator(store, notes=notes)
+        await actor.end("done", "done at step 10")
+        found = await status(actor)
+        assert found.ended == "done"
+        assert found.warnings == (feeder_notes.NOT_SAID,)
+
+    run(launch)
+    assert store.read_end(1) is not None
 
 
 def test_a_member_of_another_launch_leaves_no_trace(store: RunStore) -> None:

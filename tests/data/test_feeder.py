@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -274,6 +275,25 @@ def test_a_rank_that_was_left_behind_and_one_of_another_launch_are_told(
         old.get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
     with pytest.raises(FencedError, match="belongs to another"):
         RayFeed(shared[0], "another").get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+
+
+class HangsWhenItIsBack:
+    """An actor that dies over a slice, is started again, and does not answer any more."""
+
+    def get(self, *_: Any) -> None:
+        os._exit(1)
+
+    def stats(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_feeder_that_hangs_after_its_restart_is_waited_for_no_longer_than_one_that_stays_away() -> None:
+    actor: Any = ray.remote(HangsWhenItIsBack).options(max_restarts=-1, num_cpus=0).remote()
+    try:
+        with pytest.raises(FeedError, match="no feeder of launch x answered for 3 s"):
+            RayFeed(actor, "x", away_limit_s=3.0).get(following(Cursor(), 8), 0, 1, MICRO, Cursor())
+    finally:
+        ray.kill(actor)
 
 
 def test_a_place_that_the_data_do_not_reproduce_is_refused_by_type(

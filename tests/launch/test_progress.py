@@ -230,7 +230,7 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
     failures = ((7, "ValueError: Traceback\n  File x\nValueError: y"),)
     with Progress.shown(1000.0) as progress:
         progress.begin(tmp_path, 3, 2, None)
-        show = _shower(progress, limits, None, None)  # neither actor is asked while nothing is committed
+        show = _shower(progress, limits, None)  # the feeder hears nothing while nothing is committed
         for waited in (0.1, 0.2):
             show(status(7, lost=lost, waiting_since=waited, failures=failures))
     shown = capsys.readouterr().err

@@ -347,6 +347,42 @@ def test_a_refused_start_removes_nothing(runner: Runner) -> None:
     assert runner.store.leftovers() == [key(14).point_name]
 
 
+def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_is_not_watched(
+    runner: Runner,
+) -> None:
+    runner.launch()
+    with pytest.raises(RefusedError, match=r"data\.seed"):
+        runner.begin(seed=1)
+    end = runner.store.read_end(2)
+    assert end is not None
+    assert end.outcome == "failed"
+    assert "data.seed" in end.reason
+    assert starting.refuse_busy(runner.store, pytest.fail) == 2
+
+
+def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(runner: Runner) -> None:
+    job, store = runner.config(), runner.store
+    spec = starting.prepare(job, runner.folder, freeze=True)
+
+    def fail(watched: int, meanwhile: Callable[[Attempt], None]) -> None:
+        with starting.claimed(store, job, spec, watched) as (attempt, _):
+            meanwhile(attempt)
+            raise KeyboardInterrupt
+
+    def begin(attempt: Attempt) -> None:
+        journal = runner.journal(attempt)
+        note_beginning(journal, attempt, {})
+        journal.close()
+
+    def overtake(attempt: Attempt) -> None:
+        store.claim(attempt.number + 1, "bbbb", RESUME, "host", attempt.run_id)
+
+    for watched, meanwhile in enumerate((begin, overtake)):
+        with pytest.raises(KeyboardInterrupt):
+            fail(watched, meanwhile)
+        assert store.read_end(watched + 1) is None
+
+
 def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> None:
     runner.launch()
     write_vote(runner.store.storage, key(14), rank=0)

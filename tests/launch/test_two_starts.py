@@ -7,16 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from orchestrator.coordinator.attempt import Attempt, note_beginning
-from orchestrator.errors import BusyError
+from orchestrator.errors import BusyError, ConfigError, OrchestratorError
 from orchestrator.history.busy import Busy
+from orchestrator.launch import api
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
+from orchestrator.torchrun import run as torchrun
 from tests.launch.test_start import LIMIT_S, Runner, begun
 
 
@@ -132,27 +135,79 @@ def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) 
     assert not store.next_claim_exists(first.number)
 
 
-def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
+@contextmanager
+def orphans(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Process, threading.Event]]:
+    """The driver of attempt 1, which lives, and the processes that it started: they show that they live until
+    the event is set, which they do themselves after about half a minute.
+    """
     with Process() as driver:
         number = driver.does(monkeypatch, runner.begin).number
         heart, over = runner.store.heartbeat(number), threading.Event()
 
         def beat() -> None:
-            while not over.wait(0.05):
+            for _ in range(600):
+                if over.wait(0.05):
+                    break
                 heart.beat()
+            over.set()
 
         orphan = threading.Thread(target=beat)
         orphan.start()
         try:
-            with pytest.raises(BusyError, match="attempt 1 of launch"):
-                starting.refuse_busy(runner.store, no_word)
-            driver.kill()
-            threading.Timer(2.0, over.set).start()
-            starting.refuse_busy(runner.store, no_word)
-            assert over.is_set(), "it waited for the orphan"
+            yield driver, over
         finally:
             over.set()
             orphan.join()
+
+
+def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
+    said: list[str] = []
+    with orphans(runner, monkeypatch) as (driver, over):
+        with pytest.raises(BusyError, match="attempt 1 of launch"):
+            starting.refuse_busy(runner.store, said.append)
+        driver.kill()
+        threading.Timer(2.0, over.set).start()
+        starting.refuse_busy(runner.store, said.append)
+        assert over.is_set(), "it waited for the orphan"
+    assert sum("waiting for its processes to end" in text for text in said) == 1, said
+
+
+@pytest.mark.parametrize("error", [ConfigError("data.tokenizer"), KeyboardInterrupt()])
+def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    said = threading.Event()
+    with orphans(runner, monkeypatch) as (driver, over):
+        driver.kill()
+
+        def start() -> None:
+            with starting.watching(runner.store, lambda text: said.set()):
+                assert said.wait(LIMIT_S), "the watch has begun"
+                raise error
+
+        with pytest.raises(type(error)):
+            start()
+        assert not over.is_set()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda runner, job: api.train(job),
+        lambda runner, job: torchrun._look(runner.store, job, runner.folder, no_word),
+    ],
+    ids=["ray", "torchrun"],
+)
+def test_a_wrong_configuration_is_told_while_the_processes_of_a_killed_driver_live(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, start: Callable[[Runner, Any], Any]
+) -> None:
+    job = runner.config()
+    wrong = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": "/nowhere"})})
+    with orphans(runner, monkeypatch) as (driver, over):
+        driver.kill()
+        with pytest.raises(OrchestratorError, match="/nowhere"):
+            start(runner, wrong)
+        assert not over.is_set(), "it waited for them before it told"

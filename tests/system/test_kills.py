@@ -6,14 +6,18 @@ import os
 import re
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from orchestrator.elastic import supervisor
+from orchestrator.errors import ElasticError, FencedError
 from orchestrator.faults import FREEZE
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
+from tests.elastic.in_process import SPEC
 from tests.system.harness import (
     Job,
     assert_same_training,
@@ -121,3 +125,27 @@ def test_a_frozen_worker_is_named_and_the_feeder_killed_meanwhile_and_training_g
     assert "worker 0 (" not in log_text(job), "who waits for it is not named"
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
+
+
+class NeverAgain:
+    """An actor whose process can be begun once."""
+
+    def __init__(self, folder: str) -> None:
+        if os.path.exists(f"{folder}/begun"):
+            raise FencedError("another launch has taken the run over,\nso this one ends")
+        Path(folder, "begun").touch()
+
+    def status(self, seen: tuple[int, int], wait_s: float) -> int:
+        """Called as the coordinator is."""
+        return os.getpid()
+
+
+def test_a_coordinator_that_cannot_begin_again_ends_the_launch_at_once_with_the_cause(
+    cluster: Any, tmp_path: Path
+) -> None:
+    handle: Any = ray.remote(NeverAgain).options(max_restarts=-1, num_cpus=0).remote(str(tmp_path))
+    sigkill(ray.get(handle.status.remote((-1, -1), 0.0)))
+    driver = supervisor.Supervisor(SPEC, handle, tuple, lambda status: None)
+    cause = "could not begin: orchestrator.errors.FencedError: another launch has .* over,\nso this one ends$"
+    with pytest.raises(ElasticError, match=cause):
+        driver.run()

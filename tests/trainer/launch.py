@@ -156,6 +156,10 @@ class Launch:
         """Runs a call of the coordinator."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
 
+    def ask(self, method: str, *arguments: Any) -> Future[Any]:
+        """A call of the coordinator that lives now; waits for nothing."""
+        return asyncio.run_coroutine_threadsafe(getattr(self.coordinator, method)(*arguments), self._loop)
+
     def status(self) -> RunStatus:
         return self.run(self.coordinator.status((-1, -1), 0.0))
 

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from orchestrator.records import StateKey
+from orchestrator.records import StateKey, StepRecord
+from tests.elastic.in_process import Driver
 from tests.trainer.launch import SETTINGS, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
 
@@ -157,7 +158,7 @@ def test_when_nobody_is_left_the_next_members_go_on_from_the_newest_point(tmp_pa
     assert_same_training(launch, unbroken)
 
 
-def test_the_coordinators_death_costs_no_step_and_a_stop_is_asked_for_again(tmp_path, unbroken):
+def test_the_coordinators_death_costs_no_step(tmp_path, unbroken):
     plans = {"b": Plan(hold=("step_begin", 4))}
     with members(tmp_path, ["a", "b"], plans) as group:
         launch = group.launch
@@ -168,6 +169,32 @@ def test_the_coordinators_death_costs_no_step_and_a_stop_is_asked_for_again(tmp_
         assert launch.wait_for_end().ended == "done"
     assert [view.attempt for view in launch.views] == [1, 2]
     assert_same_training(launch, unbroken)
+
+
+def test_a_stop_that_died_with_the_coordinator_is_asked_for_again_and_saves_every_step(
+    tmp_path, unbroken, monkeypatch
+):
+    plans = {"b": Plan(hold=("step_begin", 4))}
+    with members(tmp_path, ["a", "b"], plans) as group:
+        launch = group.launch
+        driver = Driver(launch, monkeypatch)
+        launch.wait_for(lambda: launch.held("b") is not None)
+        driver.supervisor.ask_stop()
+        driver.until(lambda status: status.attempt == 1 and status.stopping)
+        launch.restart_coordinator()
+        driver.until(lambda status: status.attempt == 2 and status.stopping)
+        launch.release("b")
+        group.finish()
+        assert driver.ended().ended == "stopped"
+    last = launch.last_point()
+    assert last.key.step < END, "it was stopped before its end"
+    assert {outcome.reason for outcome in launch.outcomes.values()} == {"stopped"}
+    expected = [(r.step, r.loss, r.digest) for r in steps_of(unbroken) if r.step <= last.key.step]
+    assert [(r.step, r.loss, r.digest) for r in steps_of(launch)] == expected
+
+
+def steps_of(launch: Launch) -> list[StepRecord]:
+    return sorted(launch.records.values(), key=lambda record: record.key)
 
 
 def test_the_run_ends_although_a_newcomer_waits_while_the_others_finish(tmp_path, unbroken):

@@ -6,16 +6,20 @@ It knows no pipeline and no packing, so that a training process loads neither.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
+
+if TYPE_CHECKING:
+    from orchestrator.data.feed.feed_notes import FeedNotes
 
 # A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
 AWAY_LIMIT_S = 120.0
@@ -39,6 +43,18 @@ class Reopen:
 
     generation: tuple[int, int]
     reason: str
+
+
+async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
+    """What the feeder of this name has noted (see `Feeder.notes`), for another actor of its launch; None if
+    it is away.
+    """
+    try:
+        feeder = await asyncio.to_thread(ray.get_actor, name)
+        notes: FeedNotes = await feeder.notes.remote(consumed_samples)
+    except (RayError, ValueError):  # the latter: there is no such actor
+        return None
+    return notes
 
 
 class RayFeed:
@@ -131,19 +147,20 @@ class RayFeed:
                 ) from error
 
     def _await_feeder(self, last: RayActorError) -> None:
-        attempts = Retrying(
-            retry=retry_if_exception_type(RayActorError),
-            wait=wait_fixed(_RETRY_S),
-            stop=stop_after_delay(self._away_limit_s),
-            reraise=True,
-        )
-        try:
-            attempts(lambda: ray.get(self._feeder.stats.remote()))
-        except RayActorError:
-            raise FeedError(
-                f"no feeder of launch {self._launch} answered for {self._away_limit_s:.0f} s ({last}); "
-                "start the same command again: it continues from the newest resume point"
-            ) from last
+        """Returns when it answers; `FeedError` where it stays away, or is there and hangs, for too long."""
+        deadline = time.monotonic() + self._away_limit_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            with suppress(GetTimeoutError):
+                try:
+                    ray.get(self._feeder.stats.remote(), timeout=left_s)
+                except RayActorError:
+                    time.sleep(_RETRY_S)
+                else:
+                    return
+        raise FeedError(
+            f"no feeder of launch {self._launch} answered for {self._away_limit_s:.0f} s ({last}); "
+            "start the same command again: it continues from the newest resume point"
+        ) from last
 
 
 def _own(reply: BatchSlice) -> BatchSlice:

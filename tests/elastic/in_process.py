@@ -1,0 +1,102 @@
+"""A coordinator of this process behind a handle like Ray's, for the supervisor: its calls are answered by
+whichever coordinator lives then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from orchestrator.elastic.policy import Limits, NodeFacts
+from orchestrator.elastic.supervisor import Launch, Supervisor
+from orchestrator.records import RunStatus
+from tests.trainer import launch as launches
+
+LIMITS = Limits(
+    start_workers=1,
+    min_workers=1,
+    max_workers=1,
+    cpus_per_worker=1.0,
+    gpus_per_worker=0.0,
+    num_tokenizers=1,
+    wait_s=600.0,
+    max_failures=3,
+)
+
+SPEC = Launch(
+    name="tiny",
+    train_function=lambda config: None,
+    worker_config={},
+    resources_per_worker={},
+    ray_storage="",
+    limits=LIMITS,
+)
+
+
+class Handle:
+    """`current`: the launch whose coordinator is called."""
+
+    def __init__(self, current: launches.Launch) -> None:
+        self._current = current
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._current.ask(method, *arguments))
+
+
+class Driver:
+    """A supervisor that runs in a thread, on no node; its workers are the test's own."""
+
+    def __init__(
+        self,
+        launch: launches.Launch,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: Callable[[], tuple[NodeFacts, ...]] = tuple,
+    ) -> None:
+        def get(answer: Future[Any], timeout: float) -> Any:
+            return answer.result(timeout)
+
+        monkeypatch.setattr(ray, "get", get)
+        self.said: list[str] = []
+        self._shown: list[RunStatus] = []
+        self._changed = threading.Condition()
+        self.supervisor = Supervisor(SPEC, Handle(launch), nodes, self._show, say=self._say)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._end: Future[RunStatus] = Future()
+        self._thread.start()
+
+    def until(self, what: Callable[[RunStatus], bool]) -> None:
+        """Waits until it has shown such a status."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: any(map(what, self._shown)), launches.WAIT_S)
+        assert found, self._shown[-1:]
+
+    def until_said(self, text: str) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: any(text in s for s in self.said), launches.WAIT_S)
+        assert found, self.said
+
+    def ended(self) -> RunStatus:
+        """What `run` returned, or raised."""
+        return self._end.result(launches.WAIT_S)
+
+    def _run(self) -> None:
+        try:
+            self._end.set_result(self.supervisor.run())
+        except BaseException as error:  # noqa: BLE001  the test hears of it
+            self._end.set_exception(error)
+
+    def _show(self, status: RunStatus) -> None:
+        with self._changed:
+            self._shown.append(status)
+            self._changed.notify_all()
+
+    def _say(self, text: str) -> None:
+        with self._changed:
+            self.said.append(text)
+            self._changed.notify_all()

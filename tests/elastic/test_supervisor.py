@@ -1,0 +1,106 @@
+"""The supervisor over the real coordinator, in one process: what it asks for again, and what it does not wait
+for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.elastic import supervisor as module
+from orchestrator.elastic.asked import Asked
+from orchestrator.elastic.policy import NodeFacts
+from orchestrator.errors import ElasticError
+from tests.coordinator.test_actor import JOIN
+from tests.elastic.in_process import Driver
+from tests.trainer.launch import LAUNCH, WAIT_S, Launch
+
+
+def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch)
+    launch.ask("join", replace(JOIN, launch=LAUNCH))
+    driver.until(lambda status: status.world_size == 1)
+    driver.supervisor.ask_stop()
+    driver.until(lambda status: status.attempt == 1 and status.stopping)
+    launch.restart_coordinator()
+    driver.until(lambda status: status.attempt == 2 and status.stopping)
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    assert driver.ended().ended == "stopped"
+    wishes = [event.attempt for event in launch.journal().events if event.kind == "wish"]
+    assert wishes.count(2) == 1, "the first one's may not have been durable; the second was told once"
+
+
+class Nodes:
+    """A GCS that answers once, and then only when it is thawed."""
+
+    def __init__(self, answers: int) -> None:
+        self.thawed = threading.Event()
+        self._answers = answers
+
+    def __call__(self) -> tuple[NodeFacts, ...]:
+        self._answers -= 1
+        if self._answers < 0:
+            self.thawed.wait(WAIT_S)
+        return ()
+
+
+def test_while_the_gcs_stands_still_a_stop_is_heard_and_the_silence_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NODES_SILENT_S", 0.2)
+    launch, nodes = Launch(tmp_path, 1), Nodes(1)
+    driver = Driver(launch, monkeypatch, nodes)
+    try:
+        driver.until_said("the cluster's GCS has not answered for")
+        driver.supervisor.ask_stop()
+        driver.until(lambda status: status.stopping)
+        nodes.thawed.set()
+        driver.until_said("the cluster's GCS answers again")
+    finally:
+        nodes.thawed.set()
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    assert driver.ended().ended == "stopped"
+    assert len(driver.said) == 2, driver.said
+
+
+def test_a_gcs_that_never_says_which_nodes_there_are_ends_the_launch_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_NODES_S", 0.2)
+    nodes = Nodes(0)
+    driver = Driver(Launch(tmp_path, 1), monkeypatch, nodes)
+    try:
+        with pytest.raises(ElasticError, match="did not say for 0 s which nodes there are"):
+            driver.ended()
+    finally:
+        nodes.thawed.set()
+
+
+def test_a_signal_is_heeded_while_an_answer_is_waited_for() -> None:
+    heard = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    try:
+        asked = Asked(lambda: os.kill(os.getpid(), signal.SIGUSR1) or heard.wait(WAIT_S))
+        assert asked.ask()
+        assert not asked.ask(), "one question at a time"
+        assert asked.answer(WAIT_S) is True
+        assert asked.answer() is None, "each answer once"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_a_question_raises_is_raised_to_who_asked() -> None:
+    asked = Asked(lambda: {}["missing"])
+    asked.ask()
+    with pytest.raises(KeyError):
+        asked.answer(WAIT_S)
+    assert asked.ask(), "and it may be asked again"
+    assert asked.unanswered_s >= 0.0

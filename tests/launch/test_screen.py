@@ -1,0 +1,130 @@
+"""Whoever reads what a launch shows goes away: lines are lost, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.launch import start as starting
+from orchestrator.launch.progress import Progress
+from orchestrator.launch.screen import let_go
+from tests.elastic.test_stall import status
+
+# The command, with a run that lasts until SIGINT has asked it to stop. `go`: this end of a pipe says when the
+# readers of stdout and stderr have gone.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import orchestrator.launch.api as api
+from orchestrator.cli import commands as cli
+from orchestrator.launch import start as starting
+from orchestrator.launch.progress import Progress
+
+def train(config, overrides):
+    stopped = []
+    with Progress.shown(1.0) as progress:
+        progress.begin(Path(sys.argv[1]), 3, 2, None)
+        with starting.stop_on_signals(lambda: stopped.append(1), progress.say):
+            progress.say("training")
+            sys.stdin.read()
+            progress.say("a line that nobody reads")
+            os.kill(os.getpid(), signal.SIGINT)
+        progress.note(f"asked to stop: {bool(stopped)}")
+    return api.RunResult(
+        outcome=sys.argv[2], reason="", run_uri="runs/r", attempt=3, step=8, consumed_samples=64,
+        consumed_tokens=64, loss=0.5, point=None, seconds=1.0,
+    )
+
+api.train = train
+cli.main(["train", "job.yaml", "--json"])
+"""
+
+
+def log_of(folder: Path) -> str:
+    (file,) = (folder / "logs").iterdir()
+    return file.read_text()
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("stopped", 0), ("failed", 1)])
+@pytest.mark.parametrize("gone", ["both", "stderr", "stdout"])
+def test_a_reader_that_is_gone_when_ctrl_c_comes_costs_neither_the_stop_nor_the_exit_code(
+    tmp_path: Path, gone: str, outcome: str, code: int
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), outcome]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as ended:
+        assert ended.stdin
+        assert ended.stdout
+        assert ended.stderr
+        assert "training" in ended.stderr.readline()
+        for name in ("stdout", "stderr") if gone == "both" else (gone,):
+            getattr(ended, name).close()
+        ended.stdin.close()
+        shown = "" if ended.stdout.closed else ended.stdout.read()
+        said = "" if ended.stderr.closed else ended.stderr.read()
+    assert ended.returncode == code, said
+    kept = log_of(tmp_path)
+    assert "a line that nobody reads" in kept
+    assert "SIGINT: saving and stopping" in kept
+    assert "asked to stop: True" in kept
+    if gone == "stderr":
+        assert json.loads(shown)["outcome"] == outcome
+    if gone == "stdout":
+        assert "cannot write the result to stdout" in said
+        assert "Traceback" not in said
+
+
+def test_a_terminal_that_is_closed_costs_lines_and_the_log_file_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, slave = pty.openpty()
+    terminal = open(slave, "w", encoding="utf-8")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress.shown(0.0) as progress:
+        assert progress._live is not None, "it is a terminal"
+        progress.begin(tmp_path, 3, 2, 16)
+        progress.say("seen")
+        os.close(master)
+        progress.say("not seen")
+        progress.show(status(7))
+    monkeypatch.undo()
+    let_go(terminal)
+    terminal.close()
+    kept = log_of(tmp_path)
+    assert "not seen" in kept
+    assert "step 7/16" in kept
+
+
+def test_without_a_standard_error_a_launch_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in (None, open(os.devnull, "w", encoding="utf-8")):  # noqa: SIM115
+        if stream is not None:
+            stream.close()
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress.shown(0.0) as progress:
+            progress.begin(tmp_path, 3, 2, None)
+            progress.say("one")
+        monkeypatch.undo()
+    assert log_of(tmp_path).count("one") == 2
+
+
+def test_a_signal_asks_for_the_stop_before_it_says_so() -> None:
+    done: list[str] = []
+    with starting.stop_on_signals(lambda: done.append("stop"), lambda text: done.append("say")):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert done == ["stop", "say"]
+
+
+def test_a_command_that_was_started_without_standard_streams_has_the_exit_code_of_its_run(
+    tmp_path: Path,
+) -> None:
+    line = f'exec "{sys.executable}" -c "$0" "$1" stopped </dev/null >&- 2>&-'
+    ended = subprocess.run(["sh", "-c", line, PROGRAM, str(tmp_path)], check=False)
+    assert ended.returncode == 0
+    assert "asked to stop: True" in log_of(tmp_path)
