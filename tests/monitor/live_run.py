@@ -18,12 +18,12 @@ from orchestrator.coordinator.attempt import Attempt, begin_launch, continue_lau
 from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault
 from orchestrator.history.claim_files import RESUME, REWIND, START
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
 from orchestrator.records import StateKey
 from orchestrator.resume.commit_events import DeletePoints, WriteCommit
-from orchestrator.resume.fates import DELETING
 from orchestrator.resume.retention import to_delete
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter, note_committed
@@ -209,7 +209,7 @@ class LiveRun:
     def die_while_deleting(self, by: Coordinator) -> None:
         """A kill in the middle of a deletion: COMMIT is gone, the rest is not."""
         name = by.points[0]
-        by.journal.event(DELETING, points=[name])
+        by.journal.event(EventKind.DELETING_POINTS, points=[name])
         by.journal.flush()
         self.store.storage.delete(point_path(name, "COMMIT"))
         by.points.remove(name)

@@ -12,6 +12,7 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.coordinator.attempt import LOOKS
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
@@ -123,7 +124,7 @@ def test_a_damaged_point_whose_deletion_was_announced_but_not_begun_is_still_dam
     disk: ModelDisk, live: LiveRun
 ) -> None:
     first = live.on_lineage[0]
-    live.live.journal.event("deleting points", points=[first])
+    live.live.journal.event(EventKind.DELETING_POINTS, points=[first])
     live.live.journal.flush()
     live.store.storage.delete(f"points/{first}/cursor.json")
     with reader(disk, lambda call, path: None) as (run, _):
