@@ -6,9 +6,11 @@ It decides nothing: the facts go to `elastic.policy`. It shuts down only what it
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _CONNECT_S = 5.0
+SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
+_KILLED_S = 2.0  # and what is left of that, when its processes are killed
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
 # is started, so they hold for a cluster that we start ourselves; the README gives them for others.
 _HEALTH = {
@@ -111,11 +115,9 @@ class ClusterConnection:
             )
 
     def close(self) -> None:
-        """Disconnects; a Ray that was started here ends."""
-        import ray
-
+        """Disconnects, within about `SHUTDOWN_S`; a Ray that was started here ends."""
         if self.started:
-            ray.shutdown()
+            _shut_down()
         if self._heard is not None:
             self._heard.end()
 
@@ -124,6 +126,23 @@ class ClusterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _shut_down() -> None:
+    """`ray.shutdown`, which waits as long as the cluster's GCS stands still: where it takes too long, a Ray
+    of our own is killed, and another one is left without a word.
+    """
+    import ray
+    from ray._private import worker
+
+    ending = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
+    ending.start()
+    ending.join(SHUTDOWN_S)
+    if ending.is_alive() and (node := worker._global_node) is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        ending.join(_KILLED_S)
+    if ending.is_alive():
+        atexit.unregister(worker.shutdown)  # it would wait at the interpreter's exit
 
 
 class _RayHeard(logging.Handler):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,23 @@ def test_a_ray_of_our_own_has_no_process_without_use_and_the_next_one_is_rays_ag
         assert ray.get(ray.remote(lambda: 7).remote()) == 7
     assert [getattr(Node, name) for name in UNUSED] == rays_own
     assert not ray.is_initialized()
+
+
+FROZEN = """
+import os, signal, sys
+from ray._private import worker
+from orchestrator.cluster import connection
+from orchestrator.config.schema import load_config
+
+connection.SHUTDOWN_S = 3.0
+with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
+    (gcs,) = worker._global_node.all_processes["gcs_server"]
+    os.kill(gcs.process.pid, signal.SIGSTOP)
+sys.exit(7)
+"""
+
+
+def test_a_gcs_that_stands_still_does_not_keep_a_launch_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = [sys.executable, "-c", FROZEN, str(QUICKSTART)]
+    assert subprocess.run(line, check=False, timeout=120).returncode == 7

@@ -10,6 +10,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -45,12 +46,18 @@ class Reopen:
     reason: str
 
 
+@cache
+def _named(name: str) -> Any:
+    """Asked for once: the GCS, which knows it, may stand still later."""
+    return ray.get_actor(name)
+
+
 async def notes_of(name: str, consumed_samples: int) -> FeedNotes | None:
     """What the feeder of this name has noted (see `Feeder.notes`), for another actor of its launch; None if
     it is away.
     """
     try:
-        feeder = await asyncio.to_thread(ray.get_actor, name)
+        feeder = await asyncio.to_thread(_named, name)
         notes: FeedNotes = await feeder.notes.remote(consumed_samples)
     except (RayError, ValueError):  # the latter: there is no such actor
         return None
