@@ -374,9 +374,8 @@ class Coordinator:
     async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
         try:
             await loop
-        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
-            reason = f"the coordinator failed: {type(error).__name__}: {error}"
-            await self._do(self._launch.end("failed", reason))
+        except Exception as error:  # noqa: BLE001  see `broken`
+            await self.broken(error)
 
     async def _notify(self) -> None:
         self._version += 1
@@ -560,10 +559,18 @@ class Coordinator:
         self._end_is_written = True
 
     # ------------------------------------------------------------ what the commits tell
-    async def committed(self, point: Point) -> None:
-        """See `CommitListener`: members may be told to load it."""
-        self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+    async def committed(self, point: Point, newest: bool) -> None:
+        """See `CommitListener`: members may be told to load the newest one."""
+        self._launch.save_worked()
+        if newest:
+            self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
         await self._notify()
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        await self.warned(text)
+        if by_storage:
+            await self._do(self._launch.save_failed(text, time.monotonic()))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""
@@ -573,6 +580,11 @@ class Coordinator:
     async def fenced(self, reason: str) -> None:
         """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
         await self._do(self._launch.fence(reason))
+
+    async def broken(self, error: Exception) -> None:
+        """See `CommitListener`: whatever it is, the run must end with its reason instead of hanging."""
+        reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        await self._do(self._launch.end("failed", reason))
 
 
 def _text(key: StateKey | None) -> str:

@@ -38,6 +38,7 @@ GENERATION = 1  # the only one of the attempt
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+SETTLE_LIMIT_S = STORAGE_LIMIT_S  # how long a run that is over waits for older points to be read or deleted
 
 
 class RankZeroRecorder:
@@ -73,7 +74,7 @@ class RankZeroRecorder:
             store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
         )
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
-        self._trouble = StorageTrouble()
+        self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -224,7 +225,11 @@ class RankZeroRecorder:
                 await self._commits.tell(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
-            await self._commits.settle()
+            if not await self._commits.settle(SETTLE_LIMIT_S):
+                self._say(
+                    f"warning: storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "
+                    "the run ends without waiting for it. Nothing that was committed is lost"
+                )
         except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
             self._fail(error)
         if self._voting:
@@ -267,8 +272,18 @@ class RankZeroRecorder:
         self._failed.set()
 
     # ---------------------------------------------------------------------- what the commits tell
-    async def committed(self, point: Point) -> None:
+    async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: the next status says so."""
+        self._saving.worked()
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """See `CommitListener`. Saves that go on failing beyond the limit of storage end the group."""
+        await self.warned(text)
+        if by_storage:
+            now = time.monotonic()
+            self._saving.failed(text, now)
+            if reason := self._saving.verdict(now):
+                self._fail(StorageError(reason))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`."""
@@ -277,3 +292,7 @@ class RankZeroRecorder:
     async def fenced(self, reason: str) -> None:
         """See `CommitListener`: the attempt ends, and writes nothing more."""
         self._fail(FencedError(reason))
+
+    async def broken(self, error: Exception) -> None:
+        """See `CommitListener`."""
+        self._fail(error)

@@ -32,6 +32,8 @@ from orchestrator.records import (
     RunStatus,
     StillWaiting,
 )
+from orchestrator.resume.commit_events import DeletePoints
+from orchestrator.resume.fates import COMMITTED
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -150,6 +152,85 @@ def test_a_save_that_is_given_up_is_told_once_to_the_user(
     progress.show(first)
     progress.show(second)
     assert capsys.readouterr().err.count(f"warning: the save of {name} was given up: ") == 1
+
+
+def test_a_save_that_is_given_up_is_told_once_however_many_ranks_vote_for_it_afterwards(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=8, max_workers=8)
+        joins = (actor.join(replace(JOIN, member=f"m{n}", port=n + 1)) for n in range(8))
+        await asyncio.gather(*joins)
+        await actor.save_failed(LAUNCH, key(1), 0, 8, "No space left on device")
+        for rank in range(1, 8):
+            vote = write_vote(store.storage, key(1), rank=rank, world_size=8)
+            assert await actor.vote(LAUNCH, vote) is False
+        assert len((await status(actor)).warnings) == 1
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    kinds = [event.kind for event in read_journal(store.storage).events]
+    assert kinds.count("save given up") == 1
+
+
+def test_a_commit_that_a_newer_one_overtook_is_journalled_too(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        votes = [write_vote(store.storage, key(step), rank) for step in (1, 2) for rank in (0, 1)]
+        slow = asyncio.create_task(actor.vote(LAUNCH, votes[0]))
+        assert await asyncio.gather(*(actor.vote(LAUNCH, vote) for vote in votes[2:])) == [True, True]
+        assert await asyncio.gather(slow, actor.vote(LAUNCH, votes[1])) == [True, True]
+        assert (await status(actor)).newest_point == key(2).point_name
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    events = [event for event in read_journal(store.storage).events if event.kind == COMMITTED]
+    assert [event.fields["point"] for event in events] == [key(2).point_name, key(1).point_name]
+
+
+class BuggyDisk(OsDisk):
+    """While `broken`, what it is asked to write ends with an error that no storage raises."""
+
+    broken = False
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if self.broken:
+            raise RuntimeError("not foreseen")
+        return super().write(handle, data)
+
+
+def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobody_waiting(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the save's flush is to meet it
+    disk = BuggyDisk()
+    buggy = RunStore(Storage(store.storage.root, disk, no_sleep))
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store), buggy)
+        await actor.join(JOIN)
+        await until(actor, first_flush)
+        vote = write_vote(store.storage, key(1), rank=0, world_size=1)
+        disk.broken = True
+        assert await actor.vote(LAUNCH, vote) is False
+        assert any(
+            "FlushJournal failed: RuntimeError: not foreseen" in w for w in (await status(actor)).warnings
+        )
+        actor._commits._in_background(actor._commits._perform_aside(DeletePoints(names=("p",))))
+        assert await actor._commits.settle(LIMIT_S)
+        assert any("DeletePoints failed: RuntimeError" in w for w in (await status(actor)).warnings)
+        disk.broken = False
+        vote = write_vote(store.storage, key(2), rank=0, world_size=1)
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
+        assert await actor.vote(LAUNCH, vote) is True
+        await actor.end("stopped", "enough")
+
+    async def first_flush(actor: Coordinator) -> bool:
+        return (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == 0
+
+    run(launch)
+    assert [r.step for r in read_journal(store.storage).records] == [1, 2]
 
 
 class FailingDisk(OsDisk):
