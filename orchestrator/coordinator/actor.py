@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from orchestrator.cluster.ray_state import ray_says
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
 from orchestrator.coordinator.launch_machine import (
     Action,
     Answer,
@@ -71,7 +71,7 @@ LIVENESS_EVERY_S = 0.05
 # an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
 # coordinator that is frozen from one that waits
 ANSWER_S = 10.0
-END_WRITTEN_S = 15.0  # how long the end of a run may take to be written down
+END_WRITTEN_S = 15.0  # how long each of the two documents that say how a run ended is tried to be written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,29 +96,37 @@ class CoordinatorStart:
 
 
 class Coordinator:
-    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another
-    launch is refused.
+    """One attempt's coordinator; lives in a `coordinator.process.CoordinatorProcess`. Every call carries the
+    launch id; one of another launch is refused.
 
     A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
-    meet again at their next step boundary (membership rules 8 and 10).
+    meet again at their next step boundary (membership rules 8 and 10). Where the launch had ended before, it
+    writes nothing, and only answers.
     """
 
     def __init__(
-        self, start: CoordinatorStart, why_dead: Callable[[MemberInfo], str | None] | None = None
+        self,
+        start: CoordinatorStart,
+        why_dead: Callable[[MemberInfo], str | None] | None = None,
+        store: RunStore | None = None,
+        claimed: set[int] | None = None,
     ) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
         has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
-        default Ray does.
+        default Ray does. `store`: that of `start.storage`. `claimed`: see `mine` of `continue_launch`.
+
+        Waits for storage. Raises `StorageError`, after which another one may be made, and `FencedError`.
         """
         self._start, self._fault = start, hook(start.fault_plan)
         self._why_dead = why_dead or ray_says
-        self._store = RunStore(Storage(start.storage))
+        self._store = store or RunStore(Storage(start.storage))
         attempt = self._attempt = continue_launch(
-            self._store, start.attempt, socket.gethostname(), self._fault
+            self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
         self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
-        note_beginning(self._journal, attempt, start.flat_config)
-        self._journal.flush()
+        if attempt.ended is None:
+            note_beginning(self._journal, attempt, start.flat_config)
+            self._journal.flush()
         self._heartbeat = self._store.heartbeat(attempt.number)
         point = attempt.point
         rendezvous = Rendezvous(
@@ -243,7 +251,7 @@ class Coordinator:
         was given up, `StillWaiting` after a while: it asks again.
         """
         self._check(launch)
-        if vote.key.attempt != self._attempt.number:
+        if vote.key.attempt != self._attempt.number or self._attempt.ended is not None:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
         self._launch.voted()
@@ -263,7 +271,7 @@ class Coordinator:
         """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
-        if await self._flush(ANSWER_S) or self._launch.ended is not None:
+        if self._launch.ended is not None or await self._flush(ANSWER_S):
             return None
         await asyncio.sleep(FLUSH_EVERY_S)
         return StillWaiting()
@@ -368,7 +376,8 @@ class Coordinator:
     def _ensure_running(self) -> None:
         """The first call starts the loops: a restarted actor has no caller that would."""
         if not self._tasks:
-            loops = (self._act, self._watch_members, self._keep_journal, self._beat)
+            writing = () if self._attempt.ended is not None else (self._keep_journal, self._beat)
+            loops = (self._act, self._watch_members, *writing)
             self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop())) for loop in loops]
 
     async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
@@ -549,14 +558,23 @@ class Coordinator:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _write_end(self, action: End) -> None:
-        self._journal.event("end", outcome=action.outcome, reason=action.reason)
-        # where storage is what failed, the reason says so, and the end stays unsaid
-        with suppress(StorageError):
-            await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
-            number, run_id = self._attempt.number, self._attempt.run_id
-            write = partial(self._store.write_end, number, action.outcome, action.reason, run_id)
-            await self._commits.on_disk(write, END_WRITTEN_S)
-        self._end_is_written = True
+        write = partial(
+            write_down_end,
+            self._store,
+            self._journal,
+            self._attempt,
+            action.outcome,
+            action.reason,
+            END_WRITTEN_S,
+        )
+        try:
+            await self._commits.on_disk(write, 2 * END_WRITTEN_S)
+        except StorageError as error:
+            await self.warned(
+                f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
+            )
+        finally:
+            self._end_is_written = True  # as far as it can be: the driver ends
 
     # ------------------------------------------------------------ what the commits tell
     async def committed(self, point: Point, newest: bool) -> None:

@@ -15,8 +15,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
@@ -169,7 +170,7 @@ def _start_coordinator(
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
     )
-    return ray.remote(Coordinator).options(**options).remote(start)
+    return ray.remote(CoordinatorProcess).options(**options).remote(start)
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:

@@ -179,7 +179,7 @@ class Commits:
 
     async def _perform_aside(self, action: StoreAction) -> None:
         try:
-            answer = await _in_thread(partial(self._committer.perform, action))
+            answer = await in_daemon_thread(partial(self._committer.perform, action))
         except Exception as error:  # noqa: BLE001  the machine waits for an answer
             answer = await self._failed(action, error)
         for damage in self._committer.take_damages():
@@ -220,7 +220,7 @@ class Commits:
         await self._listener.committed(point, newest)
 
 
-def _in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
     """`work` in a daemon thread of its own: where storage hangs, the process can end nevertheless."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()

@@ -56,6 +56,12 @@ def coordinator(
     store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
 ) -> Coordinator:
     """Of a launch with one worker, if not said otherwise; no member is ever known to be dead."""
+    return Coordinator(what_it_needs(store, min_workers, max_workers, limit_s), lambda info: None)
+
+
+def what_it_needs(
+    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
+) -> CoordinatorStart:
     attempt = Attempt(
         number=1,
         launch=LAUNCH,
@@ -66,23 +72,20 @@ def coordinator(
         budgets=Budgets(),
         encoders=(),
     )
-    return Coordinator(
-        CoordinatorStart(
-            attempt=attempt,
-            storage=store.storage.root,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            expected=max_workers,
-            max_failures=3,
-            keep_latest=3,
-            run="tiny",
-            global_batch_size=8,
-            seq_len=32,
-            flat_config=CONFIG,
-            rng={"rule": "none"},
-            storage_limit_s=limit_s,
-        ),
-        lambda info: None,
+    return CoordinatorStart(
+        attempt=attempt,
+        storage=store.storage.root,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        expected=max_workers,
+        max_failures=3,
+        keep_latest=3,
+        run="tiny",
+        global_batch_size=8,
+        seq_len=32,
+        flat_config=CONFIG,
+        rng={"rule": "none"},
+        storage_limit_s=limit_s,
     )
 
 
@@ -346,6 +349,53 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
         run(launch)
     finally:
         coordinator_module.END_WRITTEN_S = before
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    monkeypatch.setattr(coordinator_module, "END_WRITTEN_S", 1.0 if lasts else 15.0)
+
+    class JournalFails(OsDisk):
+        """While `times` are left, no sync of a journal's segment works."""
+
+        times = 0
+
+        def __init__(self) -> None:
+            self.journal = set[int]()
+
+        def create(self, path: str) -> int:
+            handle = super().create(path)
+            self.journal.discard(handle)
+            if "/journal/" in path:
+                self.journal.add(handle)
+            return handle
+
+        def fsync(self, handle: int) -> None:
+            if self.times and handle in self.journal:
+                self.times -= 1
+                raise OSError(errno.EIO, "Input/output error")
+            super().fsync(handle)
+
+    disk = JournalFails()
+    failing = RunStore(Storage(store.storage.root, disk, no_sleep))
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store), failing)
+        await actor.join(JOIN)
+        disk.times = 10**9 if lasts else 1
+        await actor.end("done", "done at step 10")
+        assert (await status(actor)).ended == "done"
+        told = (await status(actor)).warnings
+        assert any("the end of the run could not be written down" in warning for warning in told) == lasts
+
+    run(launch)
+    end = store.read_end(1)
+    assert end is not None
+    assert (end.outcome, end.reason) == ("done", "done at step 10")
+    if not lasts:
+        assert read_journal(store.storage).events[-1].kind == "end"
 
 
 def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: RunStore) -> None:
