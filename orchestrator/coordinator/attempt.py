@@ -9,7 +9,7 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -315,19 +315,27 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
 
 
 def write_down_end(
-    store: RunStore, journal: JournalWriter, attempt: Attempt, outcome: str, reason: str, limit_s: float
+    store: RunStore,
+    journal: JournalWriter,
+    attempt: Attempt,
+    outcome: str,
+    reason: str,
+    limit_s: float,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Journals the end and writes the end record. Each is tried again for `limit_s`, and the record, from
-    which others see at once that nobody is at work, waits for the journal no longer. Raises `StorageError`.
+    which others see at once that nobody is at work, waits for the journal no longer. `tell` hears of what
+    is tried again. Raises `StorageError`.
     """
     journal.event("end", outcome=outcome, reason=reason)
     try:
-        until_storage_works(journal.flush, limit_s, "Training is over")
+        until_storage_works(journal.flush, limit_s, "Training is over", tell)
     finally:
         until_storage_works(
             lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id),
             limit_s,
             "Training is over",
+            tell,
         )
 
 
