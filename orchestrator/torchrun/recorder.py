@@ -39,7 +39,7 @@ FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
-SETTLE_LIMIT_S = STORAGE_LIMIT_S  # how long a run that is over waits for older points to be read or deleted
+SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
 
 
 class RankZeroRecorder:

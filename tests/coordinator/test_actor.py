@@ -356,6 +356,7 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
     monkeypatch.setattr(coordinator_module, "END_WRITTEN_S", 1.0 if lasts else 15.0)
+    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the end's flush is to meet it
 
     class JournalFails(OsDisk):
         """While `times` are left, no sync of a journal's segment works."""
@@ -396,6 +397,27 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     assert (end.outcome, end.reason) == ("done", "done at step 10")
     if not lasts:
         assert read_journal(store.storage).events[-1].kind == "end"
+
+
+def test_saves_that_fail_for_longer_than_the_limit_end_the_run_although_the_journal_works(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, limit_s=0.2)
+        await actor.join(JOIN)
+        step = 0
+        while (found := await status(actor)).ended is None:
+            step += 1
+            await actor.save_failed(LAUNCH, key(step), 0, 1, "No space left on device")
+            await actor.status((found.attempt, found.version), 1.0)
+        assert found.ended == "failed"
+        assert "storage has failed for" in found.reason
+        assert "rank 0 could not save its part: No space left on device" in found.reason
+
+    run(launch)
+    end = store.read_end(1)
+    assert end is not None
+    assert end.outcome == "failed"
 
 
 def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: RunStore) -> None:
