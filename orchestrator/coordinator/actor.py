@@ -271,7 +271,7 @@ class Coordinator:
         """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
-        if self._launch.ended is not None or await self._flush(ANSWER_S):
+        if self._attempt.ended is not None or await self._flush(ANSWER_S) or self._launch.ended is not None:
             return None
         await asyncio.sleep(FLUSH_EVERY_S)
         return StillWaiting()
