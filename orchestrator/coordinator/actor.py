@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_state import ray_says
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes
 from orchestrator.coordinator.launch_machine import (
     Action,
@@ -76,7 +76,7 @@ LIVENESS_EVERY_S = 0.05
 # an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
 # coordinator that is frozen from one that waits
 ANSWER_S = 10.0
-END_WRITTEN_S = 15.0  # how long the end of a run may take to be written down
+END_WRITTEN_S = 15.0  # how long each of the two documents that say how a run ended is tried to be written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +101,12 @@ class CoordinatorStart:
 
 
 class Coordinator:
-    """An async Ray actor (0 CPU, restartable, no retries). Every call carries the launch id; one of another
-    launch is refused.
+    """One attempt's coordinator; lives in a `coordinator.process.CoordinatorProcess`. Every call carries the
+    launch id; one of another launch is refused.
 
     A restarted one claims the next attempt of its launch, adopts nothing half-collected, and has the members
-    meet again at their next step boundary (membership rules 8 and 10).
+    meet again at their next step boundary (membership rules 8 and 10). Where the launch had ended before, it
+    writes nothing, and only answers.
     """
 
     def __init__(
@@ -113,20 +114,26 @@ class Coordinator:
         start: CoordinatorStart,
         why_dead: Callable[[MemberInfo], str | None] | None = None,
         feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None = None,
+        store: RunStore | None = None,
+        claimed: set[int] | None = None,
     ) -> None:
         """Takes up the attempt, or claims the next one when this process is a restarted one (then the attempt
         has a journal already). `why_dead` says how the process of a member ended that is surely gone; by
-        default Ray does. `feeder_notes` asks the launch's feeder; see `FeederNotes`.
+        default Ray does. `feeder_notes` asks the launch's feeder; see `FeederNotes`. `store`: that of
+        `start.storage`. `claimed`: see `mine` of `continue_launch`.
+
+        Waits for storage. Raises `StorageError`, after which another one may be made, and `FencedError`.
         """
         self._start, self._fault = start, hook(start.fault_plan)
         self._why_dead = why_dead or ray_says
-        self._store = RunStore(Storage(start.storage))
+        self._store = store or RunStore(Storage(start.storage))
         attempt = self._attempt = continue_launch(
-            self._store, start.attempt, socket.gethostname(), self._fault
+            self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
         self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
-        note_beginning(self._journal, attempt, start.flat_config)
-        self._journal.flush()
+        if attempt.ended is None:
+            note_beginning(self._journal, attempt, start.flat_config)
+            self._journal.flush()
         self._feeder_notes = FeederNotes(feeder_notes, self._journal)
         self._heartbeat = self._store.heartbeat(attempt.number)
         point = attempt.point
@@ -252,7 +259,7 @@ class Coordinator:
         was given up, `StillWaiting` after a while: it asks again.
         """
         self._check(launch)
-        if vote.key.attempt != self._attempt.number:
+        if vote.key.attempt != self._attempt.number or self._attempt.ended is not None:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
         self._launch.voted()
@@ -272,7 +279,7 @@ class Coordinator:
         """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
-        if await self._flush(ANSWER_S) or self._launch.ended is not None:
+        if self._attempt.ended is not None or await self._flush(ANSWER_S) or self._launch.ended is not None:
             return None
         await asyncio.sleep(FLUSH_EVERY_S)
         return StillWaiting()
@@ -365,15 +372,15 @@ class Coordinator:
     def _ensure_running(self) -> None:
         """The first call starts the loops: a restarted actor has no caller that would."""
         if not self._tasks:
-            loops = (self._act, self._watch_members, self._keep_journal, self._beat)
+            writing = () if self._attempt.ended is not None else (self._keep_journal, self._beat)
+            loops = (self._act, self._watch_members, *writing)
             self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop())) for loop in loops]
 
     async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
         try:
             await loop
-        except Exception as error:  # noqa: BLE001  whatever it is, the run must end with its reason instead of hanging
-            reason = f"the coordinator failed: {type(error).__name__}: {error}"
-            await self._do(self._launch.end("failed", reason))
+        except Exception as error:  # noqa: BLE001  see `broken`
+            await self.broken(error)
 
     async def _notify(self) -> None:
         self._version += 1
@@ -550,21 +557,38 @@ class Coordinator:
         newest = self._commits.newest
         if not await self._feeder_notes.last(newest.cursor.consumed_samples if newest else 0):
             await self.warned(NOT_SAID)
-        self._journal.event(EventKind.END, outcome=action.outcome, reason=action.reason)
-        # where storage is what failed, the reason says so, and the end stays unsaid
-        with suppress(StorageError):
-            await self._commits.on_disk(self._journal.flush, END_WRITTEN_S)
-            number, run_id = self._attempt.number, self._attempt.run_id
-            write = partial(self._store.write_end, number, action.outcome, action.reason, run_id)
-            await self._commits.on_disk(write, END_WRITTEN_S)
-        self._end_is_written = True
+        write = partial(
+            write_down_end,
+            self._store,
+            self._journal,
+            self._attempt,
+            action.outcome,
+            action.reason,
+            END_WRITTEN_S,
+        )
+        try:
+            await self._commits.on_disk(write, 2 * END_WRITTEN_S)
+        except StorageError as error:
+            await self.warned(
+                f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
+            )
+        finally:
+            self._end_is_written = True  # as far as it can be: the driver ends
 
     # ------------------------------------------------------------ what the commits report
-    async def committed(self, point: Point) -> None:
-        """See `CommitListener`: members may be given it to load."""
-        self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
-        self._feeder_notes.soon(point.cursor.consumed_samples)
+    async def committed(self, point: Point, newest: bool) -> None:
+        """See `CommitListener`: members may be given the newest one to load."""
+        self._launch.save_worked()
+        if newest:
+            self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+            self._feeder_notes.soon(point.cursor.consumed_samples)
         await self._notify()
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        await self.warned(text)
+        if by_storage:
+            await self._do(self._launch.save_failed(text, time.monotonic()))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""
@@ -574,6 +598,11 @@ class Coordinator:
     async def fenced(self, reason: str) -> None:
         """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
         await self._do(self._launch.fence(reason))
+
+    async def broken(self, error: Exception) -> None:
+        """See `CommitListener`: whatever it is, the run must end with its reason instead of hanging."""
+        reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        await self._do(self._launch.end("failed", reason))
 
 
 def _text(key: StateKey | None) -> str:

@@ -9,7 +9,7 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
+from orchestrator.elastic.storage_trouble import until_storage_works
 from orchestrator.errors import (
     DataIdentityError,
     FencedError,
@@ -366,14 +367,44 @@ def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str
             journal.event(EventKind.LEFTOVER_REMOVED, point=left.point)
 
 
-def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) -> Attempt:
+def write_down_end(
+    store: RunStore,
+    journal: JournalWriter,
+    attempt: Attempt,
+    outcome: str,
+    reason: str,
+    limit_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Journals the end and writes the end record. Each is tried again for `limit_s`, and the record, from
+    which others see at once that nobody is at work, waits for the journal no longer. `tell` hears of what
+    is tried again. Raises `StorageError`.
+    """
+    journal.event(EventKind.END, outcome=outcome, reason=reason)
+    try:
+        until_storage_works(journal.flush, limit_s, "Training is over", tell)
+    finally:
+        until_storage_works(
+            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id),
+            limit_s,
+            "Training is over",
+            tell,
+        )
+
+
+def continue_launch(
+    store: RunStore, first: Attempt, host: str, faults: Hook, mine: set[int] | None = None
+) -> Attempt:
     """What a coordinator process goes on with: `first` as the driver claimed it, or the next attempt if this
     process is a restarted one.
 
     It is a restarted one if the launch's newest attempt has a journal: that is the first thing a coordinator
     writes. Leftovers stay until the next start command, for members that live may still be writing into them.
+    `mine` are the numbers that this process has claimed, and gets the one that it claims: after a
+    `StorageError` it may be called again, and goes on with the claim that it made.
     Raises `FencedError` if another launch has taken the run over.
     """
+    mine = set() if mine is None else mine
     newest = store.newest_claim()
     if lost := store.why_not_mine(first.run_id) or ("" if newest else "the claims of this launch are gone"):
         raise FencedError(f"{lost}: {LOST}")
@@ -383,9 +414,12 @@ def continue_launch(store: RunStore, first: Attempt, host: str, faults: Hook) ->
     end = store.read_end(newest.number) if newest.launch == first.launch else None
     if end is not None:
         return replace(first, number=newest.number, why=RESTARTED, ended=(end.outcome, end.reason))
-    number = newest.number + 1
-    store.claim(number, first.launch, RESTARTED, host, first.run_id)
-    faults("claim_made", -1, -1)
+    number = newest.number
+    if number not in mine or store.read_parent(number) or store.storage.list(f"journal/a{number:04d}"):
+        number = newest.number + 1
+        store.claim(number, first.launch, RESTARTED, host, first.run_id)
+        mine.add(number)
+        faults("claim_made", -1, -1)
     seen = survey(store, with_steps=False)  # its members wait for it
     try:
         point, _ = choose_point(store, seen, "latest", fast=True)

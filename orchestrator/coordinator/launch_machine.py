@@ -107,6 +107,7 @@ class LaunchMachine:
         ended: tuple[str, str] | None = None,
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
+        self._saving = trouble.copy()  # of saves, which may fail although the journal does not
         self.infos = {info.member: info for info in infos}
         self.waiting: set[str] = set()  # whose `join` is unanswered
         self.members = tuple(previous)  # of the newest generation that was answered, by rank
@@ -289,6 +290,18 @@ class LaunchMachine:
         """The journal is durable."""
         text = self._trouble.worked()
         return [Warn(text=text)] if text else []
+
+    def save_failed(self, reason: str, now: float) -> list[Action]:
+        """A save was given up because a write failed. Saves that go on failing beyond the limit of storage
+        end the run: what it trains would be lost.
+        """
+        self._saving.failed(reason, now)
+        verdict = self._saving.verdict(now)
+        return self.end("failed", verdict) if verdict else []
+
+    def save_worked(self) -> None:
+        """A save was committed."""
+        self._saving.worked()
 
     # ---- time
     def tick(self, now: float) -> list[Action]:

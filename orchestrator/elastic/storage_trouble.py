@@ -5,6 +5,14 @@ It knows times and reasons; what is tried again meanwhile is its caller's.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from orchestrator.errors import StorageError
+
+Result = TypeVar("Result")
+AGAIN_S = 0.5  # between two tries
 # Training goes on so long without a journal on disk, and a finished run tries so long to save its last state.
 STORAGE_LIMIT_S = 300.0
 
@@ -12,8 +20,9 @@ STORAGE_LIMIT_S = 300.0
 class StorageTrouble:
     """Since when, and why, storage fails. All times are seconds of one monotonic clock."""
 
-    def __init__(self, limit_s: float = STORAGE_LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training goes on") -> None:
+        """`meanwhile`: what the user is told of the run."""
+        self._limit_s, self._meanwhile = limit_s, meanwhile
         self._since: float | None = None
         self._reason = ""
 
@@ -26,7 +35,7 @@ class StorageTrouble:
             return None
         self._since = since
         return (
-            f"{reason}. Training goes on; it is tried again for {self._limit_s:g} s, then the run stops. "
+            f"{reason}. {self._meanwhile}; it is tried again for {self._limit_s:g} s, then the run stops. "
             "Nothing that was committed is lost"
         )
 
@@ -47,6 +56,33 @@ class StorageTrouble:
 
     def copy(self) -> StorageTrouble:
         """An independent copy."""
-        twin = StorageTrouble(self._limit_s)
+        twin = StorageTrouble(self._limit_s, self._meanwhile)
         twin._since, twin._reason = self._since, self._reason
         return twin
+
+
+def until_storage_works(
+    work: Callable[[], Result],
+    limit_s: float,
+    meanwhile: str,
+    tell: Callable[[str], None] = lambda text: None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Result:
+    """What `work` returns, which is tried again while storage fails. Raises the `StorageError` that says for
+    how long it did, once that is `limit_s`; `tell` hears of the first failure, and that storage works again.
+    """
+    trouble = StorageTrouble(limit_s, meanwhile)
+    while True:
+        began = time.monotonic()
+        try:
+            result = work()
+        except StorageError as error:
+            if text := trouble.failed(str(error), began):
+                tell(text)
+            if reason := trouble.verdict(time.monotonic()):
+                raise StorageError(reason) from error
+        else:
+            if text := trouble.worked():
+                tell(text)
+            return result
+        wait(AGAIN_S)

@@ -26,13 +26,15 @@ class Heartbeat:
         self._file: AppendHandle | None = None
 
     def beat(self) -> bool:
-        """One more byte; False if storage did not take it (it may have waited about 2 s for that). The caller
-        beats again after its usual time, and need not report it: the journal fails with the storage.
+        """One more byte, which others see when this returns; False if storage did not take it (it may have
+        waited about 2 s for that). The caller beats again after its usual time, and need not report it: the
+        journal fails with the storage.
         """
         try:
             if self._file is None:
                 self._file = self._open()
             self._file.write(b".")
+            self._file.sync()  # a network file system may keep it for longer than others watch
         except StorageError:
             self._file = None
             return False

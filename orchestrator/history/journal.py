@@ -142,7 +142,7 @@ class JournalWriter:
                 facts, self._pending_facts = self._pending_facts, []
             try:
                 self._write(lines)
-            except StorageError:
+            except BaseException:  # a line that is forgotten leaves a gap, and no command reads past that
                 with self._lock:
                     self._pending = [*lines, *self._pending]
                     self._pending_facts = [*facts, *self._pending_facts]
@@ -176,12 +176,10 @@ class JournalWriter:
             return self._newest_file.why_lost() if self._newest_file else ""
 
     def close(self) -> None:
-        """Flush and close the segment."""
+        """Flush and close the segment. Raises `StorageError`; if only closing failed, all is durable."""
         self.flush()
         with self._disk_lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._close_segment()
 
     # ---------------------------------------------------------------------- inside
     def _append(self, kind: str, fields: dict[str, Any]) -> None:
@@ -208,15 +206,18 @@ class JournalWriter:
                 taken = sum(size < room for size in itertools.islice(sizes, len(lines)))
                 self._file.write(b"".join(lines[:taken]))
                 self._file.sync()
-                del lines[:taken]
                 if self._file.num_bytes >= self._segment_bytes:
-                    self._file.close()
-                    self._file = None
-        except StorageError:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+                    self._close_segment()  # if that fails the lines come again: readers take each once
+                del lines[:taken]
+        except BaseException:
+            with suppress(Exception):  # the first failure is the one to tell
+                self._close_segment()
             raise
+
+    def _close_segment(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _new_segment(self) -> AppendHandle:
         path = f"{FOLDER}/a{self._attempt:04d}/{self._segments + 1:06d}.jsonl"

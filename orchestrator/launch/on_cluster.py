@@ -17,8 +17,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
@@ -184,7 +185,7 @@ def _start_coordinator(
         fault_plan=fault_plan,
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
-    return ray.remote(Coordinator).options(**options).remote(start, None, notes)
+    return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)
 
 
 def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.errors import StorageError
+from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records import StateKey, StillWaiting, Vote
@@ -39,14 +41,22 @@ Result = TypeVar("Result")
 class CommitListener(Protocol):
     """Who hears of it."""
 
-    async def committed(self, point: Point) -> None:
-        """`point` is the newest committed one."""
+    async def committed(self, point: Point, newest: bool) -> None:
+        """`point` is committed; `newest`: there is no newer one."""
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """A save was given up, which the user should hear of. `by_storage`: a write failed, and no member was
+        lost.
+        """
 
     async def warned(self, text: str) -> None:
-        """What the user should hear of: a save that was given up, damage."""
+        """What else the user should hear of: damage."""
 
     async def fenced(self, reason: str) -> None:
         """A newer attempt exists: this one ends."""
+
+    async def broken(self, error: Exception) -> None:
+        """What was done in the background ended with an error of ours; nothing can be relied on any more."""
 
 
 class Commits:
@@ -138,10 +148,12 @@ class Commits:
                 f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
             ) from error
 
-    async def settle(self) -> None:
-        """Returns when all that was begun in the background has come to its end."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+    async def settle(self, limit_s: float) -> bool:
+        """Whether all that was begun in the background has come to its end, within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while self._tasks and time.monotonic() < deadline:
+            await asyncio.wait(set(self._tasks), timeout=deadline - time.monotonic())
+        return not self._tasks
 
     def refuse_all(self) -> None:
         """No vote will be acknowledged any more."""
@@ -150,18 +162,27 @@ class Commits:
                 answer.set_result(False)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self._reporting(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _reporting(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  nobody awaits it, and a voter would be answered never
+            await self._listener.broken(error)
 
     async def _perform(self, action: StoreAction) -> Event | None:
         try:
             return await self.on_disk(partial(self._committer.perform, action))
-        except StorageError as error:
-            return failure(action, error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the save's voters are answered
+            return await self._failed(action, error)
 
     async def _perform_aside(self, action: StoreAction) -> None:
-        answer = await asyncio.to_thread(self._committer.perform, action)
+        try:
+            answer = await in_daemon_thread(partial(self._committer.perform, action))
+        except Exception as error:  # noqa: BLE001  the machine waits for an answer
+            answer = await self._failed(action, error)
         for damage in self._committer.take_damages():
             self._journal.event(
                 EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason
@@ -170,18 +191,59 @@ class Commits:
         if answer is not None:
             await self.notify(answer)
 
+    async def _failed(self, action: StoreAction, error: Exception) -> Event | None:
+        if not isinstance(error, OrchestratorError):
+            what = f"{type(action).__name__} failed: {type(error).__name__}: {error}"
+            await self._listener.warned(
+                f"{what}. This is an error of ours; training goes on: please report it"
+            )
+        return failure(action, error)
+
     async def _answer(self, action: Acknowledge | GiveUp) -> None:
-        committed, point = isinstance(action, Acknowledge), self._committer.last_point
-        is_newer = point is not None and (self.newest is None or point.key > self.newest.key)
-        if committed and point is not None and point.key == action.key and is_newer:
-            self.newest = point
-            note_committed(self._journal, point)
-            await self._listener.committed(point)
-        if isinstance(action, GiveUp):
+        if isinstance(action, Acknowledge) and not action.late:
+            await self._note_commit(action.key)
+        if isinstance(action, GiveUp) and not action.late:
             self._journal.event(EventKind.SAVE_GIVEN_UP, point=action.key.point_name, reason=action.reason)
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
-            await self._listener.warned(text)
+            await self._listener.gave_up(text, action.by_storage)
         for rank in action.ranks:
             answer = self._votes.pop((action.key, rank), None)
             if answer is not None and not answer.done():
-                answer.set_result(committed)
+                answer.set_result(isinstance(action, Acknowledge))
+
+    async def _note_commit(self, key: StateKey) -> None:
+        """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
+        point = self._committer.last_point
+        assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"
+        assert point.key == key, f"{key.point_name} is acknowledged, the last COMMIT is that of {point.name}"
+        note_committed(self._journal, point)
+        newest = self.newest is None or point.key > self.newest.key
+        if newest:
+            self.newest = point
+        await self._listener.committed(point, newest)
+
+
+def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
+    """`work` in a daemon thread of its own: where storage hangs, the process can end nevertheless."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  the future carries it
+            failed = error
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, name="storage aside", daemon=True).start()
+    return future

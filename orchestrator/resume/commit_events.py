@@ -176,21 +176,26 @@ class DiscardSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acknowledge:
-    """Notify these ranks of the save's generation that the point is committed."""
+    """Notify these ranks of the save's generation that the point is committed. `late`: that was decided, and
+    told, before; only these ranks ask still.
+    """
 
     key: StateKey
     ranks: tuple[int, ...]
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
     """Notify these ranks that the save will not be acknowledged, and why; who wanted to leave with it saves
-    again.
+    again. `late`: as in `Acknowledge`. `by_storage`: a write failed, and no member was lost.
     """
 
     key: StateKey
     ranks: tuple[int, ...]
     reason: str
+    late: bool = False
+    by_storage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,7 +136,8 @@ class CommitMachine:
         if key in self.outcomes:
             return self._stopped_writing(key, event.rank)
         save = dataclasses.replace(self._save(key, event.world_size, event.now_s), failed=event.rank)
-        return self._with(save)._give_up(key, f"rank {event.rank} could not save its part: {event.reason}")
+        reason = f"rank {event.rank} could not save its part: {event.reason}"
+        return self._with(save)._give_up(key, reason, by_storage=True)
 
     def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
         who = (event.generation, event.rank)
@@ -185,7 +186,9 @@ class CommitMachine:
         return self._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
 
     def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
-        return self._give_up(event.key, event.reason) if event.key in self.saves else (self, ())
+        if event.key not in self.saves:
+            return self, ()
+        return self._give_up(event.key, event.reason, by_storage=True)
 
     # ---- generations
     def _formed(self, event: GenerationFormed) -> tuple[CommitMachine, tuple[Action, ...]]:
@@ -303,22 +306,27 @@ class CommitMachine:
         return dataclasses.replace(self, saves=left, outcomes={**self.outcomes, **outcomes})
 
     def _answer(self, key: StateKey, ranks: tuple[int, ...]) -> Action:
+        """For ranks that vote for what is decided."""
         reason = self.outcomes[key]
         return (
-            Acknowledge(key=key, ranks=ranks)
+            Acknowledge(key=key, ranks=ranks, late=True)
             if reason is None
-            else GiveUp(key=key, ranks=ranks, reason=reason)
+            else GiveUp(key=key, ranks=ranks, reason=reason, late=True)
         )
 
-    def _give_up(self, key: StateKey, reason: str) -> tuple[CommitMachine, tuple[Action, ...]]:
-        return self._give_up_all({key: reason})
+    def _give_up(
+        self, key: StateKey, reason: str, by_storage: bool = False
+    ) -> tuple[CommitMachine, tuple[Action, ...]]:
+        return self._give_up_all({key: reason}, by_storage)
 
-    def _give_up_all(self, reasons: Mapping[StateKey, str]) -> tuple[CommitMachine, tuple[Action, ...]]:
+    def _give_up_all(
+        self, reasons: Mapping[StateKey, str], by_storage: bool = False
+    ) -> tuple[CommitMachine, tuple[Action, ...]]:
         answers = []
         discarding = dict(self.discarding)
         for key in reasons:
             save = self.saves[key]
-            answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key]))
+            answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key], by_storage=by_storage))
             # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
             if save.stage not in UNDER_WAY:
                 discarding[key] = frozenset(range(save.world_size)).difference(save.ranks, {save.failed})

@@ -49,16 +49,28 @@ def note_committed(journal: JournalWriter, point: Point) -> None:
     )
 
 
-def failure(action: StoreAction, error: OrchestratorError) -> Event | None:
-    """The answer to an action that came to no end: whether it had an effect is unknown."""
-    return failed(getattr(action, "key", None), error)
+def failure(action: StoreAction, error: Exception) -> Event | None:
+    """The answer to an action that came to no end, for whatever reason: whether it had an effect is
+    unknown.
+    """
+    match action:
+        case VerifyPoint():
+            return Verified(name=action.name, healthy=False)  # cannot tell now; the next commit asks again
+        case DeletePoints():
+            return Deleted(names=(), failed=action.names)  # what is gone is found gone the next time
+        case DiscardSave():
+            return None
+        case _:
+            return failed(action.key, error)
 
 
-def failed(key: StateKey | None, error: OrchestratorError) -> Event | None:
+def failed(key: StateKey | None, error: Exception) -> Event | None:
     """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
     next such action.
     """
-    return Failed(key=key, reason=str(error)) if key else None
+    expected = isinstance(error, OrchestratorError)
+    reason = str(error) if expected else f"{type(error).__name__}: {error}"
+    return Failed(key=key, reason=reason) if key else None
 
 
 class PointCommitter:

@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from orchestrator.errors import StorageError
@@ -150,9 +151,9 @@ class AppendHandle:
     """A file that only grows, written by one process. What was written is sure only after `sync`; a power cut
     before may tear it.
 
-    A failed `write` or `sync` raises `StorageError` and leaves the handle unusable: after a failed fsync the
-    system may have forgotten which bytes were not written, so that a second, successful one would prove
-    nothing.
+    A failed `write`, `sync` or `close` raises `StorageError` and leaves the handle unusable: after a failed
+    fsync the system may have forgotten which bytes were not written, so that a second, successful one would
+    prove nothing.
     """
 
     def __init__(self, disk: Disk, path: str, folders: Callable[[], None]) -> None:
@@ -194,10 +195,16 @@ class AppendHandle:
         return ""
 
     def close(self) -> None:
-        """Close without syncing; a second call does nothing."""
+        """Close without syncing; a second call does nothing. Raises `StorageError` where the file system says
+        only now that a write failed (NFS, FUSE): what was not synced may be lost.
+        """
         handle, self._handle = self._handle, None
-        if handle is not None:
+        if handle is None:
+            return
+        try:
             self._disk.close(handle)
+        except OSError as error:
+            raise storage_error("close", self._path, error) from error
 
     def _guarded(self, what: str, action: Callable[[int], None]) -> None:
         if self._handle is None:
@@ -207,7 +214,8 @@ class AppendHandle:
         try:
             action(self._handle)
         except OSError as error:
-            self.close()
+            with suppress(StorageError):  # the first failure is the one to tell
+                self.close()
             raise storage_error(what, self._path, error) from error
 
 

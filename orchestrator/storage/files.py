@@ -266,12 +266,13 @@ class Storage:
         except FileExistsError:
             return False
         try:
-            write_all(self._disk, handle, view)
-            self._disk.fsync(handle)
+            try:
+                write_all(self._disk, handle, view)
+                self._disk.fsync(handle)
+            finally:
+                self._disk.close(handle)
         except OSError as error:
             raise storage_error("write", full, error) from error
-        finally:
-            self._disk.close(handle)
         return True
 
     def _make_folders(self, full: str) -> None:

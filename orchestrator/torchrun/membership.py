@@ -47,6 +47,15 @@ class Start:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PartFailed:
+    """What a rank says instead of its vote."""
+
+    key: StateKey
+    rank: int
+    reason: str
+
+
 class Recorder(Protocol):
     """The coordinator's work (claim, commits, journal) for a static group; lives in rank 0's process. Called
     from several threads.
@@ -63,6 +72,11 @@ class Recorder(Protocol):
 
     def vote(self, vote: Vote) -> Future[bool]:
         """A rank's vote; True: committed, False: given up. The answer is the same for all ranks."""
+
+    def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
+        """Instead of a rank's vote: it could not write its part. All votes for that save are answered
+        False.
+        """
 
     def finished(self, key: StateKey, reason: str) -> None:
         """The run is over; called once."""
@@ -92,7 +106,7 @@ class StaticMembership:
         self._limit = datetime.timedelta(seconds=vote_limit_s)
         self._stop = threading.Event()
         self._joined = False
-        self._votes: queue.SimpleQueue[tuple[Vote, Future[bool]]] = queue.SimpleQueue()
+        self._votes: queue.SimpleQueue[tuple[Vote | _PartFailed, Future[bool]]] = queue.SimpleQueue()
         # a daemon, so that a process whose group came apart ends although a vote is unanswered
         threading.Thread(target=self._exchange_votes, name="vote", daemon=True).start()
 
@@ -161,9 +175,11 @@ class StaticMembership:
         return answer
 
     def save_failed(self, view: GenerationView, key: StateKey, error: OrchestratorError) -> None:
-        """See `Membership`: the group ends with `error`, because the others wait for this rank's vote."""
-        del view, key
-        raise error
+        """See `Membership`: told in the place of this rank's vote, for which the others wait. Who leaves with
+        this save ends with an error, for no other generation can be formed to save under a new name.
+        """
+        failed = _PartFailed(key=key, rank=view.rank, reason=str(error))
+        self._votes.put((failed, Future()))  # nobody waits for that answer
 
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""
@@ -186,15 +202,21 @@ class StaticMembership:
             except Exception as error:  # noqa: BLE001  whoever waits for the answer raises it
                 answer.set_exception(error)
 
-    def _exchange(self, vote: Vote) -> bool:
+    def _exchange(self, vote: Vote | _PartFailed) -> bool:
         rendezvous, place = self._voting, f"vote/{vote.key.point_name}"
-        rendezvous.store.set(f"{place}/{vote.rank}", json.dumps(encode(vote)))
+        own = {"failed": vote.reason} if isinstance(vote, _PartFailed) else {"vote": encode(vote)}
+        rendezvous.store.set(f"{place}/{vote.rank}", json.dumps(own))
         if self._recorder is not None:
             with rendezvous.reporting_failure(f"{place}/answer"):
-                others = [f"{place}/{rank}" for rank in range(1, rendezvous.world_size)]
-                rendezvous.store.wait(others, self._limit)
-                votes = [vote, *(decode(Vote, json.loads(rendezvous.store.get(name))) for name in others)]
+                ranks = [f"{place}/{rank}" for rank in range(rendezvous.world_size)]
+                rendezvous.store.wait(ranks, self._limit)
+                said = [json.loads(rendezvous.store.get(name)) for name in ranks]
+                failed = {rank: each["failed"] for rank, each in enumerate(said) if "failed" in each}
+                for rank, reason in failed.items():
+                    self._recorder.save_failed(vote.key, rank, rendezvous.world_size, reason)
+                votes = [decode(Vote, each["vote"]) for each in said if "vote" in each]
                 answers = [self._recorder.vote(each) for each in votes]
-                committed = all(answer.result(self._limit.total_seconds()) for answer in answers)
+                all_say_so = [answer.result(self._limit.total_seconds()) for answer in answers]
+                committed = all(all_say_so) and not failed
                 rendezvous.publish(f"{place}/answer", committed)
         return bool(rendezvous.receive(f"{place}/answer", self._limit))

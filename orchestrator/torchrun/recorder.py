@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt, note_beginning
+from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
 from orchestrator.elastic.roster import Roster
-from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
+from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
@@ -26,7 +26,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
 from orchestrator.resume.commit_driver import Commits
-from orchestrator.resume.commit_events import GenerationFormed, Tick
+from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
@@ -39,6 +39,8 @@ GENERATION = 1  # the only one of the attempt
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
+END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
+SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
 
 
 class RankZeroRecorder:
@@ -56,8 +58,12 @@ class RankZeroRecorder:
         job: JobConfig,
         say: Callable[[str], None],
         fault_plan: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` gives the user what is no error of the run, but must be seen."""
+        """`say` tells the user what is no error of the run, but must not be silent. `clock` (seconds) tells
+        for how long saves have failed.
+        """
+        self._clock = clock
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
@@ -74,7 +80,7 @@ class RankZeroRecorder:
             store, self._journal, number, job.flat(), rng, time.monotonic, self._fault, attempt.run_id
         )
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
-        self._trouble = StorageTrouble()
+        self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -114,7 +120,7 @@ class RankZeroRecorder:
             attempt.number, GENERATION, members, attempt.step_label, 0, time.monotonic()
         )
         self._journal.event(EventKind.GROUP_FORMED, **encode(change))
-        self._journal.flush()
+        until_storage_works(self._journal.flush, STORAGE_LIMIT_S, "Training has not begun", self._warn)
         self._fault("generation_journalled", attempt.step_label, -1)
         self._acknowledged = attempt.step_label
         began = threading.Event()
@@ -156,12 +162,21 @@ class RankZeroRecorder:
         answer.set_exception(self._failure or ElasticError("the attempt has ended"))
         return answer
 
+    def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
+        """A rank could not write its part of the save of `key`: it is given up, and its votes answered so."""
+        failed = PartFailed(key=key, rank=rank, world_size=world_size, reason=reason, now_s=time.monotonic())
+        assert self._loop is not None, "a group saves after it has begun"
+        with suppress(RuntimeError):  # the loop has just ended
+            self._loop.call_soon_threadsafe(self._commits.notify_soon, failed)
+
     def finished(self, key: StateKey, reason: str) -> None:
-        """Waits until all that was begun is written (older points deleted, too), and ends the attempt."""
+        """Waits until all that was begun is written (older points deleted, too, for which there is
+        `SETTLE_LIMIT_S`), and ends the attempt. While storage fails it is tried again for `STORAGE_LIMIT_S`.
+        """
         self._stop_writing()
         if self._failure is not None:
             raise self._failure
-        self._end(reason, f"{reason} at step {key.step}")
+        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S)
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:
@@ -172,7 +187,7 @@ class RankZeroRecorder:
             return
         # where storage is what failed, `error` says so, and the end stays unsaid
         with suppress(OrchestratorError):
-            self._end("failed", f"{type(error).__name__}: {error}")
+            self._end("failed", f"{type(error).__name__}: {error}", END_WRITTEN_S)
 
     def status(self) -> RunStatus:
         """What is known now, for the progress line."""
@@ -194,11 +209,16 @@ class RankZeroRecorder:
         )
 
     # ---------------------------------------------------------------------- inside
-    def _end(self, outcome: str, reason: str) -> None:
-        self._over.set()
-        self._journal.event(EventKind.END, outcome=outcome, reason=reason)
-        self._journal.close()
-        self._store.write_end(self._attempt.number, outcome, reason, self._attempt.run_id)
+    def _end(self, outcome: str, reason: str, limit_s: float) -> None:
+        try:
+            write_down_end(self._store, self._journal, self._attempt, outcome, reason, limit_s, self._warn)
+        finally:
+            self._over.set()
+        with suppress(StorageError):  # all is durable
+            self._journal.close()
+
+    def _warn(self, text: str) -> None:
+        self._say(f"warning: {text}")
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too
@@ -225,7 +245,11 @@ class RankZeroRecorder:
                 await self._commits.notify(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
-            await self._commits.settle()
+            if not await self._commits.settle(SETTLE_LIMIT_S):
+                self._warn(
+                    f"storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "
+                    "the run ends without waiting for it. Nothing that was committed is lost"
+                )
         except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
             self._fail(error)
         if self._voting:
@@ -261,20 +285,34 @@ class RankZeroRecorder:
             if durable is not None:
                 self._acknowledged = durable.step
         if text:
-            self._say(f"warning: {text}")
+            self._warn(text)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
         self._failed.set()
 
     # ---------------------------------------------------------------------- what the commits report
-    async def committed(self, point: Point) -> None:
+    async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: the next status says so."""
+        self._saving.worked()
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """See `CommitListener`. Saves that go on failing beyond the limit of storage end the group."""
+        await self.warned(text)
+        if by_storage:
+            now = self._clock()
+            self._saving.failed(text, now)
+            if reason := self._saving.verdict(now):
+                self._fail(StorageError(reason))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`."""
-        self._say(f"warning: {text}")
+        self._warn(text)
 
     async def fenced(self, reason: str) -> None:
         """See `CommitListener`: the attempt ends, and writes nothing more."""
         self._fail(FencedError(reason))
+
+    async def broken(self, error: Exception) -> None:
+        """See `CommitListener`."""
+        self._fail(error)

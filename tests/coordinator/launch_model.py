@@ -37,7 +37,7 @@ from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
-STORAGE_LIMIT_S = 300.0
+STORAGE_LIMIT_S = 60.0  # short enough to be reached within a history
 MAX_FAILURES = 2
 ROUNDS = 400  # in which a world without faults must come to its end
 
@@ -145,6 +145,8 @@ class World:
         self.keep = self.random.choice([1, 2, 3])
         self.steps = self.random.randint(3, 9)  # of the whole run
         self.storage_works = True
+        self.points_work = True  # where points lie, which may fail although the journal works
+        self.saves_fail_since: float | None = None
         # storage
         self.claims: dict[int, str] = {}
         self.parents: dict[int, ClaimParent] = {}
@@ -166,6 +168,7 @@ class World:
         self.deaths: dict[str, int] = {}  # members, with the highest step when it was noticed
         self.highest = 0
         self.num = {"steps": 0, "commits": 0, "restarts": 0, "ends": 0, "generations": 0, "rewinds": 0}
+        self.num["saves failed"] = 0
         self.stop_asked = False
         self.coordinator = self.new_launch(rewind=False)
 
@@ -187,7 +190,7 @@ class World:
             names = names[: self.random.randint(1, len(names) - 1)]
             # what lies after the point that is gone back to is off the lineage from here on
             self.acknowledged = [name for name in self.acknowledged if name in names]
-        self.stop_asked = False
+        self.stop_asked, self.saves_fail_since = False, None
         self.members, self.groups = [], {}
         self.messages = []
         self.deaths, self.highest, self.finished = {}, 0, {}
@@ -263,6 +266,7 @@ class World:
             members=tuple(m for m in last.members if m not in self.known_dead),
         )
         failures = tuple(failure for attempt, failure in self.failures if attempt >= first)
+        self.saves_fail_since = None  # as far as the new process knows
         self.coordinator = self.claimed(number, old.launch, names, previous, failures, first)
 
     def check_acknowledged(self, names: list[str]) -> None:
@@ -388,14 +392,30 @@ class World:
             case commit.Acknowledge():
                 self.acknowledge(action)
             case commit.GiveUp():
+                self.save_failed(action)
                 self.decided(action.key, action.ranks, False)
             case commit.Fence():
                 raise BrokenError("fenced although nobody else claimed")
         return None
 
+    def save_failed(self, action: commit.GiveUp) -> None:
+        """Saves that go on failing for as long as storage may end the run, and not before."""
+        machine = self.coordinator.machine
+        if not action.by_storage:
+            return
+        if self.saves_fail_since is None:
+            self.saves_fail_since = self.now
+        for_s, went_on = self.now - self.saves_fail_since, machine.ended is None
+        self.carry_out(machine.save_failed(f"saves fail: {action.reason}", self.now))
+        over = machine.ended is not None
+        need(over or for_s < STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run goes on")
+        if went_on and over:
+            self.num["saves failed"] += 1
+            need(for_s >= STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run ends")
+
     def write_commit(self, action: commit.WriteCommit) -> commit.Event:
         key, name, fate = action.key, action.key.point_name, self.random.random()
-        if not self.storage_works or fate < 0.03:
+        if not (self.storage_works and self.points_work) or fate < 0.03:
             return commit.Failed(key=key, reason="before")
         world_size = action.votes[0].world_size
         need(sorted(v.rank for v in action.votes) == list(range(world_size)), f"votes of {name} are missing")
@@ -422,6 +442,9 @@ class World:
         need(name in self.points or name in self.deleted, f"{name} is acknowledged without a COMMIT")
         if name not in self.acknowledged:
             self.acknowledged.append(name)
+        if not action.late:
+            self.saves_fail_since = None
+            shell.machine.save_worked()
         if shell.newest is None or action.key > shell.newest:
             shell.newest = action.key
             shell.machine.rendezvous.set_newest_point(action.key, Cursor(), name)
@@ -703,7 +726,7 @@ class World:
 
     def write_part(self, member: Member) -> bool:
         key, member.writing = member.writing, None
-        if self.storage_works or self.random.random() < 0.3:
+        if (self.storage_works and self.points_work) or self.random.random() < 0.3:
             member.voted = key
             member.votes[key] = None
             self.messages += [("vote", member, key)] * (2 if self.random.random() < 0.1 else 1)
@@ -778,8 +801,10 @@ class World:
                 member.frozen = member.frozen and self.random.random() < 0.5
         elif x < 0.85 and self.num["restarts"] < 4:
             self.restart()
-        elif x < 0.95:
+        elif x < 0.92:
             self.storage_works = not self.storage_works
+        elif x < 0.95:
+            self.points_work = not self.points_work
         elif x < 0.97 and machine.ended is None:
             machine.request_stop()
             self.stop_asked = True
@@ -797,7 +822,7 @@ class World:
     # ------------------------------------------------------------ no more faults
     def settle(self) -> str:
         """Nothing fails any more: the run must come to its end. Returns its outcome."""
-        self.storage_works = True
+        self.storage_works = self.points_work = True
         self.random = Calm(0)
         for _ in range(ROUNDS):
             machine = self.coordinator.machine

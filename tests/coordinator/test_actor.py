@@ -36,6 +36,7 @@ from orchestrator.records import (
     RunStatus,
     StillWaiting,
 )
+from orchestrator.resume.commit_events import DeletePoints
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -58,6 +59,12 @@ def coordinator(
     store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0, notes: Any = None
 ) -> Coordinator:
     """Of a launch with one worker, if not said otherwise; no member is ever known to be dead."""
+    return Coordinator(what_it_needs(store, min_workers, max_workers, limit_s), lambda info: None, notes)
+
+
+def what_it_needs(
+    store: RunStore, min_workers: int = 1, max_workers: int = 1, limit_s: float = 60.0
+) -> CoordinatorStart:
     attempt = Attempt(
         number=1,
         launch=LAUNCH,
@@ -68,24 +75,20 @@ def coordinator(
         budgets=Budgets(),
         encoders=(),
     )
-    return Coordinator(
-        CoordinatorStart(
-            attempt=attempt,
-            storage=store.storage.root,
-            min_workers=min_workers,
-            max_workers=max_workers,
-            expected=max_workers,
-            max_failures=3,
-            keep_latest=3,
-            run="tiny",
-            global_batch_size=8,
-            seq_len=32,
-            flat_config=CONFIG,
-            rng={"rule": "none"},
-            storage_limit_s=limit_s,
-        ),
-        lambda info: None,
-        notes,
+    return CoordinatorStart(
+        attempt=attempt,
+        storage=store.storage.root,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        expected=max_workers,
+        max_failures=3,
+        keep_latest=3,
+        run="tiny",
+        global_batch_size=8,
+        seq_len=32,
+        flat_config=CONFIG,
+        rng={"rule": "none"},
+        storage_limit_s=limit_s,
     )
 
 
@@ -155,6 +158,85 @@ def test_a_save_that_is_given_up_is_told_once_to_the_user(
     progress.show(first)
     progress.show(second)
     assert capsys.readouterr().err.count(f"warning: the save of {name} was given up: ") == 1
+
+
+def test_a_save_that_is_given_up_is_told_once_however_many_ranks_vote_for_it_afterwards(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=8, max_workers=8)
+        joins = (actor.join(replace(JOIN, member=f"m{n}", port=n + 1)) for n in range(8))
+        await asyncio.gather(*joins)
+        await actor.save_failed(LAUNCH, key(1), 0, 8, "No space left on device")
+        for rank in range(1, 8):
+            vote = write_vote(store.storage, key(1), rank=rank, world_size=8)
+            assert await actor.vote(LAUNCH, vote) is False
+        assert len((await status(actor)).warnings) == 1
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    kinds = [event.kind for event in read_journal(store.storage).events]
+    assert kinds.count("save given up") == 1
+
+
+def test_a_commit_that_a_newer_one_overtook_is_journalled_too(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        votes = [write_vote(store.storage, key(step), rank) for step in (1, 2) for rank in (0, 1)]
+        slow = asyncio.create_task(actor.vote(LAUNCH, votes[0]))
+        assert await asyncio.gather(*(actor.vote(LAUNCH, vote) for vote in votes[2:])) == [True, True]
+        assert await asyncio.gather(slow, actor.vote(LAUNCH, votes[1])) == [True, True]
+        assert (await status(actor)).newest_point == key(2).point_name
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    events = [e for e in read_journal(store.storage).events if e.kind == EventKind.POINT_COMMITTED]
+    assert [event.fields["point"] for event in events] == [key(2).point_name, key(1).point_name]
+
+
+class BuggyDisk(OsDisk):
+    """While `broken`, what it is asked to write ends with an error that no storage raises."""
+
+    broken = False
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if self.broken:
+            raise RuntimeError("not foreseen")
+        return super().write(handle, data)
+
+
+def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobody_waiting(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the save's flush is to meet it
+    disk = BuggyDisk()
+    buggy = RunStore(Storage(store.storage.root, disk, no_sleep))
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store), buggy)
+        await actor.join(JOIN)
+        await until(actor, first_flush)
+        vote = write_vote(store.storage, key(1), rank=0, world_size=1)
+        disk.broken = True
+        assert await actor.vote(LAUNCH, vote) is False
+        assert any(
+            "FlushJournal failed: RuntimeError: not foreseen" in w for w in (await status(actor)).warnings
+        )
+        actor._commits._in_background(actor._commits._perform_aside(DeletePoints(names=("p",))))
+        assert await actor._commits.settle(LIMIT_S)
+        assert any("DeletePoints failed: RuntimeError" in w for w in (await status(actor)).warnings)
+        disk.broken = False
+        vote = write_vote(store.storage, key(2), rank=0, world_size=1)
+        await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
+        assert await actor.vote(LAUNCH, vote) is True
+        await actor.end("stopped", "enough")
+
+    async def first_flush(actor: Coordinator) -> bool:
+        return (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == 0
+
+    run(launch)
+    assert [r.step for r in read_journal(store.storage).records] == [1, 2]
 
 
 class FailingDisk(OsDisk):
@@ -270,6 +352,75 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
         run(launch)
     finally:
         coordinator_module.END_WRITTEN_S = before
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    monkeypatch.setattr(coordinator_module, "END_WRITTEN_S", 1.0 if lasts else 15.0)
+    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the end's flush is to meet it
+
+    class JournalFails(OsDisk):
+        """While `times` are left, no sync of a journal's segment works."""
+
+        times = 0
+
+        def __init__(self) -> None:
+            self.journal = set[int]()
+
+        def create(self, path: str) -> int:
+            handle = super().create(path)
+            self.journal.discard(handle)
+            if "/journal/" in path:
+                self.journal.add(handle)
+            return handle
+
+        def fsync(self, handle: int) -> None:
+            if self.times and handle in self.journal:
+                self.times -= 1
+                raise OSError(errno.EIO, "Input/output error")
+            super().fsync(handle)
+
+    disk = JournalFails()
+    failing = RunStore(Storage(store.storage.root, disk, no_sleep))
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store), failing)
+        await actor.join(JOIN)
+        disk.times = 10**9 if lasts else 1
+        await actor.end("done", "done at step 10")
+        assert (await status(actor)).ended == "done"
+        told = (await status(actor)).warnings
+        assert any("the end of the run could not be written down" in warning for warning in told) == lasts
+
+    run(launch)
+    end = store.read_end(1)
+    assert end is not None
+    assert (end.outcome, end.reason) == ("done", "done at step 10")
+    if not lasts:
+        assert read_journal(store.storage).events[-1].kind == "end"
+
+
+def test_saves_that_fail_for_longer_than_the_limit_end_the_run_although_the_journal_works(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, limit_s=0.2)
+        await actor.join(JOIN)
+        step = 0
+        while (found := await status(actor)).ended is None:
+            step += 1
+            await actor.save_failed(LAUNCH, key(step), 0, 1, "No space left on device")
+            await actor.status((found.attempt, found.version), 1.0)
+        assert found.ended == "failed"
+        assert "storage has failed for" in found.reason
+        assert "rank 0 could not save its part: No space left on device" in found.reason
+
+    run(launch)
+    end = store.read_end(1)
+    assert end is not None
+    assert end.outcome == "failed"
 
 
 def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: RunStore) -> None:

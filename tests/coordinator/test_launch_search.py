@@ -40,7 +40,8 @@ def test_no_random_history_breaks_a_rule_and_each_comes_to_its_end(seeds: range)
         outcomes[outcome] += 1
         seen.update(world.num)
     assert set(outcomes) == {"done", "stopped", "failed"}
-    assert min(seen[what] for what in ("steps", "commits", "restarts", "ends", "rewinds")) > 0, seen
+    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves failed")
+    assert min(seen[each] for each in what) > 0, seen
 
 
 class WaitsForNewcomers(LaunchMachine):
@@ -80,6 +81,20 @@ class AsksOnlyWhoForms(LaunchMachine):
         return super().to_ask(committing, self._heard)
 
 
+class SavesForEver(LaunchMachine):
+    """Nobody minds that every save fails."""
+
+    def save_failed(self, reason: str, now: float) -> list[Action]:
+        return []
+
+
+class NeverForgivesASave(LaunchMachine):
+    """A save that is committed does not make good for those that failed."""
+
+    def save_worked(self) -> None:
+        pass
+
+
 class DiscardsAtOnce(CommitMachine):
     """The files of a save go as soon as it is given up."""
 
@@ -90,11 +105,13 @@ class DiscardsAtOnce(CommitMachine):
 @pytest.mark.parametrize(
     ("wrong", "rule", "seed"),
     [
-        (WaitsForNewcomers, "the run does not end", 12),
-        (ForgetsProgress, "a healthy run is stopped", 1203),
+        (WaitsForNewcomers, "the run does not end", 17),
+        (ForgetsProgress, "a healthy run is stopped", 419),
         (ForgetsWhoWasLeftOut, "the run does not end", 5529),
         (TakesTheSilentForQuiet, "are deleted while", 1920),
         (AsksOnlyWhoForms, "the run does not end", 164),
+        (SavesForEver, "and the run goes on", 168),
+        (NeverForgivesASave, "and the run ends", 1637),
         (DiscardsAtOnce, "are deleted while", 23),
     ],
 )

@@ -11,6 +11,7 @@ from orchestrator.history.claim_files import START
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.resume.samples import no_sleep
+from tests.storage.crashfs import ModelDisk
 from tests.storage.test_files import Failing
 
 
@@ -43,3 +44,14 @@ def test_a_heartbeat_goes_on_in_a_new_file_after_storage_has_failed(tmp_path, ca
     assert now[0] < 1.0
     assert len(names(store)) == 1
     assert store.claim_numbers() == [1]
+
+
+def test_a_beat_is_on_disk_when_it_returns() -> None:
+    disk = ModelDisk()
+    heartbeat = RunStore(Storage("/run", disk)).heartbeat(1)
+    for beats in range(1, 4):
+        assert heartbeat.beat()
+        written = disk.live["/run/attempts/0001.heartbeat"]
+        assert written is not None
+        assert written.safe == b"." * beats
+    assert disk.durable["/run/attempts/0001.heartbeat"] is written

@@ -362,3 +362,80 @@ def test_lines_that_come_again_with_another_text_are_an_error(storage, tmp_path)
     second.write_bytes(again.replace(b'"loss":', b'"loss":1') + second.read_bytes()[len(again) :])
     with pytest.raises(StorageError, match=r"000002.jsonl line 1 .* differs from line"):
         read_journal(storage)
+
+
+class FailsOnClose(ModelDisk):
+    """A network file system: a write that failed is reported by the sync, and by the close again."""
+
+    broken = False
+
+    def fsync(self, handle: int) -> None:
+        self._fail()
+        super().fsync(handle)
+
+    def close(self, handle: int) -> None:
+        super().close(handle)
+        self._fail()
+
+    def _fail(self) -> None:
+        if self.broken:
+            raise OSError(5, "Input/output error")
+
+
+def test_a_close_that_fails_loses_no_line_and_leaves_a_journal_that_can_be_read() -> None:
+    disk = FailsOnClose()
+    storage = Storage("/run", disk, no_sleep)
+    journal = JournalWriter(storage, 1)
+    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    journal.flush()
+    disk.broken = True
+    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="cannot sync .*Input/output error"):
+            journal.flush()
+    disk.broken = False
+    journal.event(EventKind.CONTROL_REQUEST, what="c")
+    journal.flush()
+    assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b", "c"]
+
+
+class FailsOnlyOnClose(FailsOnClose):
+    def fsync(self, handle: int) -> None:
+        ModelDisk.fsync(self, handle)
+
+
+def test_lines_of_a_full_segment_that_could_not_be_closed_come_again_and_are_read_once() -> None:
+    disk = FailsOnlyOnClose()
+    storage = Storage("/run", disk, no_sleep)
+    journal = JournalWriter(storage, 1, segment_bytes=10)
+    disk.broken = True
+    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    with pytest.raises(StorageError, match="cannot close"):
+        journal.flush()
+    disk.broken = False
+    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    journal.close()
+    assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b"]
+
+
+class OutOfMemory(ModelDisk):
+    broken = False
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if self.broken:
+            raise MemoryError
+        return super().write(handle, data)
+
+
+def test_whatever_ends_a_flush_its_lines_are_written_by_the_next_one() -> None:
+    disk = OutOfMemory()
+    storage = Storage("/run", disk, no_sleep)
+    journal = JournalWriter(storage, 1)
+    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    disk.broken = True
+    with pytest.raises(MemoryError):
+        journal.flush()
+    disk.broken = False
+    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    journal.flush()
+    assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b"]

@@ -123,10 +123,11 @@ def test_repeated_votes_change_nothing_and_are_answered_again_once_decided() -> 
     state, _ = run(machine(), cast(P, 0))
     assert run(state, cast(P, 0)) == (state, [])
     state, _ = committed(state, P)
-    assert run(state, cast(P, 1))[1] == [Acknowledge(key=P, ranks=(1,))]
+    assert run(state, cast(P, 1))[1] == [Acknowledge(key=P, ranks=(1,), late=True)]
     state, _ = run(state, cast(key(20), 0), VoterGone(generation=1, rank=1))
     again = run(state, cast(key(20), 0))[1]
-    assert [type(a) for a in again] == [GiveUp]
+    reason = "rank 1 ended before it had saved its part"
+    assert again == [GiveUp(key=key(20), ranks=(0,), reason=reason, late=True)]
 
 
 def test_a_save_whose_missing_voter_is_gone_is_given_up() -> None:
@@ -172,12 +173,14 @@ def test_a_member_that_joins_anew_casts_no_vote_but_the_one_that_is_under_way() 
 def test_a_part_that_could_not_be_written_gives_the_save_up_whoever_is_first() -> None:
     failed = PartFailed(key=P, rank=1, world_size=2, reason="no space", now_s=1.0)
     state, actions = run(machine(), cast(P, 0), failed)
-    given_up = GiveUp(key=P, ranks=(0,), reason="rank 1 could not save its part: no space")
+    reason = "rank 1 could not save its part: no space"
+    given_up = GiveUp(key=P, ranks=(0,), reason=reason, by_storage=True)
     assert actions == [given_up, DiscardSave(name=P.point_name)]
     assert run(state, failed)[1] == []
     state, actions = run(machine(), failed)
     assert [type(a) for a in actions] == [GiveUp]
-    assert run(state, cast(P, 0))[1] == [given_up, DiscardSave(name=P.point_name)]
+    late = GiveUp(key=P, ranks=(0,), reason=reason, late=True)
+    assert run(state, cast(P, 0))[1] == [late, DiscardSave(name=P.point_name)]
 
 
 def test_votes_count_after_their_generation_ended_if_the_next_continues_their_state() -> None:
@@ -210,7 +213,8 @@ def test_a_failure_gives_the_save_up_but_keeps_files_that_a_commit_may_list() ->
     state, _ = run(machine(), cast(P, 0), cast(P, 1))
     assert [type(a) for a in run(state, Failed(key=P, reason="disk"))[1]] == [GiveUp, DiscardSave]
     state, _ = run(state, JournalDurable(key=P), ClaimChecked(key=P, newer=False))
-    assert run(state, Failed(key=P, reason="disk"))[1] == [GiveUp(key=P, ranks=(0, 1), reason="disk")]
+    given_up = GiveUp(key=P, ranks=(0, 1), reason="disk", by_storage=True)
+    assert run(state, Failed(key=P, reason="disk"))[1] == [given_up]
 
 
 def test_votes_that_disagree_or_do_not_hold_whole_tensors_are_no_save() -> None:

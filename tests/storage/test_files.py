@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.disk import OsDisk
-from orchestrator.storage.files import TRIES, Storage
+from orchestrator.storage.files import TEMPORARY, TRIES, Storage
 from tests.resume.samples import no_sleep
 
 
@@ -184,6 +184,32 @@ def test_an_appended_file_grows_and_a_failed_sync_ends_it(tmp_path) -> None:
     for use in (broken.sync, broken.sync, lambda: broken.write(b"y")):
         with pytest.raises(StorageError):
             use()
+
+
+def test_a_close_that_fails_is_an_error_of_the_storage(tmp_path) -> None:
+    handle = Storage(str(tmp_path), Failing("close", errno.EIO, times=1), no_sleep).append("log")
+    handle.write(b"one\n")
+    with pytest.raises(StorageError, match="cannot close .*EIO"):
+        handle.close()
+    handle.close()
+
+
+def test_a_close_that_fails_without_hard_links_is_an_error_of_the_storage(tmp_path) -> None:
+    class ClosesBadly(Failing):
+        """No hard links, and what is written under its own name is not closed well."""
+
+        def create(self, path: str) -> int:
+            handle = super().create(path)
+            self.own = handle if TEMPORARY not in path else -1
+            return handle
+
+        def close(self, handle: int) -> None:
+            super().close(handle)
+            if handle == self.own:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match="EIO"):
+        Storage(str(tmp_path), ClosesBadly("link", errno.EPERM), no_sleep).create("claim", b"one")
 
 
 def test_only_local_paths_are_supported_and_they_are_made_absolute(tmp_path, monkeypatch) -> None:

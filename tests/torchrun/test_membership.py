@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore
 
 from orchestrator.errors import ElasticError
 from orchestrator.records import Cursor, MemberState, StateKey, StepRecord, Vote
+from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun.membership import Start, StaticMembership
 from orchestrator.torchrun.store_rendezvous import meet
@@ -42,6 +44,7 @@ class NotingRecorder:
         self.steps: list[int] = []
         self.votes: list[Vote] = []
         self.answers: list[Future[bool]] = []
+        self.given_up: dict[int, tuple[int, str]] = {}
 
     def begin(self, world_size: int) -> Start:
         if world_size == 3:
@@ -57,6 +60,10 @@ class NotingRecorder:
         return max(self.steps, default=-1)
 
     def vote(self, vote: Vote) -> Future[bool]:
+        if vote.key.step in self.given_up:
+            answer: Future[bool] = Future()
+            answer.set_result(False)
+            return answer
         self.votes.append(vote)
         self.answers.append(Future())
         if len(self.votes) % vote.world_size == 0:
@@ -64,8 +71,12 @@ class NotingRecorder:
                 answer.set_result(True)
         return self.answers[-1]
 
+    def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
+        self.given_up[key.step] = (rank, reason)
+
     def finished(self, key: StateKey, reason: str) -> None:
         noted = {
+            "given up": {step: list(why) for step, why in self.given_up.items()},
             "key": key.point_name,
             "reason": reason,
             "steps": self.steps,
@@ -113,6 +124,47 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, stop_at: int 
         (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}: {error}")
 
 
+class FullAtStep2(OsDisk):
+    """No part of the save of step 2 can be written."""
+
+    def create(self, path: str) -> int:
+        if "/00000002-" in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+def rank_with_a_full_disk(rank: int, port: int, folder: Path, failing: int) -> None:
+    """Saves after every second step; the part of rank `failing` cannot be written once."""
+    as_rank(rank, 2, port)
+    membership = StaticMembership(meet(), NotingRecorder(folder) if rank == 0 else None)
+    storage = Storage(str(folder), FullAtStep2() if rank == failing else OsDisk(), lambda seconds: None)
+    job = tiny_job(train__max_steps=5, resume__every_steps=2)
+    outcome = train(job, membership, FormulaFeed(), storage)
+    (folder / f"outcome-{rank}").write_text(f"{outcome.reason} {outcome.key}")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_part_that_cannot_be_written_gives_that_save_up_and_the_group_trains_on(tmp_path, failing):
+    port = free_port()
+    ranks = [
+        FORKED.Process(target=rank_with_a_full_disk, args=(rank, port, tmp_path, failing), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(WAIT_S)
+        process.kill()
+    done = f"done {StateKey(attempt=4, generation=1, step=5)}"
+    assert [(tmp_path / f"outcome-{rank}").read_text() for rank in range(2)] == [done, done]
+    noted = json.loads((tmp_path / "noted.json").read_text())
+    assert noted["steps"] == [1, 2, 3, 4, 5]
+    assert noted["voters"] == [0, 1, 0, 1], "for the saves of steps 4 and 5"
+    ((rank, reason),) = noted["given up"].values()
+    assert rank == failing
+    assert "No space left on device" in reason
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -140,6 +192,7 @@ def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world
     assert ends == [f"done {StateKey(attempt=4, generation=1, step=5)}"] * world_size
     noted = json.loads((tmp_path / "noted.json").read_text())
     assert noted == {
+        "given up": {},
         "key": "00000005-a0004-g0001",
         "reason": "done",
         "steps": [1, 2, 3, 4, 5],

@@ -1,0 +1,272 @@
+"""The actor that Ray starts, and starts anew: it takes up an attempt, for as long as storage may fail, and is
+that attempt's coordinator from then on.
+
+Ray starts no actor again whose constructor raised, and the driver takes one that does not answer for frozen:
+so nothing here waits for storage but a thread, and every call is answered meanwhile. It decides nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.coordinator import actor
+from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.elastic.storage_trouble import AGAIN_S, until_storage_works
+from orchestrator.errors import FencedError, OrchestratorError, StorageError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.records import (
+    ControlRequests,
+    Cursor,
+    GenerationView,
+    JoinRequest,
+    MemberInfo,
+    Refusal,
+    RunOver,
+    RunStatus,
+    StateKey,
+    StepRecord,
+    StillWaiting,
+    Vote,
+)
+from orchestrator.resume.commit_driver import in_daemon_thread
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.feed.feed_notes import FeedNotes
+
+# how long a status waits for the coordinator that is about to begin: less than after what the driver takes it
+# for frozen
+STATUS_S = 5.0
+
+
+class CoordinatorProcess:
+    """An async Ray actor (0 CPU, restartable, no retries): `Coordinator`, call by call, once that has begun.
+
+    Until then members are answered that they wait still, and what the supervisor says is kept for later.
+    Storage that fails is tried again within `CoordinatorStart.storage_limit_s`; beyond it, or for any other
+    reason (another launch has taken the run over), the next status says that the run has failed, and why.
+    """
+
+    def __init__(
+        self,
+        start: CoordinatorStart,
+        feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None = None,
+        why_dead: Callable[[MemberInfo], str | None] | None = None,
+        store: RunStore | None = None,
+    ) -> None:
+        """See `Coordinator`. Waits for nothing."""
+        self._start, self._why_dead, self._store = start, why_dead, store
+        self._feeder_notes = feeder_notes
+        self._claimed = set[int]()
+        self._coordinator: Coordinator | None = None
+        self._over: Exception | None = None
+        self._beginning: asyncio.Task[None] | None = None
+        self._tried_at = 0.0
+        self._later: list[tuple[str, tuple[Any, ...]]] = []  # calls of the supervisor
+        self._warnings: list[str] = []
+        self._num_heard = 0  # of them: the supervisor has seen so many
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------ calls of members
+    async def join(self, request: JoinRequest) -> GenerationView | Refusal | RunOver | StillWaiting:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            return await here.join(request)
+        if self._over is None:
+            return StillWaiting()
+        fenced = isinstance(self._over, FencedError)
+        return Refusal(reason=self._reason) if fenced else RunOver(reason=self._reason)
+
+    async def watch(
+        self, launch: str, attempt: int, generation: int, known: ControlRequests | None
+    ) -> ControlRequests | StillWaiting:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            return await here.watch(launch, attempt, generation, known)
+        if self._over is None:
+            return StillWaiting()
+        return ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=-1)
+
+    async def report(
+        self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
+    ) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.report(launch, member, attempt, generation, records)
+            return None
+        return self._unheard()
+
+    async def phase(self, launch: str, member: str, phase: str) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.phase(launch, member, phase)
+            return None
+        return self._unheard()
+
+    async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            return await here.vote(launch, vote)
+        return self._unheard() or False
+
+    async def save_failed(
+        self, launch: str, key: StateKey, rank: int, world_size: int, reason: str
+    ) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.save_failed(launch, key, rank, world_size, reason)
+            return None
+        return self._unheard()
+
+    async def finished(self, launch: str, member: str, key: StateKey, reason: str) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            return await here.finished(launch, member, key, reason)
+        return self._unheard()
+
+    async def failed(
+        self, launch: str, member: str, kind: str, text: str, fatal: bool
+    ) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.failed(launch, member, kind, text, fatal)
+            return None
+        return self._unheard()
+
+    # ------------------------------------------------------------ calls of the supervisor
+    async def status(self, seen: tuple[int, int], wait_s: float) -> RunStatus:
+        """See `Coordinator`. Before it has begun the status is that of attempt 0, of which nothing is known
+        but warnings.
+        """
+        num_seen = self._num_heard = seen[1] if seen[0] == 0 else 0
+        here = await self._begun(STATUS_S, lambda: len(self._warnings) > num_seen)
+        if here is not None:
+            return await here.status(seen, wait_s)
+        first = self._start.attempt
+        return RunStatus(
+            version=len(self._warnings),
+            attempt=first.number if self._over else 0,
+            generation=0,
+            world_size=0,
+            last_step=None,
+            newest_point=first.point.name if first.point else None,
+            committed=first.point.cursor if first.point else Cursor(),
+            waiting_since=None,
+            ended="failed" if self._over else None,
+            reason=self._reason,
+            left_out=(),
+            members=(),
+            failures=(),
+            warnings=tuple(self._warnings[num_seen:]),
+            stopping=("request", ("stop",)) in self._later,
+        )
+
+    async def expect(self, num_workers: int) -> None:
+        """See `Coordinator`: the supervisor says it again to each attempt."""
+        if self._coordinator is not None:
+            await self._coordinator.expect(num_workers)
+
+    async def request(self, what: str) -> None:
+        """See `Coordinator`."""
+        await self._now_or_later("request", what)
+
+    async def group_failed(self, node: str, reason: str) -> None:
+        """See `Coordinator`."""
+        await self._now_or_later("group_failed", node, reason)
+
+    async def note(self, kind: EventKind, fields: dict[str, Any]) -> None:
+        """See `Coordinator`."""
+        await self._now_or_later("note", kind, fields)
+
+    async def end(self, outcome: str, reason: str) -> None:
+        """See `Coordinator`."""
+        await self._now_or_later("end", outcome, reason)
+
+    # ------------------------------------------------------------ inside
+    @property
+    def _reason(self) -> str:
+        if self._over is None or isinstance(self._over, OrchestratorError):
+            return str(self._over or "")
+        return f"the coordinator failed: {type(self._over).__name__}: {self._over}"
+
+    def _unheard(self) -> StillWaiting | None:
+        return None if self._over else StillWaiting()
+
+    async def _now_or_later(self, method: str, *arguments: Any) -> None:
+        """The supervisor waits for no answer, and repeats some calls until their effect shows."""
+        if self._coordinator is not None:
+            await getattr(self._coordinator, method)(*arguments)
+        elif (method, arguments) not in self._later:
+            self._later.append((method, arguments))
+
+    async def _begun(
+        self, wait_s: float | None = None, or_else: Callable[[], bool] = lambda: False
+    ) -> Coordinator | None:
+        """The coordinator, as soon as it has begun; None if it has not within `wait_s`, never will, or
+        `or_else` holds. The first call makes it begin.
+        """
+        if self._coordinator is None and self._over is None:
+            if self._beginning is None:
+                self._beginning = asyncio.get_running_loop().create_task(self._begin())
+
+            deadline = time.monotonic() + (actor.ANSWER_S if wait_s is None else wait_s)
+            while self._coordinator is None and self._over is None and not or_else():
+                try:
+                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    return None
+        return self._coordinator
+
+    async def _begin(self) -> None:
+        try:
+            made = await self._take_up()
+            for text in self._warnings[self._num_heard :]:
+                await made.warned(text)
+            while self._later:  # more of them may come meanwhile
+                method, arguments = self._later.pop(0)
+                await getattr(made, method)(*arguments)
+        except Exception as error:  # noqa: BLE001  whatever it is, the launch ends with its reason
+            self._over = error
+        else:
+            self._coordinator = made
+        self._notify()
+
+    async def _take_up(self) -> Coordinator:
+        """Waits for the thread that does it, but for no try longer than storage may fail."""
+        loop, limit_s = asyncio.get_running_loop(), self._start.storage_limit_s
+
+        def tell(text: str) -> None:
+            with suppress(RuntimeError):  # nobody is there any more who could hear it
+                loop.call_soon_threadsafe(self._warn, text)
+
+        def attempt() -> Coordinator:
+            self._tried_at = time.monotonic()
+            return Coordinator(
+                self._start, self._why_dead, self._feeder_notes, self._store, self._claimed
+            )
+
+        self._tried_at = time.monotonic()
+        made = in_daemon_thread(
+            lambda: until_storage_works(attempt, limit_s, "The coordinator waits for it", tell)
+        )
+        while not made.done():
+            left_s = self._tried_at + limit_s + 2 * AGAIN_S - time.monotonic()
+            if left_s <= 0:
+                raise StorageError(
+                    f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
+                )
+            await asyncio.wait([made], timeout=left_s)
+        return made.result()
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Whoever waits looks again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,137 @@
+"""Rank 0's recorder when storage fails, in this process: what passes ends no run, and nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import StorageError
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
+from orchestrator.torchrun import recorder as recorder_module
+from orchestrator.torchrun.recorder import RankZeroRecorder
+from tests.launch.test_run_identity import save
+from tests.launch.test_start import LIMIT_S, Runner
+from tests.resume.samples import key, no_sleep, write_vote
+
+
+@pytest.fixture
+def runner(tiny_config: Any) -> Runner:
+    return Runner(tiny_config({"train.max_steps": 1000}))
+
+
+class FailsOnce(OsDisk):
+    """The next `times` syncs fail."""
+
+    times = 0
+
+    def fsync(self, handle: int) -> None:
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        super().fsync(handle)
+
+
+def on_disk(
+    runner: Runner, disk: OsDisk, say: Callable[[str], None] = lambda text: None
+) -> tuple[RankZeroRecorder, RunStore]:
+    attempt = runner.begin()
+    store = RunStore(Storage(str(runner.folder), disk, no_sleep))
+    return RankZeroRecorder(store, attempt, runner.config(), say), store
+
+
+def test_one_failure_of_the_first_sync_is_told_and_the_group_begins(runner: Runner) -> None:
+    disk, said = FailsOnce(), list[str]()
+    made, _ = on_disk(runner, disk, said.append)
+    made._over.set()  # no beat that would meet the fault
+    made._pulse.join()
+    disk.times = 1
+    assert made.begin(2).attempt == 1
+    assert disk.times == 0
+    assert any("Input/output error" in text and "Training has not begun" in text for text in said)
+    made.finished(key(0), "stopped")
+    assert read_journal(runner.store.storage).events[-1].kind == "end"
+
+
+def test_one_failure_at_the_end_does_not_make_a_finished_run_a_failed_one(runner: Runner) -> None:
+    disk = FailsOnce()
+    made, store = on_disk(runner, disk)
+    made.begin(2)
+    assert save(made, store, key(10)) == [True, True]
+    made._stop_writing()
+    disk.times = 1
+    made.finished(key(10), "done")
+    assert disk.times == 0
+    end = store.read_end(1)
+    assert end is not None
+    assert (end.outcome, end.reason) == ("done", "done at step 10")
+    assert read_journal(store.storage).events[-1].kind == "end"
+
+
+def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Runner) -> None:
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
+    made.begin(2)
+    made.save_failed(key(5), 1, 2, "No space left on device")
+    assert made.vote(write_vote(store.storage, key(5), 0)).result(LIMIT_S) is False
+    assert save(made, store, key(10)) == [True, True]
+    made.finished(key(10), "done")
+    assert store.point_names() == [key(10).point_name]
+    given_up = [text for text in said if "was given up" in text]
+    assert len(given_up) == 1
+    assert "rank 1 could not save its part: No space left on device" in given_up[0]
+
+
+def test_saves_that_fail_for_longer_than_the_limit_of_storage_end_the_group(
+    runner: Runner,
+) -> None:
+    now, store = [0.0], runner.store
+    made = RankZeroRecorder(store, runner.begin(), runner.config(), lambda text: None, clock=lambda: now[0])
+    made.begin(2)
+
+    def fails(step: int) -> Future[bool]:
+        made.save_failed(key(step), 1, 2, "No space left on device")
+        return made.vote(write_vote(store.storage, key(step), 0))
+
+    assert fails(5).result(LIMIT_S) is False
+    now[0] = 299.0
+    assert fails(6).result(LIMIT_S) is False
+    assert save(made, store, key(10)) == [True, True]
+    assert fails(11).result(LIMIT_S) is False
+    now[0] = 600.0
+    reason = r"storage has failed for 301 s \(allowed: 300 s\): the save of 00000012-a0001-g0001 was given up"
+    with pytest.raises(StorageError, match=reason):
+        fails(12).result(LIMIT_S)
+    made.failed(StorageError("as the loop raised it"))
+
+
+class HangsAtDeletion(OsDisk):
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def unlink(self, path: str) -> None:
+        if path.endswith("/COMMIT"):
+            self.goes_on.wait(LIMIT_S)
+        super().unlink(path)
+
+
+def test_a_deletion_that_hangs_keeps_a_finished_run_only_up_to_its_limit(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "SETTLE_LIMIT_S", 0.2)
+    disk, said = HangsAtDeletion(), list[str]()
+    made, store = on_disk(runner, disk, said.append)
+    made.begin(2)
+    for step in (10, 20, 30, 40):
+        assert save(made, store, key(step)) == [True, True]
+    made.finished(key(40), "done")
+    assert any("storage has not verified or deleted older points for 0 s" in text for text in said)
+    assert store.read_end(1) is not None
+    disk.goes_on.set()
