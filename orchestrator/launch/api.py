@@ -93,7 +93,7 @@ def train(
             from orchestrator.launch.on_cluster import supervise
 
             with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
-                spec = starting.freeze(job, folder, attempt.encoders)
+                spec = starting.freeze(job, folder, spec, attempt.encoders)
                 status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
