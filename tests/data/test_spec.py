@@ -151,6 +151,24 @@ def test_a_missing_file_is_refused_and_cannot_be_accepted(
     assert ("part-2.jsonl" in str(caught.value)) is not accepts
 
 
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_parquet_file_that_has_lost_row_groups_is_refused_at_the_start_and_cannot_be_accepted(
+    accepts: bool, run: Path, tiny_config: Make, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "groups", job(tiny_config, tmp_path / "groups", "parquet").to_json()
+    config["resume"]["accept_changed"] = accepts
+    write_corpus(folder, some_texts(60, lines=False), "parquet", 1)
+    spec = prepare_data(parse_config(config), run)
+    write_corpus(folder, some_texts(40, lines=False), "parquet", 1)
+    told = r"part-0\.parquet: it had 9 row groups and has 6\n.* nor one that has lost row groups"
+    with pytest.raises(DataIdentityError, match=told) as caught:
+        prepare_data(parse_config(config), run)
+    assert "accept_changed" not in str(caught.value)
+    if accepts:  # more groups than the run reads can be accepted
+        write_corpus(folder, some_texts(80, lines=False), "parquet", 1)
+        assert prepare_data(parse_config(config), run).plans == spec.plans
+
+
 def path_refusal(make: Make, path: Path, run: Path) -> str:
     with pytest.raises(DataIdentityError) as caught:
         prepare_data(accepting(make, path), run)

@@ -157,12 +157,14 @@ def require_unchanged(row: FileRow, path: str, handle: int) -> None:
 
 
 def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
-    """The refusal for these changed files, and those that are gone: nothing can stand for them."""
+    """The refusal for these changed files, and those that are gone, whole or in part: nothing can stand for
+    them.
+    """
     texts = [*gone, *changes]
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     advice = (
-        "put them back; a file that is gone cannot be accepted as a changed one can: without it this run "
-        "cannot go on, and a new run (under another run.name) is the only way"
+        "put them back; a file that is gone cannot be accepted as a changed one can, nor one that has lost "
+        "row groups: without it this run cannot go on, and a new run (under another run.name) is the only way"
         if gone
         else "put them back, start a new run, or go on with them by resume.accept_changed=true"
     )
@@ -176,7 +178,7 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = ()) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone, in words.
+    differ, and which are gone or have fewer row groups than the run reads, in words.
     """
 
     now: Manifest
@@ -198,7 +200,11 @@ def changes_since(manifest: Manifest) -> Changes:
             raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
         if found is None:
             return row, None
-        return _row(manifest.base, manifest.format, manifest.text_field, row.path), f"{path}: {found}"
+        now = _row(manifest.base, manifest.format, manifest.text_field, row.path)
+        groups, left = len(row.group_rows), len(now.group_rows)
+        if left < groups:
+            return None, f"{path}: it had {groups} row groups and has {left}"
+        return now, f"{path}: {found}"
 
     with ThreadPoolExecutor(_THREADS) as pool:
         looks = list(pool.map(look, manifest.files))
