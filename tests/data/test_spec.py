@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.config.schema import JobConfig, parse_config
@@ -469,3 +471,10 @@ def test_compressed_files_that_are_large_together_say_so_too(tmp_path: Path, tin
     (note,) = together.notes
     assert note.startswith("6 of 6 files of source made are compressed, or have row groups, in blocks that")
     assert prepare_data(job(tiny_config, tmp_path, window_bytes=1 << 30)).notes == ()
+
+
+def test_two_columns_of_the_text_fields_name_are_refused_by_name(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["1"]), pa.array(["2"]), pa.array([3])], names=["text", "text", "n"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: 2 columns are called 'text', .* rename them"):
+        freeze("s", str(tmp_path), "parquet", "text")

@@ -125,6 +125,11 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
         raise ConfigError(
             f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
         )
+    if (num := schema.names.count(text_field)) > 1:
+        raise ConfigError(
+            f"{path}: {num} columns are called {text_field!r}, and which one holds the text nobody can tell; "
+            "rename them in the file, or set text_field to another column"
+        )
     kind = schema.field(text_field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(plain) for test in _text_types(pa)):

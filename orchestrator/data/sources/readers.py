@@ -323,7 +323,7 @@ class _Begin(RawIOBase):
         return self._at
 
 
-def _gunzip(file: BufferedReader) -> Iterator[bytes]:
+def _gunzip(file: BufferedReader[Any]) -> Iterator[bytes]:
     if not file.peek(1):
         raise EOFError("it is empty, which no gzip file is")
     with gzip.GzipFile(fileobj=file, mode="rb") as stream:
@@ -331,7 +331,7 @@ def _gunzip(file: BufferedReader) -> Iterator[bytes]:
             yield piece
 
 
-def _unzstd(file: BufferedReader) -> Iterator[bytes]:
+def _unzstd(file: BufferedReader[Any]) -> Iterator[bytes]:
     """Frame after frame. python-zstandard's own reader ends silently where the file is cut off."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, data = None, b""
