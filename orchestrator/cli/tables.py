@@ -11,8 +11,9 @@ from orchestrator.planning.resume_plan import ResumePlan
 
 def plan_lines(plan: ResumePlan) -> list[str]:
     """What `train` would do."""
-    if plan.action == "start":
-        lines = ["would start from the beginning: the run has no resume point"]
+    if plan.point is None:
+        begins = "start from the beginning" if plan.action == "start" else plan.action
+        lines = [f"would {begins}: the run has no resume point"]
     else:
         lines = [
             f"would {plan.action} from {plan.point}",

@@ -21,6 +21,7 @@ Path = tuple[str | int, ...]
 
 # What a configuration may be: beyond any that a person writes, and far from what fills a memory.
 MOST_CHARACTERS, MOST_VALUES, MOST_LEVELS = 1 << 20, 100_000, 64
+_INDEX_DIGITS = 9
 
 
 def dotted(path: Path) -> str:
@@ -123,7 +124,11 @@ def read_yaml(text: str) -> Reading:
 def read_mapping(mapping: Mapping[str, Any]) -> Reading:
     """The same for a mapping made in Python. Whatever JSON cannot hold is among the problems."""
     reading = Reading()
-    reading.value = _json(mapping, (), reading)
+    try:
+        reading.value = _json(mapping, (), reading)
+    except _TooLargeError as error:
+        reading.problems = [Problem(path=(), text=f"this is too large for a configuration: {error}")]
+        reading.unread = True
     return reading
 
 
@@ -139,7 +144,14 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
         if dots := _dots_for_brackets(key):
             reading.complain((), f"override {override!r} has brackets in its key; did you mean {dots}?")
             continue
-        path: Path = tuple(int(p) if p.isdecimal() else p for p in key.strip().split("."))
+        parts = key.strip().split(".")
+        if len(parts) > MOST_LEVELS:
+            reading.complain(
+                (), f"override {override[:60]!r}… is too large: its key has {len(parts):,} parts of {MOST_LEVELS}"
+            )
+            continue
+        # no list has an entry of more digits
+        path: Path = tuple(int(p) if p.isdecimal() and len(p) <= _INDEX_DIGITS else p for p in parts)
         if not equals or not all(str(p) for p in path):
             reading.complain(
                 (), f"override {override!r} is not of the form section.field=value, e.g. train.lr=3e-4"
@@ -281,6 +293,8 @@ def _plain_scalar(node: ScalarNode, path: Path, reading: Reading) -> Any:
 
 
 def _json(value: Any, path: Path, reading: Reading) -> Any:
+    if len(path) > MOST_LEVELS:
+        raise _TooLargeError(f"it is more than {MOST_LEVELS} levels deep, or contains itself")
     if isinstance(value, Mapping):
         for key in (k for k in value if not isinstance(k, str)):
             reading.complain(path, f"has the key {key!r}; a key is a text")

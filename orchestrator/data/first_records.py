@@ -35,8 +35,8 @@ def check_first_records(spec: DataSpec) -> None:
 def _check(plan: SourcePlan) -> None:
     wrong = None
     for file in range(min(NUM_FILES, len(plan.manifest.files))):
-        path = plan.manifest.path(file)
-        for number, line in islice(_first_lines(path), NUM_RECORDS):
+        path, size = plan.manifest.path(file), plan.manifest.files[file].bytes
+        for number, line in islice(_first_lines(path, size), NUM_RECORDS):
             try:
                 json_text(line, plan.manifest.text_field)
             except WrongFieldError as error:
@@ -49,10 +49,10 @@ def _check(plan: SourcePlan) -> None:
         raise ConfigError(wrong)
 
 
-def _first_lines(path: str) -> Iterator[tuple[int, bytes]]:
+def _first_lines(path: str, file_bytes: int) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines in the file's first MiB that end there and are not blank."""
     with naming_damage(path), open(path, "rb") as file:
-        pieces = decoded(file, path)
+        pieces = decoded(file, path, file_bytes)
         begin = next(pieces, b"")[:READ_BYTES]
         whole = len(begin) < READ_BYTES and next(pieces, None) is None
     lines = begin.removeprefix(b"\xef\xbb\xbf").split(b"\n")

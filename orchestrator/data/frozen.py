@@ -45,7 +45,7 @@ class DataRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenData:
-    """What was read back."""
+    """All that is frozen, as it was read back, or as it is to be written."""
 
     record: DataRecord
     manifests: dict[str, Manifest]

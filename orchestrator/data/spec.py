@@ -50,7 +50,7 @@ from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-__all__ = ["DataSpec", "Sample", "prepare_data", "prepare_trained", "public_stream"]
+__all__ = ["DataSpec", "Sample", "freeze_data", "prepare_data", "prepare_trained", "public_stream"]
 
 # The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
 _SAMPLE_DOCUMENTS = 64
@@ -63,7 +63,8 @@ class DataSpec:
 
     `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
-    id plus one. `notes` are to be said aloud and journalled at the start.
+    id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
+    None where it is.
     """
 
     plans: tuple[SourcePlan, ...]
@@ -74,6 +75,7 @@ class DataSpec:
     encoders: tuple[EncoderSpan, ...]
     run_identity: RunIdentity
     notes: tuple[str, ...] = ()
+    unfrozen: FrozenData | None = None
 
     def identity(self) -> RunIdentity:
         """What must stay the same, as this job finds it: files and tokenizer as they are now."""
@@ -158,7 +160,8 @@ def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
     settings = _settings(config)
     frozen = None if folder is None else read_frozen(folder)
     if frozen is None:
-        return _first_start(config, settings, folder)
+        looked_at = _first_start(config, settings)
+        return looked_at if folder is None else freeze_data(config, folder, looked_at)
     assert folder is not None, "frozen data lie in a folder"
     return _from_frozen(config, settings, folder, frozen)
 
@@ -179,6 +182,19 @@ def prepare_trained(config: JobConfig, folder: Path) -> DataSpec:
     return _frozen_spec(config, settings, folder, frozen.record, facts, manifest)
 
 
+def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:
+    """`looked_at` with its data frozen in the run's `folder`: exactly what `prepare_data` saw, for the run's
+    identity is made of that. Files that came since are not the run's; one that changed since is refused when
+    it is opened. What is frozen already is left as it is.
+    """
+    found = looked_at.unfrozen
+    if found is None:
+        return looked_at
+    if not write_frozen(folder, found.record, list(found.manifests.values()), found.tokenizer_files):
+        return prepare_data(config, folder)  # another process was quicker: what it froze counts
+    return replace(looked_at, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+
+
 def _settings(config: JobConfig) -> StreamSettings:
     data = config.data
     return StreamSettings(
@@ -194,7 +210,7 @@ def _settings(config: JobConfig) -> StreamSettings:
     )
 
 
-def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | None) -> DataSpec:
+def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     source = config.data.sources[0]
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files)
@@ -219,17 +235,16 @@ def _first_start(config: JobConfig, settings: StreamSettings, folder: Path | Non
         manifests={source.name: manifest.digest},
         paths={source.name: listing.path},
     )
-    if folder is not None and not write_frozen(folder, record, [manifest], files):
-        return prepare_data(config, folder)  # another process was quicker: what it froze counts
     return DataSpec(
         plans=(plan,),
         settings=settings,
         tokenizer=facts.model,
-        tokenizer_folder=None if folder is None else str(folder / TOKENIZER_FOLDER),
+        tokenizer_folder=None,
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
         run_identity=_identity(config, facts.digest, encoder, manifest, plan),
         notes=(*facts.notes, *listing.notes(source.name), *notes, *_window_notes(plan, settings)),
+        unfrozen=FrozenData(record=record, manifests={source.name: manifest}, tokenizer_files=files),
     )
 
 

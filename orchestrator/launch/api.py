@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import JobConfig, load_config
-from orchestrator.errors import ResourceError
+from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.resume_plan import ResumePlan
@@ -25,7 +25,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.trial import require_model
 
 if TYPE_CHECKING:
-    from orchestrator.data.spec import Sample
+    from orchestrator.data.spec import DataSpec, Sample
     from orchestrator.elastic.policy import Limits, NodeFacts
     from orchestrator.launch.needs import Needs
 
@@ -91,7 +91,7 @@ def train(
             from orchestrator.launch.on_cluster import supervise
 
             with starting.claimed(store, job, spec, newest, fault_plan) as (attempt, plan):
-                spec = starting.freeze(job, folder, attempt.encoders)
+                spec = starting.freeze(job, folder, spec, attempt.encoders)
                 status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
@@ -103,10 +103,8 @@ def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Resum
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
     """
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
-    folder = starting.run_folder(job)
-    spec = starting.prepare(job, folder, freeze=False)
-    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
-    return replace(found, notes=(*found.notes, *spec.notes))
+    found, _ = _look_ahead(job, starting.run_folder(job))
+    return found
 
 
 def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
@@ -119,9 +117,8 @@ def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Re
     job = config if isinstance(config, JobConfig) else load_config(config, overrides)
     folder = starting.run_folder(job)
     starting.check_writable(folder)
-    spec = starting.prepare(job, folder, freeze=False)
-    found = starting.look_ahead(RunStore(Storage(str(folder))), job, spec)
-    if found.action == "refuse":
+    found, spec = _look_ahead(job, folder)
+    if found.action == "refuse" or spec is None:
         return found
     from orchestrator.cluster.connection import starts_local_ray
     from orchestrator.elastic.policy import disk_problems
@@ -133,7 +130,22 @@ def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Re
     _refuse(disk_problems(*_disk_bytes(job, needs, folder)))
     untried = require_model(job, found, spec.vocab_size)
     unseen = () if local else ("what the cluster has is not looked at: memory, CPUs, GPUs, object store",)
-    return replace(found, notes=(*found.notes, *spec.notes, *untried, *unseen))
+    return replace(found, notes=(*found.notes, *untried, *unseen))
+
+
+def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | None]:
+    """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
+    from orchestrator.coordinator.attempt import choose_point, decide, survey
+
+    store = RunStore(Storage(str(folder)))
+    try:
+        spec = starting.prepare(job, folder, freeze=False)
+        found = starting.look_ahead(store, job, spec)
+    except DataIdentityError as error:
+        point, _ = choose_point(store, survey(store), job.resume.from_, fast=True)
+        found = decide(store, job, point, None)
+        return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
+    return replace(found, notes=(*found.notes, *spec.notes)), spec
 
 
 def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:

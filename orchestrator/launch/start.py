@@ -266,9 +266,15 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
             store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
 
 
-def freeze(job: JobConfig, folder: Path, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
-    """The data of a claimed attempt, frozen in the run's folder if they are not yet; see `prepare`."""
-    return prepare(job, folder, freeze=True).made_by(encoders)
+def freeze(
+    job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]
+) -> DataSpec:
+    """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
+    folder if they are not yet; see `data.spec.freeze_data`.
+    """
+    from orchestrator.data.spec import freeze_data
+
+    return freeze_data(job, folder, looked_at).made_by(encoders)
 
 
 def reached(plan: ResumePlan) -> bool:

@@ -126,12 +126,14 @@ def budgets_for(config: JobConfig, previous: Budgets | None, at: Cursor | None =
     )
     _check_decay(train.schedule, budgets)
     if budgets != before:
-        _check_lengths(budgets)
+        _check_lengths(train.schedule, budgets)
     return budgets
 
 
-def _check_lengths(budgets: Budgets) -> None:
-    """A warm-up that the stop cuts short never reaches `lr`; a longer decay begins before the run."""
+def _check_lengths(schedule: str, budgets: Budgets) -> None:
+    """A warm-up that the stop cuts short never reaches `lr`; a longer decay begins before the run, and one
+    that does not fit behind the warm-up is not as long as it says.
+    """
     stops = {name: getattr(budgets, name) for name in ("max_steps", "max_samples", "max_tokens")}
     stop = min((name for name in stops if stops[name]), key=lambda name: stops[name].tokens, default=None)
     for name in ("warmup", "decay"):
@@ -142,6 +144,16 @@ def _check_lengths(budgets: Budgets) -> None:
             f"train.{name}_steps={length.given} ({length.tokens:,} tokens) goes beyond "
             f"train.{stop}={stops[stop].given} ({stops[stop].tokens:,} tokens), where the run ends; "
             f"lower train.{name}_steps, or raise train.{stop}"
+        )
+    warmup, decay = budgets.warmup, budgets.decay
+    if schedule != "wsd" or stop is None or warmup is None or decay is None:
+        return
+    if warmup.tokens + decay.tokens > stops[stop].tokens:
+        raise ConfigError(
+            f"train.warmup_steps={warmup.given} and train.decay_steps={decay.given} "
+            f"({warmup.tokens + decay.tokens:,} tokens together) go beyond train.{stop}={stops[stop].given} "
+            f"({stops[stop].tokens:,} tokens), where the run ends: the decay would be shorter than given; "
+            f"lower one of them, or raise train.{stop}"
         )
 
 

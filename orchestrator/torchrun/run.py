@@ -113,7 +113,7 @@ def _lead(
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, rendezvous.world_size, total)
     with _ending(recorder), rendezvous.reporting_failure("decision"):
-        spec = starting.freeze(job, folder, attempt.encoders)
+        spec = starting.freeze(job, folder, spec, attempt.encoders)
         rendezvous.publish("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
     for note in spec.notes:
         progress.say(f"note: {note}")
@@ -135,7 +135,8 @@ def _follow(rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_pla
     if decision is None:
         return None
     budgets, encoders = decision
-    spec = starting.freeze(job, folder, tuple(decode(EncoderSpan, span) for span in encoders))
+    spec = starting.prepare(job, folder, freeze=True)
+    spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
     return _train(
         rendezvous, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan
     )

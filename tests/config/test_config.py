@@ -395,3 +395,17 @@ def test_any_text_is_read_or_refused_but_nothing_else(text: str, tmp_path_factor
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError):
         load_config(file)
+
+
+def test_a_mapping_or_an_override_that_goes_too_deep_is_refused_like_a_text(tiny_config: Any) -> None:
+    ring, deep = dict[str, Any](), dict[str, Any]()
+    ring["a"] = ring
+    for _ in range(3000):
+        deep = {"a": deep}
+    for inside in (ring, deep):
+        with pytest.raises(ConfigError, match="more than 64 levels deep, or contains itself"):
+            parse_config({**tiny_config(), "model": {"config": inside}})
+    with pytest.raises(ConfigError, match="its key has 50,002 parts of 64"):
+        parse_config(tiny_config(), ["model." + "a." * 50_000 + "b=1"])
+    with pytest.raises(ConfigError, match="cannot be set by"):
+        parse_config(tiny_config(), ["data.sources." + "9" * 5000 + ".path=x"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,3 +175,27 @@ def test_what_comes_before_and_after_a_skipped_document_is_unmoved(tmp_path: Pat
     assert len(whole) == 60
     assert len(set(whole) - set(without)) == 1
     assert [document for document in whole if document in without] == without
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "random"])
+def test_lines_asked_for_in_any_order_cost_little_more_than_one_reading(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, num = 1 << 19, 200
+    (tmp_path / "a").write_bytes(b"x\n" * (size // 2))
+    counted = []
+
+    def pread(handle: int, num: int, offset: int) -> bytes:
+        counted.append(num)
+        return os.pread(handle, num, offset)
+
+    monkeypatch.setattr(line_numbers, "os", SimpleNamespace(pread=pread))
+    monkeypatch.setattr(line_numbers, "READ_BYTES", 64)
+    monkeypatch.setattr(line_numbers, "_NOTE_EVERY_BYTES", 1 << 10)
+    places = list(range(0, size, size // num))
+    if order == "random":
+        random.Random(1).shuffle(places)
+    numbers = line_numbers.LineNumbers(str(tmp_path / "a"))
+    for place in reversed(places) if order == "descending" else places:
+        assert numbers.newlines_before(place) == place // 2
+    assert sum(counted) <= size + num * (1 << 10)

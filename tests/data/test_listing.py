@@ -129,3 +129,79 @@ def test_a_folder_that_cannot_be_listed_is_told(tree: Path, monkeypatch: pytest.
     assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl")
     (note,) = listing.notes("s")
     assert note == f"source s: folder {tree}/x/y cannot be listed (Permission denied); nothing in it is read"
+
+
+def test_folders_that_link_to_each_other_are_each_walked_once_by_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num, looked_in = 12, list[str]()  # 12 folders have 1.3 billion paths
+    for i in range(num):
+        (tmp_path / "d" / str(i)).mkdir(parents=True)
+        (tmp_path / "d" / str(i) / "a.jsonl").write_text("{}")
+        for other in range(num):
+            if other != i:
+                (tmp_path / "d" / str(i) / f"to{other}").symlink_to(f"../{other}")
+
+    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+        looked_in.append(folder)
+        assert len(looked_in) < 20 * num, "it follows every order of the links"
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    for path in ("d", "d/**/*.jsonl", "d/**/**/*.jsonl"):
+        looked_in.clear()
+        listing = list_files("s", str(tmp_path / path), "jsonl")
+        assert listing.names == tuple(sorted(f"{i}/a.jsonl" for i in range(num)))
+        assert set(listing.others.values()) <= set(listing.names)
+
+
+def test_of_several_links_to_a_folder_the_least_path_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "far" / "in").mkdir(parents=True)
+    (tmp_path / "far" / "in" / "x.jsonl").write_text("{}")
+    for name in ("a/z", "a.b", "b/c/d", "c"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).symlink_to(tmp_path / "far")
+    listing = list_files("s", str(tmp_path / "d"), "jsonl")
+    assert listing.names == ("a.b/in/x.jsonl",)
+
+
+def test_where_the_file_system_numbers_no_file_each_is_its_own(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list_files("s", str(tree), "jsonl").names
+    (tree / "0.jsonl").symlink_to("a.jsonl")
+    (tree / "x" / "up").symlink_to("..")
+
+    def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
+        status = list(real(path, **named))
+        status[1] = 0  # st_ino
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "stat", stat)
+    listing = list_files("s", str(tree), "jsonl")
+    assert listing.names == found
+    assert listing.others == {"0.jsonl": "a.jsonl"}
+
+
+def test_files_of_one_number_that_differ_in_size_or_time_are_two(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.jsonl", "c.jsonl"):
+        (tree / name).hardlink_to(tree / "a.jsonl")
+    assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl", "c.jsonl": "a.jsonl"}
+
+    def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
+        status = list(real(path, **named))
+        status[6] += str(path).endswith("c.jsonl")  # st_size
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl"}
+
+
+def test_a_link_whose_name_is_not_utf8_is_told_in_utf8(tree: Path) -> None:
+    os.symlink("a.jsonl", os.fsencode(tree) + b"/\xff.jsonl")
+    listing = list_files("s", str(tree), "jsonl")
+    (note,) = listing.notes("s")
+    assert "e.g. \\udcff.jsonl to a.jsonl" in note
+    assert note.encode()

@@ -101,11 +101,41 @@ def test_a_row_group_is_never_held_whole(kind: str, tmp_path: Path, pool: pa.Mem
     assert reading.max_memory() < 30 * MB
 
 
+def test_a_row_group_is_not_read_ahead(tmp_path: Path) -> None:
+    table = pa.table({"text": numbered(60_000, 1000)})
+    pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, compression="NONE")
+    # what is read ahead is allocated by the pool of Arrow's files, which no proxy stands for
+    pool, most = pa.default_memory_pool(), 0
+    del table
+    before = pool.bytes_allocated()
+    for _ in columns.read_column(str(tmp_path / "a.parquet"), 0, "text", 0):
+        most = max(most, pool.bytes_allocated() - before)
+    assert 0 < most < 30 * MB
+
+
+@pytest.mark.parametrize("kind", ["values", "a dictionary"])
+def test_short_values_are_handed_on_in_stretches_and_not_as_they_are_decoded(
+    kind: str, tmp_path: Path
+) -> None:
+    texts = [None if i % 100 == 3 else f"value {i % 5000}" * 10 for i in range(50_000)]
+    column = pa.array(texts) if kind == "values" else pa.array(texts).dictionary_encode()
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    found = list(columns.read_column(str(tmp_path / "a.parquet"), 0, "text", 0))
+    assert [value for _, records, _ in found for value in records] == [t and t.encode() for t in texts]
+    places = [place for _, records, first in found for place in range(first, first + len(records))]
+    assert places == list(range(len(texts)))
+    sizes = [int(records.sizes.sum()) for _, records, _ in found]
+    assert max(sizes) <= columns.BATCH_BYTES
+    # a dictionary may be held once for each of the 782 that are decoded
+    assert len(sizes) <= (100 if kind == "a dictionary" else 2 + 2 * sum(sizes) // columns.BATCH_BYTES)
+
+
 def test_a_zstd_file_of_almost_nothing_is_decoded_piece_by_piece(tmp_path: Path) -> None:
     (tmp_path / "a.zst").write_bytes(zstandard.ZstdCompressor().compress(bytes(400 * MB)))
     assert (tmp_path / "a.zst").stat().st_size < 64 << 10
     with (tmp_path / "a.zst").open("rb") as file:
-        sizes = [len(piece) for piece in readers.decoded(file, "a.zst")]
+        size = (tmp_path / "a.zst").stat().st_size
+        sizes = [len(piece) for piece in readers.decoded(file, "a.zst", size)]
     assert sum(sizes) == 400 * MB
     assert max(sizes) <= readers.READ_BYTES
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.config.schema import JobConfig, parse_config
@@ -149,6 +151,24 @@ def test_a_missing_file_is_refused_and_cannot_be_accepted(
     assert "a file that is gone cannot be accepted" in str(caught.value)
     assert "accept_changed" not in str(caught.value)
     assert ("part-2.jsonl" in str(caught.value)) is not accepts
+
+
+@pytest.mark.parametrize("accepts", [False, True])
+def test_a_parquet_file_that_has_lost_row_groups_is_refused_at_the_start_and_cannot_be_accepted(
+    accepts: bool, run: Path, tiny_config: Make, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "groups", job(tiny_config, tmp_path / "groups", "parquet").to_json()
+    config["resume"]["accept_changed"] = accepts
+    write_corpus(folder, some_texts(60, lines=False), "parquet", 1)
+    spec = prepare_data(parse_config(config), run)
+    write_corpus(folder, some_texts(40, lines=False), "parquet", 1)
+    told = r"part-0\.parquet: it had 9 row groups and has 6\n.* nor one that has lost row groups"
+    with pytest.raises(DataIdentityError, match=told) as caught:
+        prepare_data(parse_config(config), run)
+    assert "accept_changed" not in str(caught.value)
+    if accepts:  # more groups than the run reads can be accepted
+        write_corpus(folder, some_texts(80, lines=False), "parquet", 1)
+        assert prepare_data(parse_config(config), run).plans == spec.plans
 
 
 def path_refusal(make: Make, path: Path, run: Path) -> str:
@@ -451,3 +471,10 @@ def test_compressed_files_that_are_large_together_say_so_too(tmp_path: Path, tin
     (note,) = together.notes
     assert note.startswith("6 of 6 files of source made are compressed, or have row groups, in blocks that")
     assert prepare_data(job(tiny_config, tmp_path, window_bytes=1 << 30)).notes == ()
+
+
+def test_two_columns_of_the_text_fields_name_are_refused_by_name(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["1"]), pa.array(["2"]), pa.array([3])], names=["text", "text", "n"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: 2 columns are called 'text', .* rename them"):
+        freeze("s", str(tmp_path), "parquet", "text")

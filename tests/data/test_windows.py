@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources import readers
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.manifest import freeze
-from orchestrator.data.sources.readers import read_fragment, read_range
+from orchestrator.data.sources.readers import read_files, read_fragment, read_range
 from orchestrator.data.sources.records_in_memory import split_lines
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
@@ -27,7 +28,7 @@ from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records import Cursor
 from tests.data.making import job, spec_of, write_corpus
 
-Range = Callable[[int, int, int], tuple[int, bytes]]
+Range = Callable[[int, int, int, int], tuple[int, bytes]]
 FILES = st.lists(st.sampled_from([b"", b"a", b"bc\r", b"d" * 9]), max_size=9).flatmap(
     lambda lines: st.sampled_from([b"\n".join(lines), b"\n".join(lines) + b"\n"])
 )
@@ -41,7 +42,7 @@ def lines_of(data: bytes, cuts: list[int], read: Range) -> list[tuple[int, bytes
         os.write(handle, data)
         found = []
         for low, high in zip(borders, borders[1:], strict=False):
-            start, content = read(handle, low, high)
+            start, content = read(handle, low, high, len(data))
             lines = split_lines(content)
             for line, size in zip(lines, lines.sizes.tolist(), strict=True):
                 found.append((start, line))
@@ -70,16 +71,16 @@ def test_every_line_belongs_to_exactly_one_range(data: bytes, cuts: list[int]) -
     assert lines_of(data, cuts, read_range) == all_lines(data)
 
 
-def from_the_start_itself(handle: int, start: int, stop: int) -> tuple[int, bytes]:
+def from_the_start_itself(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """The usual mistake: skip to behind the first newline at or after `start`, not at or after start - 1."""
     if start == 0:
-        return read_range(handle, start, stop)
-    return read_range(handle, start + 1, stop) if start + 1 < stop else (stop, b"")
+        return read_range(handle, start, stop, size)
+    return read_range(handle, start + 1, stop, size) if start + 1 < stop else (stop, b"")
 
 
-def up_to_the_stop(handle: int, start: int, stop: int) -> tuple[int, bytes]:
+def up_to_the_stop(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """Another one: the last line is cut where the range ends."""
-    begin, data = read_range(handle, start, stop)
+    begin, data = read_range(handle, start, stop, size)
     return begin, data[: max(0, stop - begin)]
 
 
@@ -221,6 +222,65 @@ def test_windows_take_what_fits_and_a_longer_record_is_one_alone(tmp_path: Path)
     assert [w.number for w in windows] == list(range(7))
     numbers = [p.number + i for w in windows for p in w.parts for i in range(len(p.records))]
     assert numbers == list(range(10))
+
+
+@pytest.mark.parametrize("fragment_bytes", [1, 1 << 20])
+def test_a_window_ends_at_a_files_border_where_the_next_files_first_record_does_not_fit(
+    fragment_bytes: int, tmp_path: Path
+) -> None:
+    files = {"a": [40, 50], "b": [11, 60], "c": [29, 30], "d": [150], "e": [20, 50, 30], "f": [1]}
+    for name, sizes in files.items():
+        (tmp_path / name).write_bytes(b"".join(b"x" * (size - 1) + b"\n" for size in sizes))
+    plan = plan_source(freeze("s", str(tmp_path), "lines", "text"), fragment_bytes, 1 << 20)
+    assert plan.num_blocks == 1
+    settings = StreamSettings(window_bytes=100, shuffle="none")
+    windows = list(read_windows(plan, settings, 0, 0))
+    found = [[int(n) for p in w.parts for n in p.records.sizes] for w in windows]
+    assert found == [[40, 50], [11, 60, 29], [30], [150], [20, 50, 30], [1]]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "lines", "text"])
+@pytest.mark.parametrize("name", ["a.jsonl", *COMPRESSED])
+def test_what_is_appended_to_a_file_is_not_the_runs(name: str, form: str, tmp_path: Path) -> None:
+    press = COMPRESSED[name][0] if name in COMPRESSED else bytes
+    data = LINES.removesuffix(b"\n")  # its last line goes on with what is appended
+    (tmp_path / name).write_bytes(press(data))
+    plan = plan_source(freeze("s", str(tmp_path), form, "text"), 5000, 1000)
+    with (tmp_path / name).open("ab") as file:
+        file.write(press(b', "more": 1}\n{"text": "later"}\n'))
+    parts = [p for f in range(plan.num_fragments) for p in read_fragment(plan, f, accept_changed=True)]
+    expected = [data] if form == "text" else data.split(b"\n")
+    for found in (parts, read_files(plan, accept_changed=True)):
+        assert [record for part in found for record in part.records] == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", *COMPRESSED])
+def test_what_is_appended_while_a_file_is_read_is_not_the_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "READ_BYTES", 1000)
+    press = COMPRESSED[name][0] if name in COMPRESSED else bytes
+    (tmp_path / name).write_bytes(press(LINES))
+    plan = plan_source(freeze("s", str(tmp_path), "jsonl", "text"), 1 << 20, 1 << 20)
+    reading = read_fragment(plan, 0)
+    found = [next(reading)]
+    with (tmp_path / name).open("ab") as file:
+        file.write(press(LINES))
+    found += reading
+    assert [record for part in found for record in part.records] == LINES.split(b"\n")[:-1]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_longer_compressed_file_in_place_of_the_runs_own_says_what_is_read_of_it(
+    name: str, tmp_path: Path
+) -> None:
+    plan = made(tmp_path, {name: COMPRESSED[name][0](LINES[:2000])})
+    was = (tmp_path / name).stat().st_size
+    (tmp_path / name).write_bytes(COMPRESSED[name][0](LINES))
+    now = (tmp_path / name).stat().st_size
+    told = rf"it has {now} bytes, and the run reads the {was} that it was started with; put back the whole"
+    with pytest.raises(DataError, match=told):
+        list(read_fragment(plan, 0, accept_changed=True))
 
 
 def test_a_window_knows_every_records_place(tmp_path: Path) -> None:

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.cli.commands import main
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.launch import start as starting
 from orchestrator.launch.api import dry_run
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from tests.data.making import some_texts, write_corpus
 from tests.trainer.test_model import GEMMA2
 
 MakeJob = Callable[..., JobConfig]
@@ -141,3 +146,38 @@ def test_a_folder_that_cannot_be_made_is_named(make: MakeJob, tmp_path: Path) ->
 def test_a_cluster_is_not_looked_at_and_this_is_said(make: MakeJob) -> None:
     job = make(cluster__address="127.0.0.1:9")
     assert "what the cluster has is not looked at: memory, CPUs, GPUs, object store" in dry_run(job).notes
+
+
+@pytest.mark.parametrize("change", ["a narrower path", "a file that is gone", "another seed"])
+@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"]])
+def test_whatever_is_refused_of_the_data_is_a_refusal_in_json(
+    change: str, words: list[str], tmp_path: Path, tiny_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path / "d", some_texts(30), "jsonl")
+    made = {"name": "made", "path": str(tmp_path / "d"), "format": "jsonl"}
+    mapping = tiny_config({"data.sources": [made]})
+    job = parse_config(mapping)
+    folder = starting.run_folder(job)
+    spec = starting.prepare(job, folder, freeze=True)
+    RunStore(Storage(str(folder))).create_run(job.run.name, spec.identity())
+    if change == "a narrower path":
+        mapping["data"]["sources"][0]["path"] = str(tmp_path / "d" / "part-0.jsonl")
+    elif change == "another seed":
+        mapping["data"]["seed"] = 99
+    else:
+        (tmp_path / "d" / "part-1.jsonl").unlink()
+    (tmp_path / "job.json").write_text(json.dumps(mapping))
+    for extra in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, str(tmp_path / "job.json"), *extra])
+        assert ended.value.code == 2
+        printed = capsys.readouterr()
+        if extra:
+            document = json.loads(printed.out)
+            assert (document["action"], document["point"], len(document["refusals"])) == ("refuse", None, 1)
+            said = {"a narrower path": "leaves out 2 of these 3 files", "another seed": "seed"}
+            assert said.get(change, "is gone") in document["refusals"][0]
+        else:
+            assert printed.out.startswith("would refuse: the run has no resume point\n")
+            assert "None" not in printed.out.partition("learning rate")[0]
+            assert "\nrefused: " in printed.out

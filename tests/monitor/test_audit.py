@@ -289,9 +289,9 @@ def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks:
     return block_at(seed, source, epoch, 0 if position == 1 else position, num_blocks, shuffle)
 
 
-def a_line_lost_at_each_border(handle: int, start: int, stop: int) -> tuple[int, bytes]:
+def a_line_lost_at_each_border(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """Begins at `start` instead of the byte before it (data rule 10)."""
-    begin, data = readers_range(handle, start, stop)
+    begin, data = readers_range(handle, start, stop, size)
     cut = data.find(b"\n") + 1 if start else 0
     return begin + cut, data[cut:]
 

@@ -212,3 +212,15 @@ def test_a_schedule_over_step_labels_is_caught():
 
     with pytest.raises(AssertionError):
         check_no_jump(over_labels)
+
+
+def test_a_warmup_and_a_decay_that_do_not_fit_before_the_stop_together_are_refused_with_all_three_values():
+    wsd = ("train.schedule=wsd", "train.warmup_steps=200")
+    said = "train.warmup_steps=200 and train.decay_steps=101 .* train.max_steps=300"
+    with pytest.raises(ConfigError, match=said):
+        budgets_for(job(*wsd, "train.decay_steps=101"), None)
+    fits = budgets_for(job(*wsd, "train.decay_steps=100"), None)
+    assert fits.warmup.tokens + fits.decay.tokens == fits.total_tokens
+    # a run that began so before goes on as it began
+    began = replace(fits, decay=replace(fits.decay, given=101, tokens=101 * STEP))
+    assert budgets_for(job(*wsd, "train.decay_steps=101"), began) == began

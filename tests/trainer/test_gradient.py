@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from orchestrator.planning.batches import num_micro_batches, rank_run
 from orchestrator.records import Cursor, StepRange
-from orchestrator.trainer.gradient import cut
-from orchestrator.trainer.gradient_invariant import TreeSum, finish_tree, tree_nodes
+from orchestrator.trainer.gradient import Gradient, cut, scale
+from orchestrator.trainer.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient_invariant import InvariantGradient, TreeSum, finish_tree, tree_nodes
+from orchestrator.trainer.state import TrainState
 from tests.trainer.feed import FormulaFeed
+from tests.trainer.member import tiny_job
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 9)
@@ -90,3 +93,38 @@ def test_the_ranks_micro_batches_together_are_those_of_the_step(world_size):
     whole = feed.get(step, 0, 1, 2, cursor)
     assert np.array_equal(torch.cat([m.input_ids for m in micros]).numpy(), whole.input_ids)
     assert np.array_equal(torch.cat([m.labels for m in micros]).numpy(), whole.labels)
+
+
+# ---------------------------------------------------------------------------------------- clipping
+@pytest.mark.parametrize(
+    ("max_norm", "after"),
+    [(1.0, [0.6, 0.8]), (2.5, [1.5, 2.0]), (5.0, [3.0, 4.0]), (50.0, [3.0, 4.0]), (None, [3.0, 4.0])],
+)
+def test_a_gradient_of_norm_5_is_scaled_down_to_a_lower_limit_and_no_other_is_changed(max_norm, after):
+    parts = [torch.tensor([3.0]), torch.tensor([[4.0], [0.0]])]
+    scale(parts, 5.0, max_norm)
+    assert torch.cat([part.flatten() for part in parts]).tolist() == pytest.approx([*after, 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("numerics", [InvariantGradient, FastGradient])
+@pytest.mark.parametrize(("share", "left"), [(0.2, 0.2), (0.9, 0.9), (1.1, 1.0), (None, 1.0)])
+def test_a_clipped_gradient_keeps_its_direction_and_has_the_lower_of_its_norm_and_the_limit(
+    numerics, share, left
+):
+    job = tiny_job()
+    state = TrainState(job.model, job.train, torch.device("cpu"), invariant=True)
+    state.model.eval()  # no dropout: the same gradient again
+    step = StepRange(first_sample=0, num_samples=4, num_tokens=4 * 8, seq_len=8)
+    micros = cut(FormulaFeed().get(step, 0, 1, 2, Cursor()), 2, 0, 1, torch.device("cpu"))
+    gradient: Gradient = numerics(state.model, job.train.seed, "float32")
+
+    def whole() -> torch.Tensor:
+        return torch.cat([p.grad.flatten().double() for p in state.model.parameters() if p.requires_grad])
+
+    gradient.reduce(micros, len(micros), 32)
+    before = whole()
+    norm = before.norm().item()
+    assert norm > 0.01
+    told = gradient.clip(None if share is None else share * norm)
+    assert told == pytest.approx(norm, rel=1e-5), "the norm before it was scaled"
+    assert torch.allclose(whole(), left * before, rtol=1e-5, atol=0.0)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.records import StateKey
+from orchestrator.trainer.job import LEFT
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
-from tests.trainer.member import members, run_to_end, tiny_job
+from tests.trainer.member import Plan, members, run_to_end, tiny_job
 
 SHORT_TAIL = 12 * 8 * 2 + 3 * 8 + 5  # tokens: two whole steps, then 3 whole samples and one of 5 tokens
 
@@ -123,12 +124,29 @@ def test_a_wished_stop_saves_and_leaves(tmp_path):
     ],
 )
 def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(tmp_path, feed, job, message):
-    with members(tmp_path, ["a", "b"], feed=feed, job=tiny_job(**job)) as group:
+    # both have the summary before one ends: were its peer gone, a member might not get it
+    plans = {name: Plan(hold=("summary_received", 3)) for name in "ab"}
+    with members(tmp_path, ["a", "b"], plans, feed=feed, job=tiny_job(**job)) as group:
+        launch, errors = group.launch, group.launch.errors
+        launch.wait_for(lambda: len(launch.records) == 2 and all(launch.held(name) for name in "ab"))
+        for name in "ab":
+            launch.release(name)
         group.join_all()
-        errors = group.launch.errors
-        assert group.launch.wait_for_end().ended == "failed"
+        assert launch.wait_for_end().ended == "failed"
     assert set(errors) == {"a", "b"}
     for error in errors.values():
         assert error.startswith("TrainingError: step 3 ")
         assert message in error
-    assert [record.step for record in group.launch.journal().records] == [1, 2]
+    assert [record.step for record in launch.journal().records] == [1, 2]
+    assert not launch.outcomes
+
+
+def test_a_member_that_loses_the_summary_of_a_wrong_step_does_not_apply_it_either(tmp_path):
+    feed = FormulaFeed(wrong_digest_at_sample=30)
+    with members(tmp_path, ["a", "b"], {"a": Plan(lose_summary=3)}, feed=feed) as group:
+        group.join_all()
+        launch = group.launch
+        assert launch.wait_for_end().ended == "failed"
+    assert set(launch.errors) == {"b"}
+    assert (launch.outcomes["a"].reason, launch.outcomes["a"].key.step) == (LEFT, 2)
+    assert [record.step for record in launch.journal().records] == [1, 2]

@@ -13,8 +13,8 @@ import numpy as np
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
 from orchestrator.records import Int64Array
 
-# Rows are decoded by so many, or by fewer that have about so many bytes; what is compressed is read in such
-# pieces.
+# Rows are decoded by so many, or by fewer that have about so many bytes, and handed on in stretches of about
+# so many bytes; what is compressed is read in such pieces.
 _BATCH_ROWS, BATCH_BYTES, _BUFFER_BYTES = 64, 4 << 20, 1 << 20
 
 
@@ -22,7 +22,7 @@ def read_column(path: str, group: int, column: str, first_row: int) -> Iterator[
     """(line, records, place of the first) of the column's values in a row group; places are rows of the file.
 
     At any time it holds a page of the column (as large as its writer made it), its dictionary, and values of
-    about `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
+    a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
     `OSError` where the file is damaged.
     """
     import pyarrow as pa
@@ -41,12 +41,30 @@ def read_column(path: str, group: int, column: str, first_row: int) -> Iterator[
         with pq.ParquetFile(path, metadata=facts, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             num = min(max(1, BATCH_BYTES // max(1, mean)), _BATCH_ROWS)
             done = first_row
-            for batch in file.iter_batches(batch_size=num, row_groups=[group], columns=[column]):
-                for records in _values(batch.column(0)):
+            batches = file.iter_batches(batch_size=num, row_groups=[group], columns=[column])
+            for stretch in _joined(batch.column(0) for batch in batches):
+                for records in _values(stretch):
                     yield done + 1, records, done
                     done += len(records)
     except pa.ArrowException as error:
         raise OSError(str(error)) from error
+
+
+def _joined(columns: Iterator[Any]) -> Iterator[Any]:
+    """The columns, of which several that have at most `BATCH_BYTES` together are made one: what follows costs
+    about the same for one value as for a thousand. A dictionary counts as often as it comes.
+    """
+    import pyarrow as pa
+
+    held, num_bytes = list[Any](), 0
+    for column in columns:
+        if held and num_bytes + column.nbytes > BATCH_BYTES:
+            yield held[0] if len(held) == 1 else pa.concat_arrays(held)
+            held, num_bytes = [], 0
+        held.append(column)
+        num_bytes += column.nbytes
+    if held:
+        yield held[0] if len(held) == 1 else pa.concat_arrays(held)
 
 
 def _values(column: Any) -> Iterator[Records]:

@@ -11,6 +11,8 @@ from functools import cache
 
 from orchestrator.data.sources.readers import READ_BYTES
 
+# While it reads it notes the count so often: places may be asked for in any order, backwards, too.
+_NOTE_EVERY_BYTES = 4 * READ_BYTES
 # For one record at most so much is read: a tokenizer may not stand still for its sake.
 LIMIT_BYTES = 16 << 30
 
@@ -24,17 +26,24 @@ class LineNumbers:
 
     def newlines_before(self, offset: int, limit_bytes: int = LIMIT_BYTES) -> int | None:
         """Newlines in the file's first `offset` bytes; None if more than `limit_bytes` would have to be read:
-        the next call goes on where this one has stopped. Reads from the nearest place asked for before.
+        the next call goes on where this one has stopped. Reads from the nearest place counted before.
         """
         at, found = self._known[bisect_right(self._known, (offset, offset)) - 1]
         stop = min(offset, at + limit_bytes)
+        noted = at
         with open(self._path, "rb") as file:
             while at < stop and (piece := os.pread(file.fileno(), min(READ_BYTES, stop - at), at)):
                 found += piece.count(b"\n")
                 at += len(piece)
+                if at - noted >= _NOTE_EVERY_BYTES:
+                    self._remember(at, found)
+                    noted = at
+        self._remember(at, found)
+        return found if at == offset else None
+
+    def _remember(self, at: int, found: int) -> None:
         if (at, found) != self._known[bisect_right(self._known, (at, at)) - 1]:
             insort(self._known, (at, found))
-        return found if at == offset else None
 
 
 @cache

@@ -23,6 +23,7 @@ _SUFFIXES = {
     "lines": ("",),
 }
 _NAMED = 5
+RealFile = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,8 @@ class Listing:
                 f"source {source}: {len(self.others)} of {len(self.others) + len(self.names)} paths lead to "
                 f"files that other paths lead to, e.g. {name} to {self.others[name]}; each file is read once"
             )
-        return tuple(notes)
+        # a link's own name may be any bytes
+        return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
 def list_files(source: str, path: str, format_: str) -> Listing:
@@ -112,9 +114,9 @@ def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
     return _others(base, found)
 
 
-def _others(base: str, files: Mapping[str, tuple[int, int]]) -> dict[str, str]:
-    """`same_files`, given (device, number) of each name's file."""
-    groups: dict[tuple[int, int], list[str]] = {}
+def _others(base: str, files: Mapping[str, RealFile]) -> dict[str, str]:
+    """`same_files`, given what each name leads to."""
+    groups: dict[RealFile, list[str]] = {}
     for name, file in files.items():
         groups.setdefault(file, []).append(name)
     real, others = os.path.realpath(base), dict[str, str]()
@@ -127,7 +129,7 @@ def _others(base: str, files: Mapping[str, tuple[int, int]]) -> dict[str, str]:
 
 
 def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
-    files, irregular = dict[str, tuple[int, int]](), []
+    files, irregular = dict[str, RealFile](), []
     for name in found:
         full = os.path.join(base, name)
         try:
@@ -139,7 +141,7 @@ def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> L
                 irregular.append(f"{full} cannot be looked at: {error.strerror}")
             continue
         if stat.S_ISREG(status.st_mode):
-            files[name] = (status.st_dev, status.st_ino)
+            files[name] = _real(full, status)
         elif not stat.S_ISDIR(status.st_mode):
             irregular.append(f"{full} is a {_kind(status.st_mode)}")
     others = _others(base, files)
@@ -174,20 +176,33 @@ def _matches(
     folder: str,
     parts: tuple[str, ...],
     unlisted: dict[str, str],
-    above: frozenset[tuple[int, int]] = frozenset(),
+    above: frozenset[RealFile] = frozenset(),
+    linked: set[tuple[RealFile, tuple[str, ...]]] | None = None,
+    by_link: bool = False,
 ) -> Iterator[str]:
     """Names below `folder` that match, as the standard library's `glob` finds them with `recursive=True`, but
     for links that lead back to a folder `above`: by these it finds every file forty times, or for ever.
+
+    Of the paths to a folder that have a link in them only the first is followed for the same parts (they are
+    added to `linked`): folders that link to each other have as many paths as there are orders of them.
     """
     part, rest = parts[0], parts[1:]
+    linked = set() if linked is None else linked
     if part == "**":
-        yield from _matches(folder, rest or ("*",), unlisted, above)
+        yield from _matches(folder, rest or ("*",), unlisted, above, linked, by_link)
         if rest[:1] != ("**",):
             above = above | {real_file(folder)}
-            for name in _names(folder, unlisted):
+            # as whole paths are sorted: the first of the paths to a folder is the least
+            for name in sorted(_names(folder, unlisted), key=lambda name: os.fsencode(name) + b"/"):
                 inner = os.path.join(folder, name)
-                if not name.startswith(".") and os.path.isdir(inner) and real_file(inner) not in above:
-                    yield from (os.path.join(name, n) for n in _matches(inner, parts, unlisted, above))
+                if name.startswith(".") or not os.path.isdir(inner) or (real := real_file(inner)) in above:
+                    continue
+                if through := by_link or os.path.islink(inner):
+                    if (real, parts) in linked:
+                        continue
+                    linked.add((real, parts))
+                found = _matches(inner, parts, unlisted, above, linked, through)
+                yield from (os.path.join(name, n) for n in found)
         return
     for name in _names(folder, unlisted) if glob.has_magic(part) else [part]:
         inner = os.path.join(folder, name)
@@ -197,13 +212,24 @@ def _matches(
             if os.path.lexists(inner):
                 yield name
         elif os.path.isdir(inner):
-            yield from (os.path.join(name, n) for n in _matches(inner, rest, unlisted, above))
+            through = by_link or os.path.islink(inner)
+            found = _matches(inner, rest, unlisted, above, linked, through)
+            yield from (os.path.join(name, n) for n in found)
 
 
-def real_file(path: str) -> tuple[int, int]:
-    """What distinguishes the file or folder that a path leads to from all others: (device, number)."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
+def real_file(path: str) -> RealFile:
+    """What distinguishes the file or folder that a path leads to from all others: device and number, of a file
+    size and time, too; its real path where the file system numbers nothing.
+    """
+    return _real(path, os.stat(path))
+
+
+def _real(path: str, status: os.stat_result) -> RealFile:
+    if status.st_ino == 0:
+        return (os.path.realpath(path),)
+    if stat.S_ISDIR(status.st_mode):
+        return status.st_dev, status.st_ino
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _fits(name: str, part: str) -> bool:

@@ -125,6 +125,11 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
         raise ConfigError(
             f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
         )
+    if (num := schema.names.count(text_field)) > 1:
+        raise ConfigError(
+            f"{path}: {num} columns are called {text_field!r}, and which one holds the text nobody can tell; "
+            "rename them in the file, or set text_field to another column"
+        )
     kind = schema.field(text_field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(test(plain) for test in _text_types(pa)):
@@ -157,14 +162,14 @@ def require_unchanged(row: FileRow, path: str, handle: int) -> None:
 
 
 def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str = "") -> str:
-    """The refusal for these changed files, and those that are gone: nothing can stand for them. `advice` for
-    whoever does not want to go on with the run.
+    """The refusal for these changed files, and those that are gone, whole or in part: nothing can stand for
+    them. `advice` for whoever does not want to go on with the run.
     """
     texts = [*gone, *changes]
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     advice = advice or (
-        "put them back; a file that is gone cannot be accepted as a changed one can: without it this run "
-        "cannot go on, and a new run (under another run.name) is the only way"
+        "put them back; a file that is gone cannot be accepted as a changed one can, nor one that has lost "
+        "row groups: without it this run cannot go on, and a new run (under another run.name) is the only way"
         if gone
         else "put them back, start a new run, or go on with them by resume.accept_changed=true"
     )
@@ -178,7 +183,7 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str =
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone, for people.
+    differ, and which are gone or have fewer row groups than the run reads, for people.
     """
 
     now: Manifest
@@ -200,7 +205,11 @@ def changes_since(manifest: Manifest) -> Changes:
             raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
         if found is None:
             return row, None
-        return _row(manifest.base, manifest.format, manifest.text_field, row.path), f"{path}: {found}"
+        now = _row(manifest.base, manifest.format, manifest.text_field, row.path)
+        groups, left = len(row.group_rows), len(now.group_rows)
+        if left < groups:
+            return None, f"{path}: it had {groups} row groups and has {left}"
+        return now, f"{path}: {found}"
 
     with ThreadPoolExecutor(_THREADS) as pool:
         looks = list(pool.map(look, manifest.files))

@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -153,15 +154,16 @@ def _records(
 ) -> Iterator[_Batch]:
     """(line, records, place of the first) of the part's records, in one or more batches."""
     text_field, format_ = plan.manifest.text_field, plan.manifest.format
+    size = plan.manifest.files[where.file].bytes  # what lies behind was appended, and is not the run's
     if where.group is not None:
         first_row = sum(plan.manifest.files[where.file].group_rows[: where.group])
         yield from read_column(path, where.group, text_field, first_row)
     elif format_ == "text":
-        yield 1, _one_record(decoded(file, path)), 0
+        yield 1, _one_record(decoded(file, path, size)), 0
     elif whole or path.endswith((".gz", ".zst")):
-        yield from _stream_lines(decoded(file, path))
+        yield from _stream_lines(decoded(file, path, size))
     else:
-        yield from _range_lines(file.fileno(), where.start, where.stop)
+        yield from _range_lines(file.fileno(), where.start, where.stop, size)
 
 
 def _one_record(pieces: Iterator[bytes]) -> Whole:
@@ -176,8 +178,8 @@ def _one_record(pieces: Iterator[bytes]) -> Whole:
 
 
 # ---------------------------------------------------------------------------------------- lines
-def _range_lines(handle: int, start: int, stop: int) -> Iterator[_Batch]:
-    begin, data = read_range(handle, start, stop)
+def _range_lines(handle: int, start: int, stop: int, file_bytes: int) -> Iterator[_Batch]:
+    begin, data = read_range(handle, start, stop, file_bytes)
     lines = split_lines(data)
     first = 1 if begin == 0 else None
     if len(data) > MAX_RECORD_BYTES:
@@ -185,7 +187,7 @@ def _range_lines(handle: int, start: int, stop: int) -> Iterator[_Batch]:
     elif len(lines):
         yield first, lines, begin
     after = begin + len(data)
-    if after < stop and (size := _line_bytes(handle, after)):
+    if after < stop and (size := _line_bytes(handle, after, file_bytes)):
         yield None if first is None else first + len(lines), Whole(None, size), after
 
 
@@ -202,10 +204,10 @@ def _without_long_ones(lines: Lines, first: int | None, place: int) -> Iterator[
         begin = index + 1
 
 
-def _line_bytes(handle: int, start: int) -> int:
+def _line_bytes(handle: int, start: int, file_bytes: int) -> int:
     """Bytes of the line that begins there, its newline included, however long; 0 at the file's end."""
     size = 0
-    while piece := os.pread(handle, READ_BYTES, start + size):
+    while piece := os.pread(handle, min(READ_BYTES, file_bytes - start - size), start + size):
         newline = piece.find(b"\n")
         if newline >= 0:
             return size + newline + 1
@@ -213,9 +215,9 @@ def _line_bytes(handle: int, start: int) -> int:
     return size
 
 
-def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
-    """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes;
-    without that one where it is longer than `MAX_RECORD_BYTES`.
+def read_range(handle: int, start: int, stop: int, file_bytes: int) -> tuple[int, bytes]:
+    """(offset, bytes) of the lines whose first byte lies in [start, stop), whole, however far the last goes
+    in the first `file_bytes` of the file; without that one where it is longer than `MAX_RECORD_BYTES`.
 
     Reading begins at start - 1: a line begins at `start` exactly if the byte before it ends one. Beginning at
     `start` itself would lose that line (data rule 10).
@@ -232,7 +234,9 @@ def read_range(handle: int, start: int, stop: int) -> tuple[int, bytes]:
         return begin, data
     last = len(data) - data.rfind(b"\n") - 1  # bytes of the line that goes on after the range
     pieces, position, ends = [data], begin + len(data), False
-    while not ends and last <= MAX_RECORD_BYTES and (piece := os.pread(handle, READ_BYTES, position)):
+    while not ends and last <= MAX_RECORD_BYTES:
+        if not (piece := os.pread(handle, min(READ_BYTES, file_bytes - position), position)):
+            break
         newline = piece.find(b"\n")
         ends = newline >= 0
         pieces.append(piece[: newline + 1] if ends else piece)
@@ -279,18 +283,47 @@ def _stream_lines(pieces: Iterator[bytes]) -> Iterator[_Batch]:
 
 
 # ---------------------------------------------------------------------------------------- compressed
-def decoded(file: BufferedReader, path: str) -> Iterator[bytes]:
-    """The decoded content in pieces, by the name's ending. A stream that is cut off raises `EOFError`."""
-    if path.endswith(".gz"):
-        yield from _gunzip(file)
-    elif path.endswith(".zst"):
-        yield from _unzstd(file)
-    else:
-        while piece := file.read(READ_BYTES):
-            yield piece
+def decoded(file: BufferedReader, path: str, file_bytes: int) -> Iterator[bytes]:
+    """The decoded content of the file's first `file_bytes` in pieces, by the name's ending. A stream that is
+    cut off there raises `EOFError`.
+    """
+    begin = BufferedReader(_Begin(file.fileno(), file_bytes))
+    try:
+        if path.endswith(".gz"):
+            yield from _gunzip(begin)
+        elif path.endswith(".zst"):
+            yield from _unzstd(begin)
+        else:
+            while piece := begin.read(READ_BYTES):
+                yield piece
+    except EOFError as error:
+        size = os.fstat(file.fileno()).st_size
+        if size <= file_bytes:
+            raise
+        raise EOFError(
+            f"{error}; it has {size} bytes, and the run reads the {file_bytes} that it was started with"
+        ) from error
 
 
-def _gunzip(file: BufferedReader) -> Iterator[bytes]:
+class _Begin(RawIOBase):
+    """The first bytes of an open file, as a file: what is appended while it is read is not seen."""
+
+    def __init__(self, handle: int, num_bytes: int) -> None:
+        self._handle, self._at, self._left = handle, 0, num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num = os.preadv(self._handle, [memoryview(buffer)[: self._left]], self._at)
+        self._at, self._left = self._at + num, self._left - num
+        return num
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _gunzip(file: BufferedReader[Any]) -> Iterator[bytes]:
     if not file.peek(1):
         raise EOFError("it is empty, which no gzip file is")
     with gzip.GzipFile(fileobj=file, mode="rb") as stream:
@@ -298,7 +331,7 @@ def _gunzip(file: BufferedReader) -> Iterator[bytes]:
             yield piece
 
 
-def _unzstd(file: BufferedReader) -> Iterator[bytes]:
+def _unzstd(file: BufferedReader[Any]) -> Iterator[bytes]:
     """Frame after frame. python-zstandard's own reader ends without an error where the file is cut off."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, data = None, b""
