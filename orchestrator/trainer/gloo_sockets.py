@@ -84,7 +84,11 @@ def _epolls() -> set[int]:
 def _connections(epoll: int) -> dict[int, int]:
     """File descriptor and inode of each connection that `epoll` watches; none if it watches no listener."""
     listens, found = False, dict[int, int]()
-    for fd in re.findall(r"^tfd:\s*(\d+)", (_FACTS / str(epoll)).read_text(), re.MULTILINE):
+    try:
+        facts = (_FACTS / str(epoll)).read_text()
+    except FileNotFoundError:
+        return {}  # another thread's, and closed by now
+    for fd in re.findall(r"^tfd:\s*(\d+)", facts, re.MULTILINE):
         with _copied(int(fd)) as one:
             if one is None:
                 continue  # gloo also wakes its thread through a pipe
