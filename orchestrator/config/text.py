@@ -147,7 +147,9 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
         parts = key.strip().split(".")
         if len(parts) > MOST_LEVELS:
             reading.complain(
-                (), f"override {override[:60]!r}… is too large: its key has {len(parts):,} parts of {MOST_LEVELS}"
+                (),
+                f"override {override[:60]!r}… is too large: "
+                f"its key has {len(parts):,} parts of {MOST_LEVELS}",
             )
             continue
         # no list has an entry of more digits

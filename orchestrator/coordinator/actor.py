@@ -41,7 +41,6 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.records import (
-    PHASE_LIMITS_S,
     ControlRequests,
     Cursor,
     GenerationView,
@@ -196,6 +195,8 @@ class Coordinator:
         self._changes: list[tuple[int, GroupChange]] = []
         self._roster = Roster(start.max_workers, attempt.members)
         self._changed = asyncio.Condition()
+        # generations whose end is waited for, apart from the rest: a thousand members are not woken for less
+        self._overs: dict[tuple[int, int], asyncio.Event] = {}
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -237,6 +238,19 @@ class Coordinator:
                 return wanted
             await self._wait_for_change(deadline - time.monotonic())
 
+    async def ended(self, launch: str, attempt: int, generation: int) -> StillWaiting | None:
+        """The open call of every other rank: answered once the generation is over, and then at once.
+        `StillWaiting` after a while: it asks again.
+        """
+        self._check(launch)
+        if not self._launch.control_requests(attempt, generation, -1).ended:
+            over = self._overs.setdefault((attempt, generation), asyncio.Event())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), timeout=ANSWER_S)
+            if not over.is_set():
+                return StillWaiting()
+        return None
+
     async def report(
         self, launch: str, member: str, attempt: int, generation: int, records: tuple[StepRecord, ...]
     ) -> None:
@@ -249,10 +263,10 @@ class Coordinator:
             self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._notify()
 
-    async def phase(self, launch: str, member: str, phase: str) -> None:
-        """`member` has been in `phase` for a while, or has left it: how long may the others wait for it?"""
+    async def phase(self, launch: str, member: str, limit_s: float) -> None:
+        """`member` has begun or left a phase: from now on the others may have to wait `limit_s` for it."""
         self._check(launch)
-        self._launch.busy(member, time.monotonic() + PHASE_LIMITS_S[phase])
+        self._launch.busy(member, time.monotonic() + limit_s)
 
     async def vote(self, launch: str, vote: Vote) -> bool | StillWaiting:
         """One rank's part of a save is written; answers True once the point is committed, False if the save
@@ -384,6 +398,10 @@ class Coordinator:
 
     async def _notify(self) -> None:
         self._version += 1
+        for identity, over in list(self._overs.items()):
+            if self._launch.control_requests(*identity, -1).ended:
+                over.set()
+                del self._overs[identity]
         async with self._changed:
             self._changed.notify_all()
 

@@ -100,10 +100,16 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
-    async def phase(self, launch: str, member: str, phase: str) -> StillWaiting | None:
+    async def ended(self, launch: str, attempt: int, generation: int) -> StillWaiting | None:
         """See `Coordinator`."""
         if here := await self._begun():
-            await here.phase(launch, member, phase)
+            return await here.ended(launch, attempt, generation)
+        return self._unheard()
+
+    async def phase(self, launch: str, member: str, limit_s: float) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.phase(launch, member, limit_s)
             return None
         return self._unheard()
 

@@ -19,9 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError
+from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.records import (
     BETWEEN,
+    ENDING,
     FEED_WAIT,
+    PHASE_LIMITS_S,
+    SAVE_WAIT,
     STEP,
     ControlRequests,
     GenerationView,
@@ -87,6 +91,8 @@ class RemoteMembership:
         self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
         self._phase = (STEP, time.monotonic())
+        self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
+        self._end = GenerationEnd()
         self._stepped_at = time.monotonic()  # when the newest step was finished
         self._broken: BaseException | None = None
         self._in_thread("report", self._report_loop)
@@ -100,6 +106,7 @@ class RemoteMembership:
         it is refused.
         """
         self._check()
+        self._end.leave()
         request = JoinRequest(
             member=self.member,
             launch=self._launch,
@@ -131,14 +138,23 @@ class RemoteMembership:
         if isinstance(answer, RunOver):
             return None
         assert isinstance(answer, GenerationView), f"join was answered with {answer}"
-        if answer.rank == 0:
-            self._in_thread("watch", lambda: self._watch(answer))
+        self._end.enter((answer.attempt, answer.generation))
+        watch = self._watch if answer.rank == 0 else self._await_end
+        self._in_thread("watch", lambda: watch(answer))
         return answer
 
     def control_requests(self, view: GenerationView) -> ControlRequests:
         """The latest control requests that the watching thread has heard of; never blocks."""
         self._check()
         return self._control_requests.get((view.attempt, view.generation), _QUIET)
+
+    def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:
+        """The watching thread acts, or the caller's if that one has heard already."""
+        self._end.when_heard((view.attempt, view.generation), act)
+
+    def step_limit(self, seconds: float) -> None:
+        """The reporting thread tells it, should the generation end within a step."""
+        self._step_limit_s = seconds
 
     def phase(self, name: str) -> None:
         """The reporting thread notifies the coordinator, should it last."""
@@ -229,6 +245,28 @@ class RemoteMembership:
                 self._control_requests[view.attempt, view.generation] = _ALONE
                 return
             self._control_requests[view.attempt, view.generation] = known
+        self._end.hear((view.attempt, view.generation))
+
+    def _await_end(self, view: GenerationView) -> None:
+        """The open call of every other rank: it returns when the generation is over."""
+        generation = (view.attempt, view.generation)
+        while self._end.is_inside(generation):
+            try:
+                self._ask("ended", self._launch, *generation)
+            except FencedError:
+                return  # the loop's own next call raises it
+            except OrchestratorError:
+                time.sleep(_RETRY_S)  # the coordinator may come back; meanwhile rank 0 has all save and stop
+                continue
+            self._control_requests[generation] = replace(_QUIET, ended=True)
+            self._end.hear(generation)
+            return
+
+    def _doing(self) -> tuple[str, float]:
+        """The phase, and since when. Who is in a step of a generation that is over says so."""
+        phase, since = self._phase
+        heard_at = self._end.heard_at
+        return (ENDING, heard_at) if phase == STEP and heard_at is not None else (phase, since)
 
     def _report_loop(self) -> None:
         """Reports to the coordinator what nobody waits for: step records in batches, long phases. While it
@@ -237,7 +275,7 @@ class RemoteMembership:
         reported, reported_at = STEP, time.monotonic()
         while True:
             time.sleep(_REPORT_EVERY_S)
-            phase, since = self._phase
+            phase, since = self._doing()
             now = time.monotonic()
             new = phase != reported and (phase == STEP or now - since > _LONG_PHASE_S)
             # waiting for the feed ends no generation: the feed has its own limit (rule 23)
@@ -245,10 +283,11 @@ class RemoteMembership:
             try:
                 self._send_reports()
                 if new or again:
-                    self._ask("phase", self._launch, self.member, phase)
+                    limit_s = self._step_limit_s if phase == ENDING else PHASE_LIMITS_S[phase]
+                    self._ask("phase", self._launch, self.member, limit_s)
                     reported, reported_at = phase, now
             except OrchestratorError:
-                return
+                continue  # it may come back, and then hears what is new; the loop's own calls have a limit
 
     def _send_reports(self) -> None:
         view, batch = None, list[StepRecord]()

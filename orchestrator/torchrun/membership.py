@@ -10,7 +10,7 @@ import json
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -158,6 +158,12 @@ class StaticMembership:
         return ControlRequests(
             ended=False, save=False, stop=self._stop.is_set(), reform=False, acknowledged_step=acknowledged
         )
+
+    def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:
+        """See `Membership`: nobody ends a static group but a collective that fails."""
+
+    def step_limit(self, seconds: float) -> None:
+        """See `Membership`: nobody is waited for."""
 
     def phase(self, name: str) -> None:
         """See `Membership`: nobody is left out of a static group."""

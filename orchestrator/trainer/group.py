@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from orchestrator.records import LOAD, PHASE_LIMITS_S, GenerationView
+from orchestrator.trainer.gloo_sockets import GlooSockets
 
 _VERDICT, _ALL_HERE, _CALLED_OFF = "verdict", b"all here", b"called off"
 _ASK_AGAIN_S = 0.01
@@ -52,6 +53,7 @@ class Group:
     def __init__(self, view: GenerationView, limit_s: float) -> None:
         self.view, self._limit_s = view, limit_s
         self._forming = datetime.timedelta(seconds=limit_s)
+        self._sockets = GlooSockets()
 
     @classmethod
     @contextmanager
@@ -77,17 +79,27 @@ class Group:
         try:
             with collective("forming the group"):
                 assemble(view, store, limit_s, called_off)
-                dist.init_process_group(
-                    backend,
-                    store=store,
-                    rank=view.rank,
-                    world_size=view.world_size,
-                    timeout=datetime.timedelta(seconds=limit_s),
-                )
+                with group._sockets.watched():
+                    dist.init_process_group(
+                        backend,
+                        store=store,
+                        rank=view.rank,
+                        world_size=view.world_size,
+                        timeout=datetime.timedelta(seconds=limit_s),
+                    )
             yield group
         finally:
+            group._sockets.forget()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+    def call_off(self) -> None:
+        """The generation is over: what waits in gloo, here and at the peers, fails at once, DDP's own sums
+        included. From any thread.
+
+        NCCL is left alone; its collectives wait out their time.
+        """
+        self._sockets.shut()
 
     def compare(self, config_digest: str, own: Sequence[int]) -> list[list[int]]:
         """The first collective: every member must see the same launch, generation, members, parent, step and
@@ -140,7 +152,7 @@ class Group:
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some ranks; every rank must call it. None for the others."""
-        with collective("forming the group that copies the state"):
+        with collective("forming the group that copies the state"), self._sockets.watched():
             made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._forming)
         if self.view.rank not in ranks:
             return None

@@ -125,6 +125,7 @@ class _Trainer:
             store = self._membership.connect_store(view)
         limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
         with Group.formed(view, store, self._device, limit_s, called_off) as group:
+            self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
             self._membership.phase(LOAD)
@@ -175,7 +176,10 @@ class _Trainer:
         """
         known = self._all_warm and self._records and not saves
         limit_s = max(self._job.collective_limit_s, 5 * self._records[-1].step_s) if known else 0.0
-        group.allow(limit_s or PHASE_LIMITS_S[SAVE_WAIT])
+        limit_s = limit_s or PHASE_LIMITS_S[SAVE_WAIT]
+        group.allow(limit_s)
+        # whoever is still computing finds gloo closed; NCCL may be entered, and waits out its time
+        self._membership.step_limit(limit_s if self._device.type == "cpu" else 2 * limit_s)
 
     # -------------------------------------------------------------------------------- a step
     def _next_range(self, cursor: Cursor) -> StepRange | None:

@@ -6,7 +6,7 @@ It knows no Ray and no coordinator; those who do implement these elsewhere, `sta
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -74,6 +74,16 @@ class Membership(Protocol):
         Rank 0 copies them into the summary; the others use only `ended`. `acknowledged_step` counts in this
         generation's labels: all its records up to there are durable, and those of earlier generations with
         them; below the generation's first step it says nothing.
+        """
+
+    def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:
+        """Has `act` called, from any thread, as soon as it is known that the coordinator has ended the
+        generation; at once if it is known already. One act per generation.
+        """
+
+    def step_limit(self, seconds: float) -> None:
+        """From now on a step of this member may take so long, with all that it waits for: if its generation
+        ends meanwhile, the others wait that long for it to come. Never blocks.
         """
 
     def phase(self, name: str) -> None:

@@ -38,6 +38,7 @@ from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
 STORAGE_LIMIT_S = 60.0  # short enough to be reached within a history
+STEP_LIMIT_S = 100.0  # how long a member says that it may still compute
 MAX_FAILURES = 2
 ROUNDS = 400  # in which a world without faults must come to its end
 
@@ -82,6 +83,7 @@ class Member:
     launch: str
     alive: bool = True
     frozen: bool = False
+    computes_until: float = float("-inf")  # it has heard that its generation is over, and has said this
     mode: str = "joins"
     key: StateKey | None = None
     content: Content = ()
@@ -170,6 +172,7 @@ class World:
         self.num = {"steps": 0, "commits": 0, "restarts": 0, "ends": 0, "generations": 0, "rewinds": 0}
         self.num["saves failed"] = 0
         self.stop_asked = False
+        self.all_have_come = False  # since time went on last, those who can
         self.coordinator = self.new_launch(rewind=False)
 
     # ------------------------------------------------------------ claims
@@ -285,6 +288,7 @@ class World:
                     shell.pending.append(lambda n=action: self.note(shell.attempt, n))
                 case Kill():
                     self.left_out.add(action.member.member)
+                    self.check_kill(action.member.member)
                     for member in self.members:
                         if member.name == action.member.member and self.random.random() < 0.5:
                             self.die(member)
@@ -297,6 +301,16 @@ class World:
                     raise BrokenError("fenced although nobody else claimed")
                 case commit.VoterGone():
                     self.tell_commits(action)
+
+    def check_kill(self, name: str) -> None:
+        """Whoever could have come, or said that it computes, before time went on, is not given up."""
+        (member,) = (m for m in self.members if m.name == name)
+        group, attempt = member.group, self.coordinator.attempt
+        if not self.all_have_come or group is None or group.view.attempt != attempt:
+            return
+        trains = member.acts and member.mode in ("trains", "meets") and member.writing is None
+        late = float("-inf") < member.computes_until <= self.now
+        need(late or not trains, f"{name}, which lives, is given up and killed")
 
     def note(self, attempt: int, note: Note) -> None:
         """A line of the journal that a restarted coordinator reads back."""
@@ -536,17 +550,19 @@ class World:
     def start_member(self, launch: str) -> None:
         self.members.append(Member(name=f"m{next(self.names)}", launch=launch))
 
-    def die(self, member: Member) -> None:
+    def die(self, member: Member, closes: bool = True) -> None:
+        """`closes`: its connections do, so that its group hears of it; without power they do not."""
         if member.alive and member.mode != "over":
             self.deaths[member.name] = self.highest
         member.alive = False
-        if member.group:
+        if member.group and closes:
             member.group.left.add(member.name)
 
     def leave(self, member: Member) -> None:
         if member.group:
             member.group.left.add(member.name)
         member.group, member.mode, member.writing = None, "joins", None
+        member.computes_until = float("-inf")
 
     def set_state(self, member: Member, key: StateKey, content: Content) -> None:
         need(self.contents.setdefault(key, content) == content, f"there are two states {key}")
@@ -767,10 +783,42 @@ class World:
         elif x < 0.82:
             self.notice(self.random.choice(live) if live else None)
         elif x < 0.91:
-            self.now += self.random.choice([0.05, 0.3, 1.0, 5.0, 12.0, 61.0])
+            seconds = self.random.choice([0.05, 0.3, 1.0, 5.0, 12.0, 61.0])
+            self.all_have_come = seconds > 10.0 and self.random.random() < 0.5
+            if self.all_have_come:
+                self.let_all_come()
+            self.now += seconds
             self.tick()
+            self.all_have_come = False
         else:
             self.fault(live)
+
+    def let_all_come(self) -> None:
+        """Time enough for every member that is not frozen to hear that its generation is over, to join, and
+        for what it sent to arrive; some still compute, and say so.
+        """
+        for _ in range(2):  # whoever comes first ends the generation for the others, who then hear of it
+            for member in self.members:
+                self.let_come(member)
+            for _ in range(len(self.messages)):
+                self.deliver()
+
+    def let_come(self, member: Member) -> None:
+        inside = member.acts and member.mode in IN_GROUP and self.hears_end(member)
+        if inside and member.computes_until == float("-inf") and self.random.random() < 0.3:
+            member.computes_until = self.now + STEP_LIMIT_S
+            self.coordinator.machine.busy(member.name, member.computes_until)
+        if member.computes_until <= self.now:
+            self.notice(member)
+        if member.acts and member.mode == "joins":
+            self.send_join(member)
+
+    def hears_end(self, member: Member) -> bool:
+        """Every member keeps a call open at the coordinator, whatever its group waits for."""
+        if not self.coordinator.alive or member.group is None:
+            return False
+        view = member.group.views[member.name]
+        return self.coordinator.machine.control_requests(view.attempt, view.generation, -1).ended
 
     def notice(self, member: Member | None) -> None:
         """A member sees that its group is over, by a collective, by the coordinator, or by a re-form."""
@@ -778,18 +826,15 @@ class World:
             return
         if member.writing is not None:
             return  # a part is written to its end
-        view = member.group.views[member.name]
         over = member.mode == "meets" or bool(member.group.left)
-        if view.rank == 0 and self.coordinator.alive:
-            wanted = self.coordinator.machine.control_requests(view.attempt, view.generation, -1)
-            over = over or (wanted.ended and not (member.mode == "leaves" and member.committed))
-        if over:
+        saved = member.mode == "leaves" and member.committed
+        if over or (self.hears_end(member) and not saved):
             self.leave(member)
 
     def fault(self, live: list[Member]) -> None:
         x, machine = self.random.random(), self.coordinator.machine
         if x < 0.25 and live:
-            self.die(self.random.choice(live))
+            self.die(self.random.choice(live), closes=self.random.random() < 0.5)
         elif x < 0.5:
             self.look_for_the_dead()
             if machine.ended is None and sum(m.alive for m in self.members) < self.size:
@@ -881,12 +926,15 @@ def newest_key(members: list[Member]) -> StateKey | None:
 
 
 def walk(
-    seed: int, machine: type[LaunchMachine] = LaunchMachine, commits: type[CommitMachine] = CommitMachine
+    seed: int,
+    machine: type[LaunchMachine] = LaunchMachine,
+    commits: type[CommitMachine] = CommitMachine,
+    world: type[World] = World,
 ) -> tuple[World, str]:
     """A random history of the world `seed`, then its end without faults: the world and the outcome. Raises
     `BrokenError` where a rule does not hold.
     """
-    world = World(seed, machine, commits)
+    made = world(seed, machine, commits)
     for _ in range(random.Random(seed).randint(60, 500)):
-        world.event()
-    return world, world.settle()
+        made.event()
+    return made, made.settle()

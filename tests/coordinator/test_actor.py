@@ -132,6 +132,26 @@ def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(st
     assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
 
 
+def test_a_member_hears_of_the_end_of_its_generation_at_once_and_of_nothing_else(store: RunStore) -> None:
+    async def launch() -> object:
+        actor = coordinator(store, max_workers=2)
+        both = [asyncio.create_task(actor.join(replace(JOIN, member=name))) for name in ("a", "b")]
+        for joined in both:
+            assert isinstance(await joined, GenerationView)
+        watch = asyncio.create_task(actor.ended(LAUNCH, 1, 1))
+        await actor.report(LAUNCH, "a", 1, 1, (record(key(1)),))
+        await actor.request("save")
+        await status(actor)
+        assert not watch.done()
+        leaving = asyncio.create_task(actor.join(replace(JOIN, member="a", leaves=(1, 1))))
+        assert await watch is None
+        assert await actor.ended(LAUNCH, 1, 1) is None, "it is over for whoever asks later, too"
+        await actor.end("stopped", "enough")
+        return await leaving
+
+    assert isinstance(asyncio.run(asyncio.wait_for(launch(), LIMIT_S)), RunOver)
+
+
 def test_a_save_that_is_given_up_is_told_once_to_the_user(
     store: RunStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

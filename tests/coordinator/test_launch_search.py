@@ -14,7 +14,7 @@ from orchestrator.records import MemberInfo, StepRecord
 from orchestrator.resume.commit_events import Action as CommitAction
 from orchestrator.resume.commit_events import DiscardSave, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
-from tests.coordinator.launch_model import BrokenError, walk
+from tests.coordinator.launch_model import BrokenError, Member, World, walk
 
 SEEDS = 400
 CAMPAIGN = 20_000
@@ -102,6 +102,22 @@ class DiscardsAtOnce(CommitMachine):
         return self, tuple(DiscardSave(name=at.point_name) for at in self.discarding)
 
 
+class BusyIgnored(LaunchMachine):
+    """A member that says that it still computes counts as silent nevertheless."""
+
+    def busy(self, member: str, until: float) -> None:
+        pass
+
+
+class NobodyHears(World):
+    """Members learn of their generation's end by their collectives alone, and a host without power ends
+    none.
+    """
+
+    def hears_end(self, member: Member) -> bool:
+        return False
+
+
 @pytest.mark.parametrize(
     ("wrong", "rule", "seed"),
     [
@@ -113,11 +129,14 @@ class DiscardsAtOnce(CommitMachine):
         (SavesForEver, "and the run goes on", 168),
         (NeverForgivesASave, "and the run ends", 1637),
         (DiscardsAtOnce, "are deleted while", 23),
+        (BusyIgnored, "is given up and killed", 7),
+        (NobodyHears, "is given up and killed", 76),
     ],
 )
 def test_the_search_catches_a_planted_mistake(wrong: type, rule: str, seed: int) -> None:
     """`seed`: a history that showed it when this was written; any other will do."""
-    planted = {"commits": wrong} if issubclass(wrong, CommitMachine) else {"machine": wrong}
+    places = {"commits": CommitMachine, "machine": LaunchMachine, "world": World}
+    planted = {place: wrong for place, right in places.items() if issubclass(wrong, right)}
     for number in (seed, *range(10 * SEEDS)):
         try:
             walk(number, **planted)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.formation import Form, Formation, RendezvousSettings, StopRun
+from orchestrator.elastic.formation import Form, Formation, LeaveOut, RendezvousSettings, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records import GenerationView, JoinRequest, StateKey
 
@@ -23,9 +23,11 @@ Identity = tuple[int, int]  # (attempt, generation)
 History = tuple[Identity, ...]  # which generation trained each step
 TORN: Identity = (-1, -1)
 LONG = (1e3, 1e6, 1e9)  # each is longer after the one before than any time-out
+STEP_LIMIT = 1e4  # how long a member says that it may still be in its step
 
-# what a member does: trains in its generation, was thrown out of it, waits for an answer, is cut off, is dead
-IN, OUT, WAITS, AWAY, DEAD = "in", "out", "waits", "away", "dead"
+# what a member does: trains in its generation, was thrown out of it, waits for an answer, is cut off, is
+# dead, or knows that its generation is over and is still in a step
+IN, OUT, WAITS, AWAY, DEAD, BUSY = "in", "out", "waits", "away", "dead", "busy"
 
 
 class Member(NamedTuple):
@@ -57,6 +59,7 @@ class World:
     pending: Point | None  # voted by all, COMMIT not written
     faults: int  # how many are left
     machine: Rendezvous
+    stuck: bool = False  # those who train wait for a host that lost its power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,8 @@ class Rules:
     chained_parents: bool = True  # False: a generation supersedes every record at or after its first step
     receiver_is_blank: bool = True  # False: state is received over the old one
     gives_up: bool = True  # False: a voted save is committed whatever was formed meanwhile
+    power_losses: bool = False  # True: hosts die, too, and close no connection
+    hear_the_end: bool = True  # False: whoever waits for a host without power waits until its time is over
     settings: RendezvousSettings = RendezvousSettings()
     machine: type[Rendezvous] = Rendezvous
 
@@ -162,7 +167,7 @@ def identity_of(world: World) -> int:
             tuple(sorted(slots)),
             tuple(sorted(map(hash, told.values()))),
             everyone,
-            (len(world.parents), *reachable(world), world.points, world.pending, world.faults),
+            (len(world.parents), *reachable(world), world.points, world.pending, world.faults, world.stuck),
         )
     )
 
@@ -251,8 +256,13 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
     wanted = machine.control_requests(*first.leaves, 0)
     if wanted.reform:
         yield "all leave at the step boundary", thrown_out(world, inside)
+    if world.stuck:
+        yield from out_of_the_stuck(world, inside, wanted.ended and rules.hear_the_end)
+        return
     if wanted.ended:
         yield "the generation is aborted", thrown_out(world, inside)
+    if rules.power_losses and world.faults and len(inside) > 1:
+        yield from power_losses(world, inside, alike)
     if len(first.history) >= rules.steps:
         return
     for applied in subsets(inside, alike):
@@ -273,19 +283,67 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
             )
 
 
+def power_losses(world: World, inside: list[int], alike: list[int]) -> Iterator[tuple[str, World]]:
+    """One host loses its power, and is said to be dead. It closes no connection: the others wait for it, in
+    the step's gradient, or some of them in its summary, which has reached the rest.
+    """
+    for victim in inside:
+        if alike.index(alike[victim]) != victim:
+            continue
+        machine, name = world.machine.copy(), world.members[victim].name
+        machine.dead(name, 0.0)
+        rest = [i for i in inside if i != victim]
+        before = replace(world, machine=machine, faults=world.faults - 1, stuck=True)
+        gone = Member(DEAD, "", None, None, False, None)
+        yield f"{name} loses its power in a gradient", of_members(before, {victim: gone})
+        for applied in subsets(rest, alike):
+            members = {i: after_summary(world.members[i], i in applied) for i in rest}
+            names = [world.members[i].name for i in applied]
+            yield (
+                f"{name} loses its power in a summary, which reaches {names}",
+                of_members(before, {**members, victim: gone}),
+            )
+
+
+def out_of_the_stuck(world: World, inside: list[int], heard: bool) -> Iterator[tuple[str, World]]:
+    """Who waits for a host without power is called off when its end is heard, or waits until its time is
+    over; one of them may still compute then, and says so.
+    """
+    if not heard:
+        yield "a collective's time is over", thrown_out(world, inside)
+        return
+    yield "the generation is called off", thrown_out(world, inside)
+    for slot in inside:
+        machine, member = world.machine.copy(), world.members[slot]
+        machine.extend_deadline(member.name, STEP_LIMIT)
+        after = replace(thrown_out(world, inside), machine=machine)
+        yield (
+            f"the generation is called off, {member.name} still computes and says so",
+            of_members(after, {slot: member._replace(life=BUSY)}),
+        )
+
+
+def of_members(world: World, changed: dict[int, Member]) -> World:
+    """The world with these members; nobody else notices."""
+    return replace(world, members=tuple(changed.get(i, m) for i, m in enumerate(world.members)))
+
+
+def after_summary(member: Member, applied: bool) -> Member:
+    """A member that the summary of its step has reached, or that waits for it."""
+    assert member.history is not None, "who trains holds a state"
+    assert member.key is not None, "who trains holds a state"
+    assert member.leaves is not None, "who trains was answered"
+    if not applied:
+        return member._replace(prepared=True)
+    key = replace(member.key, step=member.key.step + 1)
+    return member._replace(history=(*member.history, member.leaves), key=key)
+
+
 def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
     """The summary of the next step reaches `applied`; the others entered it and keep their gradient."""
     members = list(world.members)
     for i in inside:
-        m = members[i]
-        assert m.history is not None, "who trains holds a state"
-        assert m.key is not None, "who trains holds a state"
-        assert m.leaves is not None, "who trains was answered"
-        if i in applied:
-            key = replace(m.key, step=m.key.step + 1)
-            members[i] = m._replace(history=(*m.history, m.leaves), key=key)
-        else:
-            members[i] = m._replace(prepared=True)
+        members[i] = after_summary(members[i], i in applied)
     if len(applied) == len(inside):
         trained = members[inside[0]]
         assert trained.leaves is not None, "who trains was answered"
@@ -301,13 +359,15 @@ def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> Worl
 def thrown_out(world: World, slots: list[int]) -> World:
     """These members' generation is over for them; they will join again."""
     members = tuple(m._replace(life=OUT) if i in slots else m for i, m in enumerate(world.members))
-    return replace(world, members=members)
+    return replace(world, members=members, stuck=False)
 
 
 def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
     """What happens to one member: it joins, dies, is cut off, comes back, or is replaced by a new process."""
     if member.life == OUT:
         yield joined(world, slot)
+    if member.life == BUSY:
+        yield f"{member.name} has computed", of_members(world, {slot: member._replace(life=OUT)})
     if member.life == AWAY:
         machine = world.machine.copy()
         # it does not know whether its last join was answered: it gets that now, or joins, or asks in vain
@@ -353,14 +413,15 @@ def put(
     """The world with another member in `slot`; a group that loses a member is at its end, all others see a
     failing collective.
     """
-    members = [*world.members[:slot], member, *world.members[slot + 1 :]]
+    members, stuck = [*world.members[:slot], member, *world.members[slot + 1 :]], world.stuck
     if world.members[slot].life == IN:
-        members = [m._replace(life=OUT) if m.life == IN else m for m in members]
+        members, stuck = [m._replace(life=OUT) if m.life == IN else m for m in members], False
     return replace(
         world,
         members=tuple(members),
         faults=world.faults - fault,
         machine=machine or world.machine,
+        stuck=stuck,
     )
 
 
@@ -389,13 +450,14 @@ def restarted(world: World, rules: Rules) -> World:
 # ---- forming
 def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     """The coordinator's tick, at once or after a long time in which nobody came."""
-    if not any(m.life == WAITS for m in world.members):
+    if not world.stuck and not any(m.life == WAITS for m in world.members):
         return
-    # a member that is slow to come is not told apart from one that is cut off
-    patience = () if any(m.life == OUT for m in world.members) else LONG
-    for now in (0.0, *patience):
+    for now in (0.0, *patience(world, rules)):
         machine = world.machine.copy()
         actions = machine.tick(now)
+        lives = {m.name: m.life for m in world.members}
+        if any(isinstance(a, LeaveOut) and lives.get(a.member) in (IN, OUT, BUSY) for a in actions):
+            raise Broken("a member that lives is given up", f"after {now:g} s")
         if any(isinstance(a, StopRun) for a in actions):
             return
         form = next((a for a in actions if isinstance(a, Form)), None)
@@ -411,6 +473,20 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     enough = sum(m.life == WAITS for m in world.members) >= rules.min_workers
     if enough and all(m.life in (WAITS, DEAD, AWAY) for m in world.members):
         raise Broken("all that can come have joined, and no generation forms", "waiting for ever")
+
+
+def patience(world: World, rules: Rules) -> tuple[float, ...]:
+    """How much time may go by now. A member that is slow to come is not told apart from one that is cut off,
+    so it comes first, as does one that hears of its generation's end; one that computes has its limit.
+    """
+    generation = next((m.leaves for m in world.members if m.life == IN), None)
+    hears = world.stuck and generation is not None and rules.hear_the_end
+    if hears and generation is not None and world.machine.control_requests(*generation, 0).ended:
+        return ()
+    lives = [m.life for m in world.members]
+    if OUT in lives:
+        return ()
+    return tuple(now for now in LONG if now < STEP_LIMIT) if BUSY in lives else LONG
 
 
 def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple[str, World]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from orchestrator.elastic.formation import NewestPoint, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
-from orchestrator.records import JoinRequest, StateKey
+from orchestrator.records import ControlRequests, JoinRequest, StateKey
 from tests.elastic.group_model import Rules, search
 
 Choice = tuple[StateKey | None, str | None, NewestPoint | None]
@@ -73,6 +74,23 @@ class AttemptsIgnored(Rendezvous):
         return key, member, None
 
 
+class BusyIgnored(Rendezvous):
+    """A member that says that it is still in its step counts as silent nevertheless."""
+
+    def extend_deadline(self, member: str, until: float) -> None:
+        pass
+
+
+class EndUnsaid(Rendezvous):
+    """Members of the current generation are not told that it is over when one of them is said to be dead."""
+
+    def control_requests(self, attempt: int, generation: int, acknowledged_step: int) -> ControlRequests:
+        wanted = super().control_requests(attempt, generation, acknowledged_step)
+        current = self._group.current
+        inside = current is not None and (attempt, generation) == current.identity
+        return replace(wanted, ended=wanted.ended and not inside)
+
+
 @pytest.mark.parametrize(
     ("rules", "at_least"),
     [
@@ -80,8 +98,9 @@ class AttemptsIgnored(Rendezvous):
         # two members need a fault less to get as far, so these see a fourth generation
         (Rules(num_members=2), 50_000),
         (Rules(min_workers=2, faults=2), 10_000),
+        (Rules(power_losses=True, generations=2, faults=2), 25_000),
     ],
-    ids=["three members", "two members", "at least two of three"],
+    ids=["three members", "two members", "at least two of three", "hosts without power"],
 )
 def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
     result = search(rules)
@@ -90,6 +109,7 @@ def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
 
 
 LOST_POINT = "the history goes on without a committed point"
+GIVEN_UP = "a member that lives is given up"
 WRONG = {
     "by step alone": (Rules(machine=ByStepAlone, generations=2), LOST_POINT),
     "points ignored": (Rules(machine=PointsIgnored, generations=2), LOST_POINT),
@@ -97,6 +117,9 @@ WRONG = {
     "voted saves never given up": (Rules(gives_up=False, generations=2), LOST_POINT),
     "received over the old state": (Rules(receiver_is_blank=False, num_members=2), "torn weights in use"),
     "parents not chained": (Rules(chained_parents=False, generations=2), "weights and journal disagree"),
+    "the end is not heard": (Rules(power_losses=True, hear_the_end=False, generations=2), GIVEN_UP),
+    "the end is not said": (Rules(power_losses=True, machine=EndUnsaid, generations=2), GIVEN_UP),
+    "a busy member is silent": (Rules(power_losses=True, machine=BusyIgnored, generations=2), GIVEN_UP),
     "unresponsive members waited for": (
         Rules(settings=RendezvousSettings(missing_grace_s=math.inf), generations=2),
         "all that can come have joined, and no generation forms",

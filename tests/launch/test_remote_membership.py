@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from orchestrator.errors import ElasticError
+from orchestrator.launch.generation_end import GenerationEnd
 from orchestrator.launch.remote_membership import Place, RemoteMembership, UnansweredError
 from orchestrator.records import (
     ControlRequests,
@@ -23,9 +26,7 @@ from orchestrator.records import (
 )
 from tests.resume.samples import key, record
 
-BLANK = MemberState(
-    key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start"
-)
+BLANK = MemberState(key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start")
 VIEW = GenerationView(
     attempt=1,
     generation=1,
@@ -41,7 +42,25 @@ VIEW = GenerationView(
     step=0,
     launch="l",
 )
+OVER = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
 WAIT_S = 30.0
+
+
+def held(until: threading.Event, answer: Any) -> Callable[[], Any]:
+    """An answer that comes late."""
+
+    def wait() -> Any:
+        assert until.wait(WAIT_S), f"{answer} was never given"
+        return answer
+
+    return wait
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < limit, "it does not come about"
+        threading.Event().wait(0.01)
 
 
 class Line:
@@ -58,9 +77,16 @@ class Line:
             self.changed.notify_all()
             left = self._answers[method]
             answer = left.pop(0) if len(left) > 1 else left[0]
+        if callable(answer):
+            return answer()
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def answer(self, **answers: Any) -> None:
+        """From now on these methods are answered so."""
+        with self.changed:
+            self._answers |= {method: [value] for method, value in answers.items()}
 
     def wait_for(self, method: str) -> tuple[Any, ...]:
         def came() -> tuple[Any, ...] | None:
@@ -103,6 +129,79 @@ def test_rank_0_saves_and_stops_by_itself_when_the_coordinator_stays_away() -> N
     assert (wanted.save, wanted.stop, wanted.ended) == (True, True, False)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["asked before", "asked after"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_hears_that_its_generation_is_over_and_acts_once(rank: int, late: bool) -> None:
+    view, asked, acts = replace(VIEW, rank=rank), threading.Event(), list[str]()
+    answer = OVER if rank == 0 else None  # of `watch`, and of `ended`
+    line = Line(join=[view], watch=[held(asked, answer)], ended=[StillWaiting(), held(asked, answer)])
+    mine = member(line)
+    mine.join(BLANK)
+    acted = threading.Event()
+
+    def act() -> None:
+        acts.append("acted")
+        acted.set()
+
+    if late:
+        asked.set()
+        wait_until(lambda: mine.control_requests(view).ended)
+        mine.when_ended(view, act)
+    else:
+        mine.when_ended(view, act)
+        assert not mine.control_requests(view).ended
+        asked.set()
+    assert acted.wait(WAIT_S)
+    assert mine.control_requests(view).ended
+    assert acts == ["acted"]
+
+
+def test_the_end_of_a_generation_that_was_left_is_nobodys_business_any_more() -> None:
+    end, acts = GenerationEnd(), list[str]()
+    end.enter((1, 1))
+    end.leave()
+    end.enter((1, 2))
+    end.when_heard((1, 2), lambda: acts.append("acted"))
+    end.hear((1, 1))
+    assert (acts, end.heard_at) == ([], None)
+    end.hear((1, 2))
+    assert acts == ["acted"]
+    assert end.heard_at is not None
+
+
+def test_who_is_in_a_step_when_its_generation_ends_says_how_long_the_others_may_have_to_wait() -> None:
+    view = replace(VIEW, rank=1)
+    line = Line(join=[view, RunOver(reason="over")], ended=[None], phase=[None])
+    mine = member(line)
+    mine.join(BLANK)
+    mine.step_limit(123.0)
+    assert line.wait_for("phase") == ("l", mine.member, 123.0)
+
+
+def test_reports_go_on_after_the_coordinator_was_away_for_longer_than_the_members_wait() -> None:
+    """Its process comes back, and the members meet under a new attempt."""
+    again = replace(VIEW, attempt=2)
+    away = UnansweredError("died")
+    line = Line(join=[VIEW, again], watch=[held(threading.Event(), None)], report=[away])
+    mine = member(line, 0.2)
+    mine.join(BLANK)
+
+    def calls() -> int:
+        mine.report(VIEW, [record(key(1))])
+        return sum(name == "report" for name, _ in line.calls)
+
+    wait_until(lambda: calls() > 10)  # far more than it makes within its limit
+    line.answer(report=None)
+    mine.join(BLANK)
+    later = record(key(2))
+
+    def told() -> bool:
+        mine.report(again, [later])
+        return any(name == "report" and arguments[-1][-1] == later for name, arguments in line.calls)
+
+    wait_until(told)
+
+
 def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> None:
     line = Line(join=[VIEW], watch=[ValueError("cannot be")], report=[None])
     mine = member(line)
@@ -118,8 +217,7 @@ def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> Non
 
 
 def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:
-    over = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
-    line = Line(join=[VIEW], watch=[over], report=[None], failed=[None])
+    line = Line(join=[VIEW], watch=[OVER], report=[None], failed=[None])
     mine = member(line)
     view = mine.join(BLANK)
     assert view is not None

@@ -190,6 +190,12 @@ class Launch:
         self.run(die(self.coordinator))
         self.coordinator = self._new_coordinator()
 
+    def declare_dead(self, name: str) -> None:
+        """Ray says that the host of this member is gone. Its connections stay open: whoever loses power, or
+        its network, closes none.
+        """
+        self._gone.add(name)
+
     def waits(self, name: str) -> bool:
         """It waits for the next generation, and rank 0 of the running one knows that it is to meet."""
         told = self._told.get((self.views[-1].attempt, self.views[-1].generation)) if self.views else None

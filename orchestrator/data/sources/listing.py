@@ -218,8 +218,8 @@ def _matches(
 
 
 def real_file(path: str) -> RealFile:
-    """What distinguishes the file or folder that a path leads to from all others: device and number, of a file
-    size and time, too; its real path where the file system numbers nothing.
+    """What distinguishes the file or folder that a path leads to from all others: device and number, for a
+    file size and time, too; its real path where the file system numbers nothing.
     """
     return _real(path, os.stat(path))
 
