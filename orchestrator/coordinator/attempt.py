@@ -461,7 +461,9 @@ def _read_back(journal: Journal, first: int) -> dict[str, Any]:
     records = [record for record in journal.records if record.attempt >= first]
     return {
         "previous": last
-        and PreviousGeneration(attempt=last.attempt, generation=last.generation, members=live),
+        and PreviousGeneration(
+            attempt=last.attempt, generation=last.generation, members=live, ended=live != last.members
+        ),
         "members": _where_they_live(journal, live),
         "finished": tuple((f["member"], f["reason"], f["step"]) for f in finished),
         "failures": tuple(Failure(step=f["step"], reason=f["reason"]) for f in failures),

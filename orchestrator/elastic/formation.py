@@ -39,12 +39,14 @@ class RendezvousSettings:
 class PreviousGeneration:
     """The newest generation that an older attempt of this launch journalled, `members` by rank.
 
-    They are whom a restarted coordinator waits for.
+    They are whom a restarted coordinator waits for. `ended`: others of it are known to have died, so that it
+    cannot go on, and those who live may wait for them.
     """
 
     attempt: int
     generation: int
     members: tuple[str, ...]
+    ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

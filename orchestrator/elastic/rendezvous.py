@@ -71,6 +71,8 @@ class Rendezvous:
             self._group.end(float("-inf"))  # all of them are known to be dead
         self._pending: tuple[Formation, dict[str, JoinRequest]] | None = None
         self._older_ended: set[tuple[int, int]] = set()
+        if previous is not None and previous.ended:
+            self._older_ended.add((previous.attempt, previous.generation))
         self._short_since: float | None = None
         self._saved_below = False  # what the survivors below the minimum hold was saved, or is being saved
         self._reform = False
@@ -175,7 +177,7 @@ class Rendezvous:
             if not self._group.is_unresponsive_as_a_whole(now):
                 self._reform = self._wants_reform(now)
                 return []
-            self._end(min(a.since for a in self._group.waiting.values()))
+            self._end(now)  # who trains on, in a long step, hears of it and has its time to come
         actions: list[Action] = [*self._group.leave_out_unresponsive(now)]
         expected = min(self._expected, self._max)
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)

@@ -263,10 +263,9 @@ class World:
         self.check_acknowledged(names)
         mine = [g for g in self.generations if first <= g.attempt < number]
         last = max(mine, key=lambda g: g.id, default=None)
+        live = tuple(m for m in last.members if m not in self.known_dead) if last else ()
         previous = last and PreviousGeneration(
-            attempt=last.attempt,
-            generation=last.generation,
-            members=tuple(m for m in last.members if m not in self.known_dead),
+            attempt=last.attempt, generation=last.generation, members=live, ended=live != last.members
         )
         failures = tuple(failure for attempt, failure in self.failures if attempt >= first)
         self.saves_fail_since = None  # as far as the new process knows

@@ -123,7 +123,7 @@ class NobodyHears(World):
     [
         (WaitsForNewcomers, "the run does not end", 17),
         (ForgetsProgress, "a healthy run is stopped", 419),
-        (ForgetsWhoWasLeftOut, "the run does not end", 5529),
+        (ForgetsWhoWasLeftOut, "the run does not end", 8406),
         (TakesTheSilentForQuiet, "are deleted while", 1920),
         (AsksOnlyWhoForms, "the run does not end", 164),
         (SavesForEver, "and the run goes on", 168),

@@ -680,10 +680,22 @@ def test_a_newcomer_does_not_cut_short_the_step_of_the_generation_that_trains_on
 def test_a_generation_of_an_older_attempt_that_nobody_comes_from_is_given_up():
     machine = rendezvous(expected=1, previous=PREVIOUS)
     machine.join(request("z"), 0.0)
-    *left_out, made = machine.tick(60.0)
-    assert [a.member for a in left_out if isinstance(a, LeaveOut)] == ["a", "b"]
+    assert not machine.control_requests(2, 5, 0).ended
+    (waiting,) = machine.tick(60.0)
+    assert isinstance(waiting, Waiting)
+    assert machine.control_requests(2, 5, 0).ended, "who trains on hears of it"
+    machine.extend_deadline("b", 100.0)
+    left_out = [a.member for a in machine.tick(71.0) if isinstance(a, LeaveOut)]
+    assert left_out == ["a"], "b is in a long step, and says so"
+    *left_out, made = machine.tick(101.0)
+    assert [a.member for a in left_out if isinstance(a, LeaveOut)] == ["b"]
     assert isinstance(made, Form)
     assert made.formation.members == ("z",)
+
+
+def test_survivors_of_an_older_attempt_hear_that_their_generation_is_over_if_somebody_of_it_has_died():
+    machine = rendezvous(expected=2, previous=replace(PREVIOUS, members=("a",), ended=True))
+    assert machine.control_requests(2, 5, 0).ended
 
 
 def test_members_that_never_heard_of_the_last_journalled_generation_are_taken_as_they_come():
