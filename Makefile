@@ -17,7 +17,7 @@ quickstart: $(STAMP)
 
 # in two processes: one has the tests on Ray
 test: $(TOOLS)
-	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope --no-loadscope-reorder --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .

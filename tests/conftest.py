@@ -34,18 +34,41 @@ CORPUS_BYTES = 1_500_000
 TinyConfig = Callable[..., dict[str, Any]]
 
 
-@pytest.hookimpl(tryfirst=True)
+# the tests that use the session's Ray cluster
+ON_RAY = {
+    "tests/data/test_feeder.py",
+    "tests/system/test_campaign.py",
+    "tests/system/test_driver.py",
+    "tests/system/test_faults.py",
+    "tests/system/test_kills.py",
+    "tests/system/test_refusals.py",
+    "tests/system/test_shapes.py",
+}
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For several processes (`-n 2`): the tests of a file stay together, and all those on the Ray cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if _file(nodeid) in ON_RAY else _file(nodeid)
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For runs in several processes (`-n 2 --dist loadgroup`): a file's tests stay together, all that use the
-    session's Ray cluster are one group, and what takes longest begins first.
-    """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    on_ray = {item.path for item in items if "head" in item.fixturenames}
+    """In several processes what takes longest begins first."""
     for item in items:
-        group = "ray" if item.path in on_ray else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (item.path not in on_ray, item.get_closest_marker("system") is None))
+        if "head" in getattr(item, "fixturenames", ()):
+            assert _file(item.nodeid) in ON_RAY, f"{item.nodeid} uses the Ray cluster: add its file to ON_RAY"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda i: (_file(i.nodeid) not in ON_RAY, i.get_closest_marker("system") is None))
 
 
 def _stdlib_documents() -> Iterator[tuple[str, str]]:

@@ -48,8 +48,7 @@ class Point(NamedTuple):
     history: History
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """Everything outside the rendezvous, and the rendezvous."""
 
     members: tuple[Member, ...]
@@ -100,17 +99,17 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
     """Visits every state within the bounds, breadth first, so that a trace found is a shortest one."""
     start = first_world(rules)
     came: dict[int, tuple[int, str] | None] = {}
-    first = identity_of(start)
+    first, alike = identity_of(start)
     came[first] = None
-    todo: deque[tuple[int, World]] = deque([(first, start)])
+    todo: deque[tuple[int, World, list[int]]] = deque([(first, start, alike)])
     while todo:
-        known, world = todo.popleft()
+        known, world, alike = todo.popleft()
         try:
-            for event, after in events(world, rules):
-                key = identity_of(after)
+            for event, after in events(world, rules, alike):
+                key, alike_then = identity_of(after)
                 if key not in came:
                     came[key] = (known, event)
-                    todo.append((key, after))
+                    todo.append((key, after, alike_then))
         except Broken as broken:
             return Result(str(broken.args[0]), (*trace(came, known), str(broken.args[1])), len(came))
         assert len(came) < limit, f"more than {limit} states within {rules}"
@@ -156,13 +155,13 @@ def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
     return tuple(reversed(events_so_far))
 
 
-def identity_of(world: World) -> int:
-    """Equal for states that differ only in the names of the members; 64 bits, so that a million states fit
-    into memory.
+def identity_of(world: World) -> tuple[int, list[int]]:
+    """A number that is equal for states that differ only in the names of the members (64 bits, so that a
+    million states fit into memory), and the `kinds` of the members.
     """
     everyone, told = world.machine.snapshot()
     slots = kinds(world, told)
-    return hash(
+    identity = hash(
         (
             tuple(sorted(slots)),
             tuple(sorted(map(hash, told.values()))),
@@ -170,6 +169,7 @@ def identity_of(world: World) -> int:
             (len(world.parents), *reachable(world), world.points, world.pending, world.faults, world.stuck),
         )
     )
+    return identity, slots
 
 
 def first_world(rules: Rules) -> World:
@@ -222,14 +222,13 @@ def request(slot: int, member: Member) -> JoinRequest:
 
 
 # ---- what may happen
-def events(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
+def events(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple[str, World]]:
     """Every event that is possible now, and the world after it."""
     late = [i for i, m in enumerate(world.members) if m.life == OUT]
     if late and not world.faults:
         # nothing can happen to them, and no generation forms before they have come: the order does not matter
         yield joined(world, late[0])
         return
-    alike = kinds(world, world.machine.snapshot()[1])
     yield from of_the_group(world, rules, alike)
     if world.pending is not None:
         yield "COMMIT", commit(world, world.pending)
@@ -279,7 +278,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
             assert trained.history is not None, "who trained holds a state"
             yield (
                 f"step {len(first.history)} by all, who vote for a point",
-                replace(after, pending=Point(trained.key, trained.history)),
+                after._replace(pending=Point(trained.key, trained.history)),
             )
 
 
@@ -293,7 +292,7 @@ def power_losses(world: World, inside: list[int], alike: list[int]) -> Iterator[
         machine, name = world.machine.copy(), world.members[victim].name
         machine.dead(name, 0.0)
         rest = [i for i in inside if i != victim]
-        before = replace(world, machine=machine, faults=world.faults - 1, stuck=True)
+        before = world._replace(machine=machine, faults=world.faults - 1, stuck=True)
         gone = Member(DEAD, "", None, None, False, None)
         yield f"{name} loses its power in a gradient", of_members(before, {victim: gone})
         for applied in subsets(rest, alike):
@@ -316,7 +315,7 @@ def out_of_the_stuck(world: World, inside: list[int], heard: bool) -> Iterator[t
     for slot in inside:
         machine, member = world.machine.copy(), world.members[slot]
         machine.extend_deadline(member.name, STEP_LIMIT)
-        after = replace(thrown_out(world, inside), machine=machine)
+        after = thrown_out(world, inside)._replace(machine=machine)
         yield (
             f"the generation is called off, {member.name} still computes and says so",
             of_members(after, {slot: member._replace(life=BUSY)}),
@@ -325,7 +324,7 @@ def out_of_the_stuck(world: World, inside: list[int], heard: bool) -> Iterator[t
 
 def of_members(world: World, changed: dict[int, Member]) -> World:
     """The world with these members; nobody else notices."""
-    return replace(world, members=tuple(changed.get(i, m) for i, m in enumerate(world.members)))
+    return world._replace(members=tuple(changed.get(i, m) for i, m in enumerate(world.members)))
 
 
 def after_summary(member: Member, applied: bool) -> Member:
@@ -351,15 +350,15 @@ def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> Worl
         # reported at once, unless the coordinator did not form the generation: then members bring it along
         reported = trained.leaves[0] == world.machine.attempt
         record = {(trained.leaves, len(trained.history) - 1)} if reported else set()
-        return replace(world, members=tuple(members), records=world.records | record)
-    after = replace(world, members=tuple(members), faults=world.faults - 1)
+        return world._replace(members=tuple(members), records=world.records | record)
+    after = world._replace(members=tuple(members), faults=world.faults - 1)
     return thrown_out(after, inside)
 
 
 def thrown_out(world: World, slots: list[int]) -> World:
     """These members' generation is over for them; they will join again."""
     members = tuple(m._replace(life=OUT) if i in slots else m for i, m in enumerate(world.members))
-    return replace(world, members=members, stuck=False)
+    return world._replace(members=members, stuck=False)
 
 
 def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, World]]:
@@ -416,8 +415,7 @@ def put(
     members, stuck = [*world.members[:slot], member, *world.members[slot + 1 :]], world.stuck
     if world.members[slot].life == IN:
         members, stuck = [m._replace(life=OUT) if m.life == IN else m for m in members], False
-    return replace(
-        world,
+    return world._replace(
         members=tuple(members),
         faults=world.faults - fault,
         machine=machine or world.machine,
@@ -434,7 +432,7 @@ def commit(world: World, point: Point) -> World:
     newest = max(points, key=lambda p: p.key)
     machine.set_newest_point(newest.key, None, newest.key.point_name)
     records = world.records | {(g, t) for t, g in enumerate(point.history)}
-    return replace(world, points=points, pending=None, records=records, machine=machine)
+    return world._replace(points=points, pending=None, records=records, machine=machine)
 
 
 def restarted(world: World, rules: Rules) -> World:
@@ -444,7 +442,7 @@ def restarted(world: World, rules: Rules) -> World:
     if newest is not None:
         machine.set_newest_point(newest.key, None, newest.key.point_name)
     members = tuple(m._replace(life=OUT) if m.life == WAITS else m for m in world.members)
-    return replace(world, members=members, pending=None, faults=world.faults - 1, machine=machine)
+    return world._replace(members=members, pending=None, faults=world.faults - 1, machine=machine)
 
 
 # ---- forming
@@ -465,7 +463,7 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
             if not actions:
                 return  # a generation runs
             continue
-        tried = replace(world, machine=machine)
+        tried = world._replace(machine=machine)
         when = " after a long time" if now else ""
         for name, after in outcomes(tried, form.formation, rules):
             yield name + when, after
@@ -506,7 +504,7 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
         pending = None
     origin = formation.source or formation.point or "nothing"
     title = f"generation {identity} of {list(formation.members)} from {origin}"
-    world = replace(world, parents=parents, records=world.records | brought, pending=pending)
+    world = world._replace(parents=parents, records=world.records | brought, pending=pending)
     base = base_of(world, formation, title)
     check(world, formation, base, rules, title)
     if len(world.parents) > rules.generations:
@@ -526,7 +524,7 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
             )
     before, machine = world.machine, world.machine.copy()
     machine.formed(formation.generation, 0.0)
-    world = replace(world, machine=machine)
+    world = world._replace(machine=machine)
     alike = kinds(world, before.snapshot()[1])
     can = [i for i in group if world.members[i].life == WAITS]
     if len(can) == len(group):
@@ -636,8 +634,7 @@ def agreed(
         else:
             torn = tuple(TORN for _ in m.history)
             members[i] = Member(OUT, m.name, torn, m.key, False, identity)
-    return replace(
-        world,
+    return world._replace(
         members=tuple(members),
         faults=world.faults - (not whole and len(group) == len(formation.members)),
     )
