@@ -845,7 +845,7 @@ def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_t
     assert ended.value.code in (0, None)
     told = capsys.readouterr().out
     assert "each token of its stream exactly once, but 3 files stand in that more than once\n" in told
-    assert f"not shown: {text}" in told
+    assert f"not verified: {text}" in told
 
 
 def test_of_files_with_one_name_each_nothing_is_said_to_be_repeated(mapping: dict[str, Any]) -> None:
