@@ -21,7 +21,7 @@ class StorageTrouble:
     """Since when, and why, storage fails. All times are seconds of one monotonic clock."""
 
     def __init__(self, limit_s: float = STORAGE_LIMIT_S, meanwhile: str = "Training goes on") -> None:
-        """`meanwhile`: what the user is told of the run."""
+        """`meanwhile`: what a report to the user says of the run."""
         self._limit_s, self._meanwhile = limit_s, meanwhile
         self._since: float | None = None
         self._reason = ""

@@ -37,7 +37,7 @@ from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
 STATUS_WAIT_S = 0.25
 NODES_EVERY_S = 0.5
-NODES_SILENT_S = 10.0  # a GCS that says nothing for so long: that is told, its last answer stays valid
+NODES_SILENT_S = 10.0  # a GCS without an answer for so long is reported; its last answer stays valid
 FIRST_NODES_S = 60.0  # how long the first answer, without which nothing can be started, is waited for
 COORDINATOR_LIMIT_S = 60.0
 FROZEN_S = 10.0  # a coordinator that lives answers a status within a second; two without an answer end it
