@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from orchestrator.data.sample_corpus import train_tokenizer
+from tests import warm_python
 
 # Properties are judged by what they find, never by how long a busy machine takes for one example.
 settings.register_profile("orchestrator", deadline=None, database=None)
@@ -154,7 +156,15 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
 
 
 @pytest.fixture(scope="session")
-def head() -> Iterator[Any]:
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of Ray's nodes, and trials of models, begin with everything imported."""
+    with warm_python.launcher(tmp_path_factory.mktemp("warm")) as program, pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, "executable", program)
+        yield
+
+
+@pytest.fixture(scope="session")
+def head(warm: None) -> Iterator[Any]:
     """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
