@@ -156,22 +156,32 @@ def tiny_config(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyC
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers of Ray's nodes, and trials of models, begin with everything imported."""
-    with warm_python.launcher(tmp_path_factory.mktemp("warm")) as program, pytest.MonkeyPatch.context() as m:
-        m.setattr(sys, "executable", program)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A `python` for Ray's nodes and for drivers: their workers, and trials of models, begin with everything
+    imported.
+    """
+    with warm_python.launcher(tmp_path_factory.mktemp("warm")) as program:
+        yield program
+
+
+@contextmanager
+def python_is(program: str) -> Iterator[None]:
+    """What this process starts as `python`."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(sys, "executable", program)
         yield
 
 
 @pytest.fixture(scope="session")
-def head(warm: None) -> Iterator[Any]:
+def head(warm: str) -> Iterator[Any]:
     """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 5, "include_dashboard": False, "object_store_memory": 300 << 20},
-    )
+    with python_is(warm):
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 5, "include_dashboard": False, "object_store_memory": 300 << 20},
+        )
     yield made
     made.shutdown()
 
@@ -192,7 +202,7 @@ def connected(head: Any) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(head: Any) -> Iterator[Any]:
+def cluster(head: Any, warm: str) -> Iterator[Any]:
     """The head; this process is connected to it while the module's tests run."""
-    with connected(head):
+    with python_is(warm), connected(head):
         yield head

@@ -150,16 +150,20 @@ class Supervisor:
     def _look_at_nodes(self, known: tuple[NodeFacts, ...]) -> tuple[NodeFacts, ...]:
         """What the GCS has answered, `known` while it does not; waits for nothing."""
         silent_s, nodes = self._asked_nodes.unanswered_s, self._asked_nodes.answer()
-        if silent_s > NODES_SILENT_S and not self._silent_s:
-            self._say(
-                f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, but "
-                "nodes that come or go are not seen and no worker is replaced until it does; look at the "
-                "cluster's head node"
-            )
-        if nodes is not None and self._silent_s:
-            self._say(f"the cluster's GCS answers again, after {self._silent_s:.0f} s")
-        self._silent_s = silent_s if silent_s > NODES_SILENT_S else 0.0
-        return known if nodes is None else nodes
+        if nodes is not None:
+            if self._silent_s:
+                self._say(f"the cluster's GCS answers again, after {self._silent_s:.0f} s")
+            self._silent_s = 0.0
+            return nodes
+        if silent_s > NODES_SILENT_S:
+            if not self._silent_s:
+                self._say(
+                    f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, but "
+                    "nodes that come or go are not seen and no worker is replaced until it does; look at the "
+                    "cluster's head node"
+                )
+            self._silent_s = silent_s
+        return known
 
     def _status(self, seen: tuple[int, int]) -> RunStatus:
         """Asks until the coordinator answers. One that is frozen is killed, so that Ray starts it anew; one

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
 from orchestrator.elastic.policy import Limits, NodeFacts
 from orchestrator.elastic.supervisor import Launch, Supervisor
@@ -59,7 +60,10 @@ class Driver:
         nodes: Callable[[], tuple[NodeFacts, ...]] = tuple,
     ) -> None:
         def get(answer: Future[Any], timeout: float) -> Any:
-            return answer.result(timeout)
+            try:
+                return answer.result(timeout)
+            except TimeoutError as error:
+                raise GetTimeoutError from error
 
         monkeypatch.setattr(ray, "get", get)
         self.said: list[str] = []
@@ -72,14 +76,15 @@ class Driver:
 
     def until(self, what: Callable[[RunStatus], bool]) -> None:
         """Waits until it has shown such a status."""
-        with self._changed:
-            found = self._changed.wait_for(lambda: any(map(what, self._shown)), launches.WAIT_S)
-        assert found, self._shown[-1:]
+        self._wait(lambda: any(map(what, self._shown)))
 
     def until_said(self, text: str) -> None:
+        self._wait(lambda: any(text in said for said in self.said))
+
+    def _wait(self, until: Callable[[], bool]) -> None:
         with self._changed:
-            found = self._changed.wait_for(lambda: any(text in s for s in self.said), launches.WAIT_S)
-        assert found, self.said
+            self._changed.wait_for(lambda: until() or self._end.done(), launches.WAIT_S)
+            assert until(), (self.said, self._shown[-1:], self._end.done() and self._end.result())
 
     def ended(self) -> RunStatus:
         """What `run` returned, or raised."""
@@ -90,6 +95,8 @@ class Driver:
             self._end.set_result(self.supervisor.run())
         except BaseException as error:  # noqa: BLE001  the test hears of it
             self._end.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()
 
     def _show(self, status: RunStatus) -> None:
         with self._changed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import connected
+from tests.conftest import connected, python_is
 from tests.system.harness import Job, assert_exactly_once
 
 LLAMA = {
@@ -49,11 +49,11 @@ def ended(job: Job) -> Iterator[Job]:
 
 @pytest.fixture(scope="session")
 def undisturbed(
-    head: Any, tiny_config: Make, tmp_path_factory: pytest.TempPathFactory
+    head: Any, warm: str, tiny_config: Make, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Job]:
     """The same job, trained to its end by one worker and by two; only to be read."""
     jobs = {size: Job(tiny_config(TINY), tmp_path_factory.mktemp("undisturbed")) for size in (1, 2)}
-    with connected(head):
+    with python_is(warm), connected(head):
         for size, made in jobs.items():
             result = made.train(cluster__num_workers=size)
             assert result.outcome == "done", result.reason
