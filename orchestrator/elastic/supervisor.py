@@ -158,9 +158,9 @@ class Supervisor:
         if silent_s > NODES_SILENT_S:
             if not self._silent_s:
                 self._say(
-                    f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, but "
-                    "nodes that come or go are not seen and no worker is replaced until it does; look at the "
-                    "cluster's head node"
+                    f"warning: the cluster's GCS has not answered for {silent_s:.0f} s; the run continues, "
+                    "but nodes that come or go are not seen and no worker is replaced until it does; look at "
+                    "the cluster's head node"
                 )
             self._silent_s = silent_s
         return known
