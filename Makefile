@@ -9,6 +9,9 @@ FAST_TESTS := tests/config tests/planning tests/cluster tests/test_layers.py tes
 	$(filter-out tests/history/test_claim_search.py, $(wildcard tests/history/test_*.py)) \
 	$(filter-out tests/elastic/test_search.py, $(wildcard tests/elastic/test_*.py))
 
+# each of the tests' many processes would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test check chaos clean
 
 quickstart: $(STAMP)
