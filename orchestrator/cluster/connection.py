@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -104,7 +105,7 @@ class ClusterConnection:
                 ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
-        with _without_helpers():
+        with _without_helpers(), _hangups_ignored():
             ray.init(
                 # without the word it would join any cluster that runs on this machine
                 address="local",
@@ -126,6 +127,21 @@ class ClusterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _hangups_ignored() -> Iterator[None]:
+    """What is started meanwhile outlives the terminal: a launch whose terminal is closed needs its Ray to
+    save. Only a main thread can do this; in another nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _shut_down() -> None:

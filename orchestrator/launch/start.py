@@ -356,8 +356,9 @@ class StoppedAtOnceError(KeyboardInterrupt):
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C save and stop; a second one raises `StoppedAtOnceError`, a `KeyboardInterrupt`. Only
-    a process's main thread can do this; in another nothing changes.
+    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
+    a `KeyboardInterrupt`. SIGHUP is no second one, for shells send it twice, and stays ignored where `nohup`
+    had it ignored. Only a process's main thread can do this; in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -366,13 +367,21 @@ def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Ite
 
     def handle(number: int, _: object) -> None:
         nonlocal seen
+        if seen and number == signal.SIGHUP:
+            return
         if seen:
             raise StoppedAtOnceError(number)
         seen = True
         stop()  # first: whoever sent the signal may have ended the reader of what is said, too
-        say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
+        if number == signal.SIGHUP:
+            say("SIGHUP, the terminal was closed: saving and stopping")
+        else:
+            say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

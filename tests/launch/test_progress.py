@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
         f"{number.name} came twice: stopped at once, and nothing was saved; the same command continues "
         "from the newest resume point"
     )
+
+
+def test_a_launch_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
+    before, stopped = signal.signal(signal.SIGHUP, signal.SIG_IGN), threading.Event()
+    try:
+        with starting.stop_on_signals(stopped.set, lambda text: None):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not stopped.is_set()
 
 
 def test_ctrl_c_before_anything_runs_ends_with_130() -> None:

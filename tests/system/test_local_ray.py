@@ -49,3 +49,32 @@ def test_a_gcs_that_stands_still_does_not_keep_a_launch_from_its_end(monkeypatch
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     line = [sys.executable, "-c", FROZEN, str(QUICKSTART)]
     assert subprocess.run(line, check=False, timeout=120).returncode == 7
+
+
+CLOSED = """
+import os, signal, sys
+import ray
+from orchestrator.cluster import connection
+from orchestrator.config.schema import load_config
+from orchestrator.launch.start import stop_on_signals
+
+heard = []
+with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
+    with stop_on_signals(lambda: heard.append("stop"), heard.append):
+        for _ in range(2):  # as bash does
+            os.killpg(os.getpgrp(), signal.SIGHUP)
+        assert ray.get(ray.remote(lambda: heard).remote()) == heard
+print(heard)
+"""
+
+
+def test_a_closed_terminal_stops_a_launch_whose_ray_lives_on_until_it_has_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    line = [sys.executable, "-c", CLOSED, str(QUICKSTART)]
+    ended = subprocess.run(
+        line, start_new_session=True, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "['stop', 'SIGHUP, the terminal was closed: saving and stopping']\n"
