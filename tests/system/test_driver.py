@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.system.harness import Job, assert_exactly_once, assert_same_training, when_step
+from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step
 
 pytestmark = pytest.mark.system
 ENDLESS = {"train__max_steps": 100_000, "data__num_epochs": 100}
@@ -31,7 +31,7 @@ def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_pa
     driver = start(job, cluster, tmp_path)
     job.drivers.append(driver)
     watch = when_step(job, 5, lambda: driver.send_signal(signal.SIGINT))
-    out, err = driver.communicate(timeout=120)
+    out, err = driver.communicate(timeout=LIMIT_S)
     watch.join()
     assert driver.returncode == 0, err
     stopped = json.loads(out)

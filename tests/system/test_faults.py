@@ -12,7 +12,7 @@ from orchestrator.faults import FREEZE, HANG
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
-from tests.system.harness import Job, assert_same_training, spawn, when_struck
+from tests.system.harness import LIMIT_S, Job, assert_same_training, spawn, when_struck
 
 pytestmark = pytest.mark.system
 Unbroken = tuple[str, list[float]]
@@ -36,7 +36,7 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     assert job.train(cluster__num_workers=1).outcome == "done"
     os.kill(frozen, signal.SIGCONT)
     old.send_signal(signal.SIGCONT)
-    said, _ = old.communicate(timeout=60)
+    said, _ = old.communicate(timeout=LIMIT_S)
     # it did commit, and then it learned that it has been replaced
     late = {row["name"]: row for row in job.run.points()}["00000008-a0001-g0001"]
     assert (late["healthy"], late["on_lineage"]) == (True, False)
@@ -57,7 +57,7 @@ def test_a_start_dies_between_claim_and_parent_file_and_the_next_one_dies_while_
     when_struck(first, 0, driver.kill)
     driver.communicate()
     second = job.faults().kill("claim_made")
-    assert spawn(job, cluster, second).wait(timeout=60) == -signal.SIGKILL
+    assert spawn(job, cluster, second).wait(timeout=LIMIT_S) == -signal.SIGKILL
     assert second.struck() == [0]
     third = job.faults().kill("joined", rank=1)
     assert job.train(third).outcome == "done"

@@ -67,8 +67,9 @@ def test_workers_are_killed_one_after_the_other_at_every_place(
 
 
 def test_the_coordinator_is_killed_again_and_again(
-    job: Job, cluster: Any, unbroken: Unbroken
+    job: Job, cluster: Any, unbroken: Unbroken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "FROZEN_S", 60.0)  # none is taken for frozen because it begins slowly
     # the last one dies while it restarts: it has claimed, and has not said what it inherits
     plan = (
         job.faults()
