@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import threading
+import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,7 @@ from orchestrator.records import (
     RunStatus,
     StillWaiting,
 )
-from orchestrator.resume.commit_events import DeletePoints
+from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -251,7 +254,7 @@ def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobod
         assert any(
             "FlushJournal failed: RuntimeError: not foreseen" in w for w in (await status(actor)).warnings
         )
-        actor._commits._in_background(actor._commits._perform_aside(DeletePoints(names=("p",))))
+        actor._commits._in_background(partial(actor._commits._perform_aside, DeletePoints(names=("p",))))
         assert await actor._commits.settle(LIMIT_S)
         assert any("DeletePoints failed: RuntimeError" in w for w in (await status(actor)).warnings)
         disk.broken = False
@@ -440,6 +443,20 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     assert (end.outcome, end.reason) == ("done", "done at step 10")
     if not lasts:
         assert read_journal(store.storage).events[-1].kind == "end"
+
+
+def test_a_launch_that_ends_before_its_background_work_has_begun_leaves_no_coroutine_behind(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        actor._ensure_running()
+        actor._commits.notify_soon(Tick(now_s=0.0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        run(launch)
+        gc.collect()
+    assert not [str(warning.message) for warning in caught]
 
 
 def test_saves_that_fail_for_longer_than_the_limit_end_the_run_although_the_journal_works(
