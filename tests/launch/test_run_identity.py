@@ -32,10 +32,10 @@ def other(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def save(keeper: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
+def save(recorder: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
     """The answers to the votes of both ranks."""
-    keeper.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
-    votes = [keeper.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
+    recorder.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
+    votes = [recorder.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
     return [vote.result(LIMIT_S) for vote in votes]
 
 
@@ -76,25 +76,25 @@ def journal_changed(folder: Path) -> None:
 def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     runner: Runner, harm: Callable[[Path], None], text: str
 ) -> None:
-    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    keeper.begin(2)
-    assert save(keeper, runner.store, key(10)) == [True, True]
+    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
+    recorder.begin(2)
+    assert save(recorder, runner.store, key(10)) == [True, True]
     harm(runner.folder)
     with pytest.raises(FencedError, match=f"{text}.*deleted or replaced the run's folder while it trained"):
-        save(keeper, runner.store, key(20))
+        save(recorder, runner.store, key(20))
     with pytest.raises(FencedError):
-        keeper.finished(key(20), "done")
+        recorder.finished(key(20), "done")
     assert key(20).point_name not in runner.store.point_names()
     assert runner.store.read_end(1) is None
 
 
 def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(runner: Runner) -> None:
-    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    keeper.begin(2)
+    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
+    recorder.begin(2)
     shutil.rmtree(runner.folder)
     runner.begin()
     with pytest.raises(FencedError, match="is now that of run"):
-        save(keeper, runner.store, key(10))
+        save(recorder, runner.store, key(10))
     assert runner.store.point_names() == []
 
 

@@ -113,18 +113,18 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     parent, orphan = runner.launch(), runner.launch()
     attempt, _, job = rewind(runner, parent, keep_latest=2)
     assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
-    keeper = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
-    keeper.begin(2)
+    recorder = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
+    recorder.begin(2)
     left = [parent.point_name, orphan.point_name]
     for step in (20, 30):
         at = key(step, attempt=attempt.number)
-        keeper.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
-        votes = [keeper.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
+        recorder.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+        votes = [recorder.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
         assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
         left.append(at.point_name)
         if step == 20:
             assert runner.store.point_names() == left
-    keeper.finished(at, "stopped")
+    recorder.finished(at, "stopped")
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
     assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
