@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, survey
 from orchestrator.data.spec import DataSpec
@@ -66,10 +67,11 @@ class Runner:
     def prepared(self, **data: Any) -> DataSpec:
         return starting.prepare(self.config(**data), self.folder, freeze=False)
 
-    def begin(self, **data: Any) -> Attempt:
+    def begin(self, by: Process | None = None, **data: Any) -> Attempt:
         job = self.config(**data)
         spec = starting.prepare(job, self.folder, freeze=True)
-        with starting.claimed(self.store, job, spec, newest_attempt(self.store)) as (attempt, _):
+        newest = newest_attempt(self.store)
+        with starting.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
             return attempt
 
     def journal(self, attempt: Attempt) -> JournalWriter:
@@ -259,11 +261,11 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
         starting.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
-def begun(runner: Runner) -> Attempt:
+def begun(runner: Runner, by: Process | None = None) -> Attempt:
     """An attempt whose coordinator has begun its journal."""
-    attempt = runner.begin()
+    attempt = runner.begin(by)
     journal = runner.journal(attempt)
-    note_beginning(journal, attempt, {})
+    note_beginning(journal, attempt, {}, by)
     journal.close()
     return attempt
 
