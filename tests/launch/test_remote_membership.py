@@ -43,7 +43,7 @@ VIEW = GenerationView(
     launch="l",
 )
 OVER = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def held(until: threading.Event, answer: Any) -> Callable[[], Any]:
