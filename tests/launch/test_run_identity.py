@@ -39,8 +39,9 @@ def save(recorder: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool
     return [vote.result(LIMIT_S) for vote in votes]
 
 
+# The recorder looks at its folder whenever it likes: what befalls it does so at one moment.
 def all_gone(folder: Path) -> None:
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.rename(folder.with_name("gone")))
 
 
 def run_file_gone(folder: Path) -> None:
@@ -53,14 +54,13 @@ def journal_gone(folder: Path) -> None:
 
 def journal_replaced(folder: Path) -> None:
     path = folder / "journal" / "a0001" / "000001.jsonl"
-    copy = path.read_bytes()
-    path.unlink()
-    path.write_bytes(copy)
+    Path(shutil.copy(path, folder / "copy")).replace(path)
 
 
 def journal_changed(folder: Path) -> None:
     path = folder / "journal" / "a0001" / "000001.jsonl"
-    path.write_bytes(path.read_bytes() + b"x")
+    with path.open("ab") as file:
+        file.write(b"x")
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,16 @@ def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     assert runner.store.read_end(1) is None
 
 
-def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(runner: Runner) -> None:
+def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(
+    runner: Runner, other: Runner, tmp_path: Path
+) -> None:
+    (tmp_path / "first").mkdir()
+    runner.folder.symlink_to(tmp_path / "first")
+    other.begin()
+    (tmp_path / "another").symlink_to(other.folder)
     recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
     recorder.begin(2)
-    shutil.rmtree(runner.folder)
-    runner.begin()
+    (tmp_path / "another").replace(runner.folder)
     with pytest.raises(FencedError, match="is now that of run"):
         save(recorder, runner.store, key(10))
     assert runner.store.point_names() == []
