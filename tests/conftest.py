@@ -177,7 +177,9 @@ def head(warm: str) -> Iterator[Any]:
     """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
-    with python_is(warm):
+    with python_is(warm), pytest.MonkeyPatch.context() as changed:
+        # its raylet is never killed, and one that stood still for 10 s would end every test after it
+        changed.setenv("RAY_health_check_timeout_ms", "60000")
         made = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 5, "include_dashboard": False, "object_store_memory": 300 << 20},

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PROC = Path("/proc")
 _PROC_CGROUP, _CGROUPS = _PROC / "self" / "cgroup", Path("/sys/fs/cgroup")
@@ -56,6 +57,22 @@ def machine_id() -> str:
         return f"{boot} {os.readlink(_PROC / 'self' / 'ns' / 'pid')}"
     except OSError:
         return ""
+
+
+class Process(NamedTuple):
+    """A process of one machine since it was booted, which no other one is taken for; see `machine_id` and
+    `process_start`.
+    """
+
+    machine: str
+    pid: int
+    start: str
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    pid = os.getpid()
+    return Process(machine_id(), pid, process_start(pid) or "")
 
 
 def process_start(pid: int) -> str | None:

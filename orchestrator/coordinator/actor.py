@@ -246,7 +246,8 @@ class Coordinator:
         if not self._launch.control_requests(attempt, generation, -1).ended:
             over = self._overs.setdefault((attempt, generation), asyncio.Event())
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), timeout=ANSWER_S)
+                async with asyncio.timeout(ANSWER_S):
+                    await over.wait()
             if not over.is_set():
                 return StillWaiting()
         return None
@@ -388,11 +389,11 @@ class Coordinator:
         if not self._tasks:
             writing = () if self._attempt.ended is not None else (self._keep_journal, self._beat)
             loops = (self._act, self._watch_members, *writing)
-            self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop())) for loop in loops]
+            self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop)) for loop in loops]
 
-    async def _guarded(self, loop: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await loop
+            await loop()
         except Exception as error:  # noqa: BLE001  see `broken`
             await self.broken(error)
 
@@ -408,7 +409,8 @@ class Coordinator:
     async def _wait_for_change(self, seconds: float) -> None:
         async with self._changed:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout=max(0.01, seconds))
+                async with asyncio.timeout(max(0.01, seconds)):
+                    await self._changed.wait()
 
     def _take_records(self, records: tuple[StepRecord, ...]) -> None:
         for record in records:
@@ -470,7 +472,8 @@ class Coordinator:
                     if isinstance(action, Form):
                         await self._form(action.formation)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), timeout=TICK_S)
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _form(self, formation: Formation) -> None:

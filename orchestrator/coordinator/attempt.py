@@ -8,12 +8,11 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cluster.machine import machine_id, process_start
+from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
@@ -343,17 +342,20 @@ def begin_launch(
     return attempt, plan
 
 
-def note_beginning(journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any]) -> None:
-    """Journals that the attempt begins in this process, under this flat configuration, and all that its start
-    found and did.
+def note_beginning(
+    journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any], process: Process | None = None
+) -> None:
+    """Journals that the attempt begins in `process` (default: this one), under this flat configuration, and
+    all that its start found and did.
     """
+    by = process or this_process()
     journal.event(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
-        pid=os.getpid(),
-        machine=machine_id(),
-        pid_start=process_start(os.getpid()) or "",
+        pid=by.pid,
+        machine=by.machine,
+        pid_start=by.start,
         config=dict(config),
     )
     for damage in attempt.damages:

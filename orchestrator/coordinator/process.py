@@ -222,7 +222,8 @@ class CoordinatorProcess:
             deadline = time.monotonic() + (actor.ANSWER_S if wait_s is None else wait_s)
             while self._coordinator is None and self._over is None and not or_else():
                 try:
-                    await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self._changed.wait()
                 except TimeoutError:
                     return None
         return self._coordinator

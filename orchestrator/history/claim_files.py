@@ -6,7 +6,6 @@ It knows which process may claim which number; not what a point contains, nor wh
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from orchestrator.cluster.machine import machine_id, process_start
+from orchestrator.cluster.machine import Process, this_process
 from orchestrator.errors import BusyError, FencedError, OrchestratorError, StorageError
 from orchestrator.history.busy import Busy, Free, Look, Watch, judge
 from orchestrator.history.claims import Claim, ClaimParent
@@ -146,11 +145,20 @@ class ClaimFiles:
         return end if end.run_id == self.read_claim(number).run_id else None
 
     # ---------------------------------------------------------------------- writing
-    def claim(self, number: int, launch: str, why: str, host: str, run_id: str = "") -> Claim:
+    def claim(
+        self,
+        number: int,
+        launch: str,
+        why: str,
+        host: str,
+        run_id: str = "",
+        process: Process | None = None,
+    ) -> Claim:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
 
-        `why` is start, resume, rewind or coordinator_restarted. Raises `BusyError` if a start command lost
+        `why` is start, resume, rewind or coordinator_restarted; `process` is who claims, this one if not
+        given. Raises `BusyError` if a start command lost
         the race for the number. A restarted coordinator may only follow a claim of its own launch: else
         `FencedError`, and it ends its launch (rule 8).
         """
@@ -165,16 +173,17 @@ class ClaimFiles:
         if taken >= number:
             raise _lost(number, newest, launch, why)
         assert number == taken + 1, f"claims are numbered without gaps: {number} cannot follow {taken}"
-        pid = os.getpid() if why != RESTARTED else 0  # the coordinator, which claims then, may live elsewhere
+        # a coordinator that restarted, which claims then, may live elsewhere
+        by = (process or this_process()) if why != RESTARTED else Process("", 0, "")
         claim = Claim(
             number=number,
             launch=launch,
             why=why,
             host=host,
             created=now_text(),
-            pid=pid,
-            machine=machine_id() if pid else "",
-            pid_start=(pid and process_start(pid)) or "",
+            pid=by.pid,
+            machine=by.machine,
+            pid_start=by.start,
             run_id=run_id,
         )
         if not self.storage.create(_claim_path(number), seal(encode(claim))):

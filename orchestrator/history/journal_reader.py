@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import FOLDER, GENERATION, STEP, check_copy
@@ -177,14 +178,14 @@ def read_outline(storage: Storage, run_id: str | None = None) -> JournalOutline:
     )
 
 
-def journal_process(storage: Storage, attempt: int) -> tuple[str, int, str] | None:
-    """(machine, pid, start) of the process that writes an attempt's journal, as its first line says; None
-    while there is none, or if it does not say. Raises `StorageError`.
+def journal_process(storage: Storage, attempt: int) -> Process | None:
+    """The process that writes an attempt's journal, as its first line says; None while there is none, or if
+    it does not say. Raises `StorageError`.
     """
     try:
         first, end, _ = storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl").partition(b"\n")
         line = orjson.loads(first) if end else {}
-        return str(line["machine"]), int(line["pid"]), str(line["pid_start"])
+        return Process(str(line["machine"]), int(line["pid"]), str(line["pid_start"]))
     except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
 

@@ -9,11 +9,9 @@ import os
 import socket
 from collections.abc import Callable
 
-from orchestrator.cluster.machine import machine_id, process_start
+from orchestrator.cluster.machine import Process, machine_id, process_start
 from orchestrator.history.claim_files import ClaimFiles
 from orchestrator.history.claims import Claim
-
-Process = tuple[str, int, str]  # machine, pid and start; see `orchestrator.cluster.machine`
 
 
 class AllEnded:

@@ -90,6 +90,7 @@ class RemoteMembership:
         self.store = open_store(place.host)
         self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
+        self._sending = threading.Lock()
         self._phase = (STEP, time.monotonic())
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
         self._end = GenerationEnd()
@@ -290,13 +291,15 @@ class RemoteMembership:
                 continue  # it may come back, and then hears what is new; the loop's own calls have a limit
 
     def _send_reports(self) -> None:
+        """One batch at a time: when this returns, what was to be reported before it is."""
         view, batch = None, list[StepRecord]()
-        with suppress(queue.Empty):
-            while True:
-                view, records = self._reports.get_nowait()
-                batch.extend(records)
-        if view is not None:
-            self._ask("report", self._launch, self.member, view.attempt, view.generation, tuple(batch))
+        with self._sending:
+            with suppress(queue.Empty):
+                while True:
+                    view, records = self._reports.get_nowait()
+                    batch.extend(records)
+            if view is not None:
+                self._ask("report", self._launch, self.member, view.attempt, view.generation, tuple(batch))
 
 
 def try_ports(view: GenerationView) -> tuple[str, ...]:

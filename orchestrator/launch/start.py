@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from orchestrator.cluster.machine import Process
 from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.config.schema import JobConfig, field_rules
 from orchestrator.coordinator.attempt import (
@@ -236,10 +237,16 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
 
 @contextmanager
 def claimed(
-    store: RunStore, job: JobConfig, spec: DataSpec, watched: int, fault_plan: str = ""
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    watched: int,
+    fault_plan: str = "",
+    process: Process | None = None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
-    `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive.
+    `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive;
+    `process` is the one in whose name it claims, itself if not given.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -248,7 +255,7 @@ def claimed(
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
-    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id)
+    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id, process)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
         try:
             hook(fault_plan)("claim_made", -1, -1)

@@ -108,7 +108,7 @@ class Commits:
 
     def notify_soon(self, event: Event) -> None:
         """`notify`, without waiting for it."""
-        self._in_background(self.notify(event))
+        self._in_background(partial(self.notify, event))
 
     async def notify(self, event: Event) -> None:
         """Reports to the machine what happened and does what it asks for."""
@@ -128,7 +128,7 @@ class Commits:
                         await self._listener.fenced(action.reason)
                     case VerifyPoint() | DeletePoints() | DiscardSave():
                         # reads a whole point, or deletes one: nobody waits for that
-                        self._in_background(self._perform_aside(action))
+                        self._in_background(partial(self._perform_aside, action))
                     case _:
                         answer = await self._perform(action)
                         if answer is not None:
@@ -142,7 +142,9 @@ class Commits:
         limit_s = self._storage_limit_s if limit_s is None else limit_s
         running = asyncio.get_running_loop().run_in_executor(self._disk, work)
         try:
-            return await asyncio.wait_for(running, limit_s)
+            # not `wait_for`, which in Python 3.11 forgets that it was cancelled if `running` has just ended
+            async with asyncio.timeout(limit_s):
+                return await running
         except TimeoutError as error:
             raise StorageError(
                 f"storage has not answered for {limit_s:g} s; check that it is mounted and reachable"
@@ -161,14 +163,14 @@ class Commits:
             if not answer.done():
                 answer.set_result(False)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(self._reporting(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _reporting(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _reporting(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001  nobody awaits it, and a voter would be answered never
             await self._listener.broken(error)
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import threading
+import warnings
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator import feeder_notes
 from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_notes import FeedNotes
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
@@ -36,14 +40,21 @@ from orchestrator.records import (
     RunStatus,
     StillWaiting,
 )
-from orchestrator.resume.commit_events import DeletePoints
+from orchestrator.resume.commit_events import DeletePoints, Tick
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vote
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 LAUNCH = "aaaa"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: what can be answered is not asked for again."""
+    monkeypatch.setattr(coordinator_module, "ANSWER_S", LIMIT_S)
+    monkeypatch.setattr(feeder_notes, "NOTES_LIMIT_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -236,14 +247,14 @@ def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobod
     async def launch() -> None:
         actor = with_disk(coordinator(store), buggy)
         await actor.join(JOIN)
-        await until(actor, first_flush)
+        await flushed(actor)
         vote = write_vote(store.storage, key(1), rank=0, world_size=1)
         disk.broken = True
         assert await actor.vote(LAUNCH, vote) is False
         assert any(
             "FlushJournal failed: RuntimeError: not foreseen" in w for w in (await status(actor)).warnings
         )
-        actor._commits._in_background(actor._commits._perform_aside(DeletePoints(names=("p",))))
+        actor._commits._in_background(partial(actor._commits._perform_aside, DeletePoints(names=("p",))))
         assert await actor._commits.settle(LIMIT_S)
         assert any("DeletePoints failed: RuntimeError" in w for w in (await status(actor)).warnings)
         disk.broken = False
@@ -251,9 +262,6 @@ def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobod
         await actor.report(LAUNCH, "m", 1, 1, (record(key(1)),))
         assert await actor.vote(LAUNCH, vote) is True
         await actor.end("stopped", "enough")
-
-    async def first_flush(actor: Coordinator) -> bool:
-        return (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == 0
 
     run(launch)
     assert [r.step for r in read_journal(store.storage).records] == [1, 2]
@@ -286,12 +294,25 @@ def on_failing_disk(store: RunStore) -> tuple[RunStore, FailingDisk]:
     return RunStore(Storage(store.storage.root, disk, no_sleep)), disk
 
 
+async def flushed(actor: Coordinator) -> None:
+    """What was given to the thread that waits for storage, the journal's regular flush too, is done."""
+    await actor._commits.on_disk(lambda: None)
+
+
 async def until(actor: Coordinator, holds: Callable[[Coordinator], Awaitable[bool]]) -> None:
     """Returns when it holds; looked at whenever the coordinator has something new to say."""
     seen = (-1, -1)
     while not await holds(actor):
         news = await actor.status(seen, 0.5)
         seen = (news.attempt, news.version)
+
+
+async def ended(actor: Coordinator | CoordinatorProcess) -> RunStatus:
+    """The status that says how the run ended, which is written down then: it may have ended by itself."""
+    news = await actor.status((-1, -1), 0.0)
+    while news.ended is None:
+        news = await actor.status((news.attempt, news.version), 0.5)
+    return news
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -408,11 +429,13 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     async def launch() -> None:
         actor = with_disk(coordinator(store), failing)
         await actor.join(JOIN)
+        await flushed(actor)
         disk.times = 10**9 if lasts else 1
         await actor.end("done", "done at step 10")
         assert (await status(actor)).ended == "done"
         told = (await status(actor)).warnings
         assert any("the end of the run could not be written down" in warning for warning in told) == lasts
+        await flushed(actor)
 
     run(launch)
     end = store.read_end(1)
@@ -422,11 +445,26 @@ def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
         assert read_journal(store.storage).events[-1].kind == "end"
 
 
+def test_a_launch_that_ends_before_its_background_work_has_begun_leaves_no_coroutine_behind(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        actor._ensure_running()
+        actor._commits.notify_soon(Tick(now_s=0.0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        run(launch)
+        gc.collect()
+    assert not [str(warning.message) for warning in caught]
+
+
 def test_saves_that_fail_for_longer_than_the_limit_end_the_run_although_the_journal_works(
     store: RunStore,
 ) -> None:
     async def launch() -> None:
         actor = coordinator(store, limit_s=0.2)
+        actor._commits._storage_limit_s = LIMIT_S  # the journal works, however slow its disk is
         await actor.join(JOIN)
         step = 0
         while (found := await status(actor)).ended is None:
@@ -526,15 +564,16 @@ def test_a_member_of_another_launch_leaves_no_trace(store: RunStore) -> None:
 def test_a_call_that_cannot_be_answered_says_that_the_coordinator_lives(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "ANSWER_S", 0.1)
-
     async def launch() -> None:
         actor = coordinator(store, min_workers=2, max_workers=2)
+        monkeypatch.setattr(coordinator_module, "ANSWER_S", 0.1)
         assert isinstance(await actor.join(JOIN), StillWaiting)
+        monkeypatch.setattr(coordinator_module, "ANSWER_S", LIMIT_S)
         first = asyncio.create_task(actor.join(JOIN))
         second = await actor.join(replace(JOIN, member="n", port=2))
         assert isinstance(second, GenerationView)
         assert isinstance(await first, GenerationView)
+        monkeypatch.setattr(coordinator_module, "ANSWER_S", 0.1)
         vote = write_vote(store.storage, key(1), rank=0, world_size=2)
         assert isinstance(await actor.vote(LAUNCH, vote), StillWaiting)
         await actor.end("stopped", "enough")

@@ -21,7 +21,16 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.coordinator import test_actor
-from tests.coordinator.test_actor import JOIN, LAUNCH, LIMIT_S, FailingDisk, coordinator, run, what_it_needs
+from tests.coordinator.test_actor import (
+    JOIN,
+    LAUNCH,
+    LIMIT_S,
+    FailingDisk,
+    coordinator,
+    ended,
+    run,
+    what_it_needs,
+)
 from tests.resume.samples import key, no_sleep, record, write_vote
 
 store = test_actor.store
@@ -119,6 +128,7 @@ def test_an_outage_while_a_coordinator_restarts_is_waited_for_and_nothing_said_i
         news = await first_status(actor)
         assert (news.attempt, news.stopping) == (2, True)
         await actor.end("stopped", "enough")
+        await ended(actor)
 
     run(launch)
     kinds = [event.kind for event in read_journal(store.storage).events if event.attempt == 2]
@@ -163,12 +173,14 @@ def test_a_restarted_coordinator_that_tries_again_goes_on_with_the_claim_that_it
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_storage_that_fails_beyond_its_limit_ends_the_launch_with_the_reason(
-    store: RunStore, hangs: bool
+    store: RunStore, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     disk = FailingDisk()
     disk.broken = True
     if hangs:
         disk.hanging.clear()
+    else:  # a slow try is not taken for one that hangs
+        monkeypatch.setattr(process_module, "AGAIN_S", LIMIT_S)
 
     async def launch() -> None:
         actor = process(store, disk, limit_s=0.5)
@@ -207,6 +219,7 @@ def test_a_coordinator_that_restarts_after_the_end_was_written_answers_and_write
         actor = coordinator(store)
         await actor.join(JOIN)
         await actor.end("done", "done at step 1")
+        actor._pulse.shutdown()  # nothing is written any more
 
     run(end)
     before = files(store)

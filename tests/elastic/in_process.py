@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
+from orchestrator.elastic import supervisor
 from orchestrator.elastic.policy import Limits, NodeFacts
 from orchestrator.elastic.supervisor import Launch, Supervisor
 from orchestrator.records import RunStatus
@@ -66,6 +67,8 @@ class Driver:
                 raise GetTimeoutError from error
 
         monkeypatch.setattr(ray, "get", get)
+        # the coordinator may be slow, and is no actor that could be killed
+        monkeypatch.setattr(supervisor, "FROZEN_S", launches.WAIT_S)
         self.said: list[str] = []
         self._shown: list[RunStatus] = []
         self._changed = threading.Condition()

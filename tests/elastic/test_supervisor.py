@@ -58,10 +58,13 @@ def test_while_the_gcs_stands_still_a_stop_is_heard_and_the_silence_is_told_once
     monkeypatch.setattr(module, "NODES_SILENT_S", 0.2)
     launch, nodes = Launch(tmp_path, 1), Nodes(1)
     driver = Driver(launch, monkeypatch, nodes)
+    launch.ask("join", replace(JOIN, launch=LAUNCH))  # so that the stop does not end the launch at once
     try:
+        driver.until(lambda status: status.world_size == 1)
         driver.until_said("the cluster's GCS has not answered for")
         driver.supervisor.ask_stop()
         driver.until(lambda status: status.stopping)
+        monkeypatch.setattr(module, "NODES_SILENT_S", WAIT_S)
         nodes.thawed.set()
         driver.until_said("the cluster's GCS answers again")
     finally:

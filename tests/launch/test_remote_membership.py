@@ -43,7 +43,7 @@ VIEW = GenerationView(
     launch="l",
 )
 OVER = ControlRequests(ended=True, save=False, stop=False, reform=False, acknowledged_step=0)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def held(until: threading.Event, answer: Any) -> Callable[[], Any]:
@@ -214,6 +214,20 @@ def test_what_ends_a_thread_unforeseen_is_raised_by_the_loops_next_call() -> Non
 
     with pytest.raises(ElasticError, match="a thread of member .* ended: ValueError: cannot be"):
         train_on()
+
+
+def test_a_failure_is_told_after_the_steps_whose_report_is_not_answered_yet() -> None:
+    failed, early = threading.Event(), list[bool]()
+    line = Line(
+        join=[VIEW], watch=[OVER], report=[lambda: early.append(failed.wait(1.0))], failed=[failed.set]
+    )
+    mine = member(line)
+    mine.join(BLANK)
+    mine.report(VIEW, [record(key(1))])
+    line.wait_for("report")  # by the reporting thread
+    mine.failed(ElasticError("enough"))
+    assert failed.is_set()
+    assert early == [False]
 
 
 def test_steps_that_were_not_reported_yet_are_told_before_a_failure() -> None:

@@ -32,15 +32,16 @@ def other(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-def save(keeper: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
+def save(recorder: RankZeroRecorder, store: RunStore, at: StateKey) -> list[bool]:
     """The answers to the votes of both ranks."""
-    keeper.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
-    votes = [keeper.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
+    recorder.records([record(key(step)) for step in range(at.step - 9, at.step + 1)])
+    votes = [recorder.vote(write_vote(store.storage, at, rank)) for rank in range(2)]
     return [vote.result(LIMIT_S) for vote in votes]
 
 
+# The recorder looks at its folder whenever it likes: what befalls it does so at one moment.
 def all_gone(folder: Path) -> None:
-    shutil.rmtree(folder)
+    shutil.rmtree(folder.rename(folder.with_name("gone")))
 
 
 def run_file_gone(folder: Path) -> None:
@@ -53,14 +54,13 @@ def journal_gone(folder: Path) -> None:
 
 def journal_replaced(folder: Path) -> None:
     path = folder / "journal" / "a0001" / "000001.jsonl"
-    copy = path.read_bytes()
-    path.unlink()
-    path.write_bytes(copy)
+    Path(shutil.copy(path, folder / "copy")).replace(path)
 
 
 def journal_changed(folder: Path) -> None:
     path = folder / "journal" / "a0001" / "000001.jsonl"
-    path.write_bytes(path.read_bytes() + b"x")
+    with path.open("ab") as file:
+        file.write(b"x")
 
 
 @pytest.mark.parametrize(
@@ -76,25 +76,30 @@ def journal_changed(folder: Path) -> None:
 def test_a_launch_whose_folder_is_deleted_commits_nothing_more_and_says_why(
     runner: Runner, harm: Callable[[Path], None], text: str
 ) -> None:
-    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    keeper.begin(2)
-    assert save(keeper, runner.store, key(10)) == [True, True]
+    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
+    recorder.begin(2)
+    assert save(recorder, runner.store, key(10)) == [True, True]
     harm(runner.folder)
     with pytest.raises(FencedError, match=f"{text}.*deleted or replaced the run's folder while it trained"):
-        save(keeper, runner.store, key(20))
+        save(recorder, runner.store, key(20))
     with pytest.raises(FencedError):
-        keeper.finished(key(20), "done")
+        recorder.finished(key(20), "done")
     assert key(20).point_name not in runner.store.point_names()
     assert runner.store.read_end(1) is None
 
 
-def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(runner: Runner) -> None:
-    keeper = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
-    keeper.begin(2)
-    shutil.rmtree(runner.folder)
-    runner.begin()
+def test_a_launch_in_whose_place_another_run_began_commits_nothing_there(
+    runner: Runner, other: Runner, tmp_path: Path
+) -> None:
+    (tmp_path / "first").mkdir()
+    runner.folder.symlink_to(tmp_path / "first")
+    other.begin()
+    (tmp_path / "another").symlink_to(other.folder)
+    recorder = RankZeroRecorder(runner.store, runner.begin(), runner.config(), lambda text: None)
+    recorder.begin(2)
+    (tmp_path / "another").replace(runner.folder)
     with pytest.raises(FencedError, match="is now that of run"):
-        save(keeper, runner.store, key(10))
+        save(recorder, runner.store, key(10))
     assert runner.store.point_names() == []
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, survey
 from orchestrator.data.spec import DataSpec
@@ -66,10 +67,11 @@ class Runner:
     def prepared(self, **data: Any) -> DataSpec:
         return starting.prepare(self.config(**data), self.folder, freeze=False)
 
-    def begin(self, **data: Any) -> Attempt:
+    def begin(self, by: Process | None = None, **data: Any) -> Attempt:
         job = self.config(**data)
         spec = starting.prepare(job, self.folder, freeze=True)
-        with starting.claimed(self.store, job, spec, newest_attempt(self.store)) as (attempt, _):
+        newest = newest_attempt(self.store)
+        with starting.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
             return attempt
 
     def journal(self, attempt: Attempt) -> JournalWriter:
@@ -113,18 +115,18 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     parent, orphan = runner.launch(), runner.launch()
     attempt, _, job = rewind(runner, parent, keep_latest=2)
     assert attempt.inherited == (parent.point_name,), "what is newer than the parent is off the history"
-    keeper = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
-    keeper.begin(2)
+    recorder = RankZeroRecorder(runner.store, attempt, job, lambda text: None)
+    recorder.begin(2)
     left = [parent.point_name, orphan.point_name]
     for step in (20, 30):
         at = key(step, attempt=attempt.number)
-        keeper.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
-        votes = [keeper.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
+        recorder.records([record(replace(at, step=n)) for n in range(step - 9, step + 1)])
+        votes = [recorder.vote(write_vote(runner.store.storage, at, rank)) for rank in range(2)]
         assert [vote.result(LIMIT_S) for vote in votes] == [True, True]
         left.append(at.point_name)
         if step == 20:
             assert runner.store.point_names() == left
-    keeper.finished(at, "stopped")
+    recorder.finished(at, "stopped")
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
     assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
@@ -259,11 +261,11 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
         starting.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
-def begun(runner: Runner) -> Attempt:
+def begun(runner: Runner, by: Process | None = None) -> Attempt:
     """An attempt whose coordinator has begun its journal."""
-    attempt = runner.begin()
+    attempt = runner.begin(by)
     journal = runner.journal(attempt)
-    note_beginning(journal, attempt, {})
+    note_beginning(journal, attempt, {}, by)
     journal.close()
     return attempt
 

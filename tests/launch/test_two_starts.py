@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt import Attempt, note_beginning
+from orchestrator.cluster.machine import Process, machine_id, process_start
+from orchestrator.coordinator.attempt import note_beginning
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError
 from orchestrator.history.busy import Busy
 from orchestrator.launch import api
@@ -28,13 +28,14 @@ def runner(tiny_config: Any) -> Runner:
     return Runner(tiny_config({"train.max_steps": 1000}))
 
 
-class Process:
+class Driver:
     """A process that does nothing, for claims and journals in its name."""
 
     def __init__(self) -> None:
         self.child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.process = Process(machine_id(), self.child.pid, process_start(self.child.pid) or "")
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,23 +45,35 @@ class Process:
         self.child.kill()
         self.child.wait()
 
-    def does(self, monkeypatch: pytest.MonkeyPatch, what: Callable[[], Attempt]) -> Attempt:
-        with monkeypatch.context() as context:
-            context.setattr(os, "getpid", lambda: self.child.pid)
-            return what()
+
+class Watched:
+    """How long starts have watched and waited, and what happens while they wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self.meanwhile: Callable[[], object] = bool
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.meanwhile()
 
 
 @pytest.fixture
-def watched_for(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long starts have watched and waited; that time passes at once."""
-    waits: list[float] = []
-    real = RunStore.watch_busy
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The time of a watch passes at once."""
+    watched, real = Watched(), RunStore.watch_busy
 
     def watch(store: RunStore, seconds: float, clock: Any, wait: Any, *more: Any) -> Any:
-        return real(store, seconds, lambda: sum(waits), waits.append, *more)
+        return real(store, seconds, lambda: sum(watched.waits), watched.wait, *more)
 
     monkeypatch.setattr(RunStore, "watch_busy", watch)
-    return waits
+    return watched
+
+
+@pytest.fixture
+def watched_for(watched: Watched) -> list[float]:
+    """How long starts have watched."""
+    return watched.waits
 
 
 def no_word(text: str) -> None:
@@ -68,10 +81,10 @@ def no_word(text: str) -> None:
 
 
 def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watched(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
+    runner: Runner, watched_for: list[float]
 ) -> None:
-    with Process() as driver:
-        assert driver.does(monkeypatch, lambda: begun(runner)).number == 1
+    with Driver() as driver:
+        assert begun(runner, driver.process).number == 1
         driver.kill()
         assert starting.refuse_busy(runner.store, no_word) == 1
         assert watched_for == []
@@ -81,22 +94,15 @@ def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watche
     "what", ["the coordinator lives", "no journal yet", "another machine", "an old claim"]
 )
 def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_dead(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float], what: str
+    runner: Runner, watched_for: list[float], what: str
 ) -> None:
-    with Process() as driver:
-        if what == "another machine":
-            for module in ("coordinator.attempt", "history.claim_files"):
-                monkeypatch.setattr(f"orchestrator.{module}.machine_id", lambda: "another boot")
-        if what == "an old claim":
-            monkeypatch.setattr("orchestrator.history.claim_files.machine_id", lambda: "")
-            monkeypatch.setattr("orchestrator.coordinator.attempt.machine_id", lambda: "")
-        attempt = driver.does(monkeypatch, runner.begin)
+    with Driver() as driver:
+        machines = {"another machine": "another boot", "an old claim": ""}
+        by = driver.process._replace(machine=machines.get(what, driver.process.machine))
+        attempt = runner.begin(by)
         if what != "no journal yet":
             journal = runner.journal(attempt)
-            if what == "the coordinator lives":
-                note_beginning(journal, attempt, {})
-            else:
-                driver.does(monkeypatch, lambda: note_beginning(journal, attempt, {}) or attempt)
+            note_beginning(journal, attempt, {}, None if what == "the coordinator lives" else by)
             journal.close()
         driver.kill()
         assert starting.refuse_busy(runner.store, no_word) == 1
@@ -104,15 +110,12 @@ def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_de
 
 
 def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, watched_for: list[float]
+    runner: Runner, watched_for: list[float]
 ) -> None:
-    with Process() as driver:
-        for module in ("coordinator.attempt", "history.claim_files"):
-            monkeypatch.setattr(f"orchestrator.{module}.process_start", lambda pid: "1")
-        driver.does(monkeypatch, lambda: begun(runner))
-        monkeypatch.undo()
-        found = starting.refuse_busy(runner.store, no_word)
-        assert found == 1, "its pid is that of a process that began later"
+    with Driver() as driver:
+        begun(runner, driver.process._replace(start="1"))
+        assert starting.refuse_busy(runner.store, no_word) == 1, "its pid is that of one that began later"
+        assert watched_for == []
 
 
 def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Runner) -> None:
@@ -136,16 +139,15 @@ def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) 
 
 
 @contextmanager
-def orphans(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Process, threading.Event]]:
+def orphans(runner: Runner) -> Iterator[tuple[Driver, threading.Event]]:
     """The driver of attempt 1, which lives, and the processes that it started: they show that they live until
-    the event is set, which they do themselves after about half a minute.
+    the event is set, which they do themselves after some minutes.
     """
-    with Process() as driver:
-        number = driver.does(monkeypatch, runner.begin).number
-        heart, over = runner.store.heartbeat(number), threading.Event()
+    with Driver() as driver:
+        heart, over = runner.store.heartbeat(runner.begin(driver.process).number), threading.Event()
 
         def beat() -> None:
-            for _ in range(600):
+            for _ in range(4000):
                 if over.wait(0.05):
                     break
                 heart.beat()
@@ -161,26 +163,28 @@ def orphans(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
 
 
 def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, watched: Watched
 ) -> None:
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 0.5)
     said: list[str] = []
-    with orphans(runner, monkeypatch) as (driver, over):
+    with Driver() as driver:
+        heart = runner.store.heartbeat(runner.begin(driver.process).number)
+        watched.meanwhile = heart.beat
         with pytest.raises(BusyError, match="attempt 1 of launch"):
             starting.refuse_busy(runner.store, said.append)
         driver.kill()
-        threading.Timer(2.0, over.set).start()
-        starting.refuse_busy(runner.store, said.append)
-        assert over.is_set(), "it waited for the orphan"
+        beats = [heart.beat] * 20  # of an orphan
+        watched.meanwhile = lambda: beats and beats.pop()()
+        assert starting.refuse_busy(runner.store, said.append) == 1
+    assert not beats, "it waited for the orphan"
     assert sum("waiting for its processes to end" in text for text in said) == 1, said
 
 
 @pytest.mark.parametrize("error", [ConfigError("data.tokenizer"), KeyboardInterrupt()])
 def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    runner: Runner, error: BaseException
 ) -> None:
     said = threading.Event()
-    with orphans(runner, monkeypatch) as (driver, over):
+    with orphans(runner) as (driver, over):
         driver.kill()
 
         def start() -> None:
@@ -202,11 +206,11 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
     ids=["ray", "torchrun"],
 )
 def test_a_wrong_configuration_is_told_while_the_processes_of_a_killed_driver_live(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, start: Callable[[Runner, Any], Any]
+    runner: Runner, start: Callable[[Runner, Any], Any]
 ) -> None:
     job = runner.config()
     wrong = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": "/nowhere"})})
-    with orphans(runner, monkeypatch) as (driver, over):
+    with orphans(runner) as (driver, over):
         driver.kill()
         with pytest.raises(OrchestratorError, match="/nowhere"):
             start(runner, wrong)

@@ -25,6 +25,7 @@ from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
 from tests.resume.samples import key, record, start
 
 SHORT_S = 0.3
+LONG_S = 120.0  # until somebody who lives has shown it, however slow the machine is
 JOIN = JoinRequest(
     member="b",
     launch="l",
@@ -112,7 +113,7 @@ def test_a_run_that_trains_is_running_with_its_workers_its_speed_and_when_it_is_
     attempt.begin()
     attempt.steps(1, 100, step_s=0.5)
     with attempt.alive():
-        view = run_of(runner).status()
+        view = run_of(runner).status(LONG_S)
     assert (view.state, view.alive, view.step, view.total_steps) == ("running", True, 100, 1000)
     assert view.verdict == "running: step 100 of 1,000, 2 of 2 workers"
     per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
@@ -129,7 +130,7 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     attempt.journal.event(EventKind.MEMBER_DEAD, member="b", reason="its node died")
     attempt.journal.flush()
     with attempt.alive():
-        view = run_of(runner).status()
+        view = run_of(runner).status(LONG_S)
     assert (view.state, view.workers, view.workers_wanted) == ("running", 1, 2)
     assert view.last_fault == "worker 1 (10.0.0.7, pid 22506) lost: its node died"
     attempt.journal.event(
@@ -140,7 +141,7 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     attempt.journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
     attempt.journal.flush()
     with attempt.alive():
-        view = run_of(runner).status()
+        view = run_of(runner).status(LONG_S)
     assert (view.state, view.workers) == ("waiting", 0)
     assert view.verdict == "waiting for workers at step 3 of 1,000: 0 of 2 workers are left"
 
@@ -165,7 +166,7 @@ def test_an_attempt_that_has_not_formed_a_group_is_starting_and_still_shows_wher
     runner.launch()
     attempt = Attempt(runner)
     with attempt.alive():
-        view = run_of(runner).status()
+        view = run_of(runner).status(LONG_S)
     assert (view.state, view.step, view.attempt) == ("starting", 10, 2)
 
 
@@ -204,7 +205,11 @@ def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_n
     json.dumps(view.to_json(), allow_nan=False)
 
 
-def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(runner: Runner) -> None:  # noqa: F811
+def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(
+    runner: Runner,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "WATCH_S", LONG_S)
     attempt = Attempt(runner)
     attempt.begin()
     attempt.steps(1, 1)

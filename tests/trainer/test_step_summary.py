@@ -16,13 +16,13 @@ from orchestrator.trainer.step_summary import NUM_SLOTS, RankContribution, StepS
 DIGESTS = st.integers(0, 2**64 - 1)
 
 
-def share(**fields) -> RankContribution:
+def of_rank(**fields) -> RankContribution:
     plain = {"loss": 0, "targets": 8, "samples": 1, "digest": 0, "data_wait_s": 0.0, "save_blocked_s": 0.0}
     return RankContribution(**(plain | fields))
 
 
-def said(shares: list[RankContribution]) -> StepSummary:
-    vectors = [s.pack(rank, len(shares)) for rank, s in enumerate(shares)]
+def said(contributions: list[RankContribution]) -> StepSummary:
+    vectors = [s.pack(rank, len(contributions)) for rank, s in enumerate(contributions)]
     return StepSummary.unpack(sum(vectors, start=vectors[0] * 0))
 
 
@@ -46,7 +46,7 @@ def announced(num_samples: int, targets: int, digest: int) -> BatchSlice:
 @settings(deadline=None)
 @given(st.lists(st.tuples(DIGESTS, st.integers(-(2**40), 2**40)), min_size=1, max_size=5))
 def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
-    summary = said([share(digest=digest, loss=loss) for digest, loss in rows])
+    summary = said([of_rank(digest=digest, loss=loss) for digest, loss in rows])
     assert summary.digest == sum(d for d, _ in rows) % 2**64
     assert summary.loss == sum(loss for _, loss in rows) / 2**24
     assert (summary.ranks, summary.not_finite, summary.samples) == (len(rows), 0, len(rows))
@@ -55,7 +55,7 @@ def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
 @settings(deadline=None)
 @given(st.floats(allow_nan=False), st.integers(0, 7), st.integers(-1, 10**9))
 def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowledged):
-    first = share(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)
+    first = of_rank(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)
     summary = said([first, replace(first, grad_norm=1.0, control=7, acknowledged=3), first])
     assert math.copysign(1, summary.grad_norm) == math.copysign(1, number)
     assert (summary.grad_norm, summary.step_s, summary.control, summary.acknowledged) == (
@@ -69,35 +69,38 @@ def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowl
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_loss_that_is_no_number_counts_its_rank_and_adds_nothing(loss):
     assert fixed_point(loss) is None
-    summary = said([share(loss=fixed_point(2.5)), share(loss=fixed_point(loss))])
+    summary = said([of_rank(loss=fixed_point(2.5)), of_rank(loss=fixed_point(loss))])
     assert (summary.not_finite, summary.loss) == (1, 2.5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_losses_whose_sum_would_wrap_are_refused_as_absurd(num_ranks):
-    largest = share(loss=(2**63 - 1) // num_ranks)
+    largest = of_rank(loss=(2**63 - 1) // num_ranks)
     assert said([largest] * num_ranks).not_finite == 0
     too_large = replace(largest, loss=(largest.loss or 0) + 1)
     assert said([too_large] * num_ranks).not_finite == num_ranks
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    ("contributions", "message"),
     [
-        ([share(digest=5)], "1 ranks took part in a group of 2"),
-        ([share(digest=5), share(loss=None)], "on 1 of 2 ranks"),
-        ([share(digest=5, grad_norm=math.inf), share()], "the norm of its gradient is inf"),
-        ([share(digest=5), share(samples=2)], "trained 3 samples, the feed announced 2"),
-        ([share(digest=5), share(targets=7)], "trained 15 target tokens, the feed announced 16"),
-        ([share(digest=5), share(digest=1)], "digest 0000000000000006, the feed announced 0000000000000005"),
-        ([share(digest=5), share()], None),
+        ([of_rank(digest=5)], "1 ranks took part in a group of 2"),
+        ([of_rank(digest=5), of_rank(loss=None)], "on 1 of 2 ranks"),
+        ([of_rank(digest=5, grad_norm=math.inf), of_rank()], "the norm of its gradient is inf"),
+        ([of_rank(digest=5), of_rank(samples=2)], "trained 3 samples, the feed announced 2"),
+        ([of_rank(digest=5), of_rank(targets=7)], "trained 15 target tokens, the feed announced 16"),
+        (
+            [of_rank(digest=5), of_rank(digest=1)],
+            "digest 0000000000000006, the feed announced 0000000000000005",
+        ),
+        ([of_rank(digest=5), of_rank()], None),
     ],
 )
-def test_a_step_is_refused_with_both_values(shares, message):
-    problem = said(shares).problem(2, announced(2, 16, 5))
+def test_a_step_is_refused_with_both_values(contributions, message):
+    problem = said(contributions).problem(2, announced(2, 16, 5))
     assert problem is None if message is None else message in str(problem)
 
 
 def test_the_vector_holds_nothing_but_its_slots():
-    assert share().pack(1, 2).shape == (NUM_SLOTS,)
-    assert share(control=4, acknowledged=9).pack(1, 2)[8:].tolist() == [0, 0, 0, 0]
+    assert of_rank().pack(1, 2).shape == (NUM_SLOTS,)
+    assert of_rank(control=4, acknowledged=9).pack(1, 2)[8:].tolist() == [0, 0, 0, 0]
