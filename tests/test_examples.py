@@ -14,7 +14,8 @@ import orchestrator
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
-from tests.torchrun.test_membership import free_port, rank_environment
+from tests.ports import free_ports
+from tests.torchrun.ranks import rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = [1]
@@ -58,7 +59,7 @@ def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path) -> No
     changes = ["train.global_batch_size=6", "train.max_steps=14", "resume.keep_latest=9"]
     ended = subprocess.run(  # noqa: S603  our own program
         [sys.executable, str(ROOT / "jobs" / "torchrun_train.py"), "job.yaml", *changes],
-        env={**os.environ, **rank_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **rank_environment(0, 1, free_ports(1)[0]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

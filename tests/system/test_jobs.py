@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
 
 pytestmark = pytest.mark.system
@@ -118,15 +117,6 @@ class JobServer:
             )
             never.wait(0.1)
         return status, self.client.get_job_logs(submission)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    with ExitStack() as held:
-        made = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in made:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in made]
 
 
 @pytest.fixture(scope="module")
