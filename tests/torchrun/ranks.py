@@ -35,26 +35,31 @@ def as_rank(rank: int, world_size: int, port: int, store_is_the_agents: bool = F
         os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def _rank(rank: int, world_size: int, port: int, folder: Path, plan: str) -> None:
-    file = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
+def _rank(
+    rank: int, world_size: int, port: int, folder: Path, logs: Path, words: list[str], plan: str
+) -> None:
+    file = os.open(logs / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(file, standard)
     as_rank(rank, world_size, port, store_is_the_agents=True)
-    main([str(folder / "job.json")], fault_plan=plan)
+    os.chdir(folder)
+    main(words, fault_plan=plan)
 
 
 class Ranks:
-    """A group that has been started."""
+    """A group that has been started in `folder` with these words."""
 
-    def __init__(self, folder: Path, world_size: int, job: JobConfig, faults: FaultPlan | None) -> None:
-        self._folder = folder / f"group-{len(list(folder.glob('group-*')))}"
-        self._folder.mkdir(parents=True)
-        (self._folder / "job.json").write_text(json.dumps(job.to_json()))
+    def __init__(
+        self, folder: Path, logs: Path, world_size: int, words: list[str], faults: FaultPlan | None = None
+    ) -> None:
+        self._logs = logs
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         plan = faults.to_json() if faults else ""
         self.processes = [
             FORKED.Process(
-                target=_rank, args=(rank, world_size, self._store.port, self._folder, plan), daemon=True
+                target=_rank,
+                args=(rank, world_size, self._store.port, folder, logs, words, plan),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -69,18 +74,26 @@ class Ranks:
 
     def said(self, rank: int = 0) -> str:
         """What the rank has printed."""
-        return (self._folder / f"rank-{rank}.log").read_text()
+        return (self._logs / f"rank-{rank}.log").read_text()
+
+
+    def kill(self) -> None:
+        """No process is left afterwards."""
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 @contextmanager
 def ranks(
     folder: Path, world_size: int, job: JobConfig, faults: FaultPlan | None = None
 ) -> Iterator[Ranks]:
-    """A group; no process of it is left."""
-    group = Ranks(folder, world_size, job, faults)
+    """A group that trains the job."""
+    logs = folder / f"group-{len(list(folder.glob('group-*')))}"
+    logs.mkdir(parents=True)
+    (logs / "job.json").write_text(json.dumps(job.to_json()))
+    group = Ranks(logs, logs, world_size, ["job.json"], faults)
     try:
         yield group
     finally:
-        for process in group.processes:
-            process.kill()
-            process.join()
+        group.kill()

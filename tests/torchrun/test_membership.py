@@ -293,6 +293,6 @@ def test_a_rank_that_stays_alone_says_where_it_waited_and_for_whom(monkeypatch, 
     environment = rank_environment(rank, 3, store.port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    alone = f"rank {rank} of 3 has not met the others at 127.0.0.1:{store.port} within 1 s .*{missing}"
+    alone = f"rank {rank} of 3 has not met the others at 127.0.0.1:{store.port} within 3 s .*{missing}"
     with pytest.raises(ElasticError, match=alone):
-        meet(limit_s=1.0)
+        meet(limit_s=3.0)

@@ -18,9 +18,9 @@ from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import agree
 from tests.forked import FORKED
 from tests.ports import free_ports
+from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
-WAIT_S = 60.0
 PARENT, STALE = (StateKey(attempt=1, generation=1, step=step) for step in (4, 3))
 CPU = torch.device("cpu")
 
