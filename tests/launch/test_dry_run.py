@@ -35,14 +35,26 @@ def source(job: JobConfig, **changes: Any) -> list[dict[str, Any]]:
     return [{**job.to_json()["data"]["sources"][0], **changes}]
 
 
+# `orchestrator`, which tries the model with the Python that the first word says
+PROGRAM = """
+import sys
+from orchestrator.cli.commands import main
+
+sys.executable = sys.argv.pop(1)
+main()
+"""
+
+
 def test_a_dry_run_says_what_plan_says_ends_with_0_and_writes_nothing(
-    make: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: str
 ) -> None:
     job = make()
     path = tmp_path / "job.json"
     path.write_text(json.dumps(job.to_json()))
-    command = [sys.executable, "-m", "orchestrator.cli.commands", "train", "--dry-run", str(path), "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = ["train", "--dry-run", str(path), "--json"]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, warm, *words], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended
     with pytest.raises(SystemExit) as planned:
         main(["plan", str(path), "--json"])
