@@ -117,7 +117,9 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     # points are committed one after the other: that of step 4 is there when this one's turn comes
     plan = job.faults().kill("votes_complete", step=8)
     with ranks(tmp_path, 3, job.config(), plan) as group:
-        assert ended(group) == [-signal.SIGKILL, 1, 1], group.said(1)
+        group.processes[0].join(LIMIT_S)
+        assert group.processes[0].exitcode == -signal.SIGKILL, group.said()
+        # the others may wait for what it decides: nobody else ends them
     assert plan.struck() == [0]
     assert last_end(job) == ("no end", 1)
     assert [row["step"] for row in job.run.points()] == [4]

@@ -76,7 +76,6 @@ class Ranks:
         """What the rank has printed."""
         return (self._logs / f"rank-{rank}.log").read_text()
 
-
     def kill(self) -> None:
         """No process is left afterwards."""
         for process in self.processes:
