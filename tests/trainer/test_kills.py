@@ -103,7 +103,7 @@ def test_a_member_frozen_one_step_ahead_and_thawed_later_follows_the_history_tha
         "b": dataclasses.replace(losing, hold=("step_begin", 6)),
         "c": Plan(hold=("applied", 4)),
     }
-    settings = dataclasses.replace(SETTINGS, missing_grace_s=4.0)  # the others come sooner
+    settings = dataclasses.replace(SETTINGS, missing_grace_s=1.0)
     with members(tmp_path, ["a", "b", "c"], plans, settings=settings) as group:
         launch = group.launch
         launch.wait_for(lambda: launch.held("c") is not None)
