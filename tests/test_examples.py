@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,11 @@ import orchestrator
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
-from tests.torchrun.test_membership import free_port, rank_environment
+from tests.torchrun.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMATS = [1]
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 REWOUND_TO, ORPHAN, NEWEST = "00000006-a0002-g0001", "00000008-a0002-g0001", "00000010-a0003-g0001"
 POINTS = [REWOUND_TO, ORPHAN, "00000008-a0003-g0001", NEWEST]
 
@@ -53,18 +50,14 @@ def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> No
     assert contents(example) == before
 
 
-def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path) -> None:
+def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path, tmp_path: Path) -> None:
     before = contents(example)
     changes = ["train.global_batch_size=6", "train.max_steps=14", "resume.keep_latest=9"]
-    ended = subprocess.run(  # noqa: S603  our own program
-        [sys.executable, str(ROOT / "jobs" / "torchrun_train.py"), "job.yaml", *changes],
-        env={**os.environ, **rank_environment(0, 1, free_port()), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    rank = Ranks(example, tmp_path, 1, ["job.yaml", *changes])
+    try:
+        assert rank.end(LIMIT_S) == [0], rank.said()
+    finally:
+        rank.kill()
     after = contents(example)
     assert {path: after.get(path) for path in before} == before
     run = orchestrator.open("example")

@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -127,7 +128,13 @@ def _work_for_ray(words: list[str]) -> None:
 
     if os.path.basename(words[0]) == SETUP:
         known, words = setup_worker.parser.parse_known_args(words[1:])
-        update_envs(RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars)
+        context = RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}")
+        update_envs(context.env_vars)
+        if context.command_prefix:  # a job's working directory
+            change, folder, _ = context.command_prefix
+            assert change == "cd", f"{context.command_prefix}: this is not known here"
+            os.chdir(*shlex.split(folder))
+            sys.path.insert(1, os.getcwd())
     sys.argv, sys.path[0] = words, os.path.dirname(words[0])
     runpy.run_path(words[0], run_name="__main__")
 

@@ -35,21 +35,31 @@ def source(job: JobConfig, **changes: Any) -> list[dict[str, Any]]:
     return [{**job.to_json()["data"]["sources"][0], **changes}]
 
 
-def test_a_dry_run_says_what_plan_says_ends_with_0_and_writes_nothing(make: MakeJob, tmp_path: Path) -> None:
+# `orchestrator`, which tries the model with the Python that the first word says
+PROGRAM = """
+import sys
+from orchestrator.cli.commands import main
+
+sys.executable = sys.argv.pop(1)
+main()
+"""
+
+
+def test_a_dry_run_says_what_plan_says_ends_with_0_and_writes_nothing(
+    make: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: str
+) -> None:
     job = make()
-    (tmp_path / "job.json").write_text(json.dumps(job.to_json()))
-    command = [sys.executable, "-m", "orchestrator.cli.commands"]
-    printed = {
-        words: subprocess.run(
-            [*command, *words, str(tmp_path / "job.json"), "--json"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        for words in (("train", "--dry-run"), ("plan",))
-    }
-    assert {ended.returncode for ended in printed.values()} == {0}, printed
-    dry, plan = (json.loads(ended.stdout) for ended in printed.values())
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(job.to_json()))
+    words = ["train", "--dry-run", str(path), "--json"]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, warm, *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended
+    with pytest.raises(SystemExit) as planned:
+        main(["plan", str(path), "--json"])
+    assert planned.value.code == 0
+    dry, plan = json.loads(ended.stdout), json.loads(capsys.readouterr().out)
     assert dry == plan
     assert dry["action"] == "start"
     assert list(Path(job.run.storage).iterdir()) == []

@@ -1,4 +1,6 @@
-"""Rank 0's recorder when storage fails, in this process: what passes ends no run, and nothing hangs."""
+"""Rank 0's recorder in this process: what it commits, and when storage fails, what passes ends no run, and
+nothing hangs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import StorageError
+import orchestrator
+from orchestrator.coordinator.attempt import survey
+from orchestrator.errors import FencedError, StorageError
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
@@ -19,7 +23,7 @@ from orchestrator.torchrun import recorder as recorder_module
 from orchestrator.torchrun.recorder import RankZeroRecorder
 from tests.launch.test_run_identity import save
 from tests.launch.test_start import LIMIT_S, Runner
-from tests.resume.samples import key, no_sleep, write_vote
+from tests.resume.samples import key, no_sleep, record, write_vote
 
 
 @pytest.fixture
@@ -45,6 +49,53 @@ def on_disk(
     attempt = runner.begin()
     store = RunStore(Storage(str(runner.folder), disk, no_sleep))
     return RankZeroRecorder(store, attempt, runner.config(), say), store
+
+
+def votes(made: RankZeroRecorder, store: RunStore, step: int) -> list[Future[bool]]:
+    """The answers to the votes of both ranks, to come."""
+    return [made.vote(write_vote(store.storage, key(step), rank)) for rank in range(2)]
+
+
+def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner) -> None:
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
+    assert made.begin(2).attempt == 1
+    made.records([record(key(1))])
+    assert [answer.result(LIMIT_S) for answer in votes(made, store, 1)] == [True, True]
+    # nobody has brought the record of step 2
+    assert [answer.result(LIMIT_S) for answer in votes(made, store, 3)] == [False, False]
+    assert said == [
+        "2 of 2 workers are ready · starting at step 1",
+        "warning: the save of 00000003-a0001-g0001 was given up: "
+        "the journal lacks step records before it, and no voter brought them",
+    ]
+    made.finished(key(1), "stopped")
+    assert [point["name"] for point in orchestrator.open(runner.folder).points()] == ["00000001-a0001-g0001"]
+    end = store.read_end(1)
+    assert end is not None
+    assert end.outcome == "stopped"
+    kinds = [event.kind for event in survey(store).journal.events]
+    assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
+
+
+def test_a_recorder_whose_run_a_newer_launch_has_claimed_writes_nothing_more(runner: Runner) -> None:
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.records([record(key(1))])
+    run = store.read_run()
+    assert run is not None
+    store.claim(2, "another-launch", "resume", "another-host", run.id)
+    for answer in votes(made, store, 1):
+        with pytest.raises(FencedError, match="attempt 2 of this run exists"):
+            answer.result(LIMIT_S)
+    with pytest.raises(FencedError):
+        made.records([record(key(2))])
+    with pytest.raises(FencedError):
+        made.finished(key(1), "done")
+    made.failed(FencedError("attempt 2 of this run exists"))
+    assert store.read_end(1) is None
+    points = orchestrator.open(runner.folder).points()
+    assert not points, "the newer launch did not inherit a point that came after its claim"
 
 
 def test_one_failure_of_the_first_sync_is_told_and_the_group_begins(runner: Runner) -> None:

@@ -4,7 +4,6 @@ everything once."""
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -29,6 +28,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.group import GenerationEnded
 from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.loop import train
+from tests.forked import FORKED
 from tests.trainer.feed import POISON, VOCABULARY, FormulaFeed
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch, LinkCalls
 
@@ -179,8 +179,6 @@ class Members:
     processes: dict[str, BaseProcess] = field(default_factory=dict)
 
     def start(self, name: str, plan: Plan | None = None, job: TrainJob | None = None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.trainer.member"])
         arguments = (
             self.launch.address,
             name,
@@ -189,7 +187,7 @@ class Members:
             self.feed,
             plan or Plan(),
         )
-        process = context.Process(target=member_main, args=arguments, daemon=True)
+        process = FORKED.Process(target=member_main, args=arguments, daemon=True)
         process.start()
         self.processes[name] = process
 

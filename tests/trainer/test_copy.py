@@ -16,10 +16,11 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.group import GenerationEnded, Group
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import agree
-from tests.torchrun.test_membership import FORKED, free_port
+from tests.forked import FORKED
+from tests.ports import free_ports
+from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
-WAIT_S = 60.0
 PARENT, STALE = (StateKey(attempt=1, generation=1, step=step) for step in (4, 3))
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def rank_main(rank: int, port: int, folder: Path, changed: int | None, heard: An
 
 def copied(folder: Path, changed: int | None) -> list[tuple[int, StateKey | None, bytes, str]]:
     """(rank, key, digest, why its generation ended) of both ranks, afterwards."""
-    heard, port = FORKED.Queue(), free_port()
+    heard, port = FORKED.Queue(), free_ports(1)[0]
     ranks = [
         FORKED.Process(target=rank_main, args=(rank, port, folder, changed, heard), daemon=True)
         for rank in range(2)

@@ -14,6 +14,7 @@ from orchestrator.config.schema import JobConfig, ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.model import build_model
 from orchestrator.trainer.trial import ModelFacts, require_vocabulary, try_model
+from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.trainer.feed import VOCABULARY
 from tests.trainer.member import tiny_job
@@ -36,7 +37,7 @@ def read_by_itself():
 """
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA2, {**LLAMA, "num_hidden_layers": 2000, "hidden_size": 8192}])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA2, {**LLAMA, "num_hidden_layers": 100, "hidden_size": 65536}])
 def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
     assert try_model(with_model(config=config)) == ModelFacts(num_embeddings=VOCABULARY)
 
@@ -67,8 +68,8 @@ def test_a_process_without_torch_stays_without_it():
         ({"factory": "builtins:int"}, "returned int"),
     ],
 )
-def test_what_gives_no_model_is_refused(model, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_gives_no_model_is_refused(model, message, warm):
+    with python_is(warm), pytest.raises(ConfigError, match=message):
         try_model(with_model(**model))
 
 
@@ -82,9 +83,10 @@ def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_s
 
 
 def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_tried_is_said(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, warm
 ):
-    assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts()
+    with python_is(warm):
+        assert try_model(with_model(factory="torch.nn:Identity")) == ModelFacts()
     (tmp_path / "our_models.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(tmp_path)
     note = try_model(with_model(factory="our_models:read_by_itself")).note
