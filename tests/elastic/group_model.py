@@ -183,7 +183,14 @@ def identity_of(world: World) -> tuple[int, list[int]]:
             tuple(sorted(slots)),
             tuple(sorted(map(hash, told.values()))),
             everyone,
-            (len(world.parents.entries), *reachable(world), world.points, world.pending, world.faults, world.stuck),
+            (
+                len(world.parents.entries),
+                *reachable(world),
+                world.points,
+                world.pending,
+                world.faults,
+                world.stuck,
+            ),
         )
     )
     return identity, slots
@@ -192,7 +199,9 @@ def identity_of(world: World) -> tuple[int, list[int]]:
 def first_world(rules: Rules) -> World:
     """All members train in generation 1, from nothing."""
     machine = new_machine(rules, 1)
-    members = tuple(Member(WAITS, f"m{i}.{rules.faults}", None, None, False, None) for i in range(rules.num_members))
+    members = tuple(
+        Member(WAITS, f"m{i}.{rules.faults}", None, None, False, None) for i in range(rules.num_members)
+    )
     for slot, member in enumerate(members):
         assert machine.join(request(slot, member), 0.0) is None, "a newcomer waits"
     (form,) = machine.tick(0.0)
