@@ -121,16 +121,16 @@ class NobodyHears(World):
 @pytest.mark.parametrize(
     ("wrong", "rule", "seed"),
     [
-        (WaitsForNewcomers, "the run does not end", 17),
-        (ForgetsProgress, "a healthy run is stopped", 419),
+        (WaitsForNewcomers, "the run does not end", 9),
+        (ForgetsProgress, "a healthy run is stopped", 7),
         (ForgetsWhoWasLeftOut, "the run does not end", 8406),
-        (TakesTheSilentForQuiet, "are deleted while", 1920),
-        (AsksOnlyWhoForms, "the run does not end", 164),
-        (SavesForEver, "and the run goes on", 168),
-        (NeverForgivesASave, "and the run ends", 1637),
-        (DiscardsAtOnce, "are deleted while", 23),
-        (BusyIgnored, "is given up and killed", 7),
-        (NobodyHears, "is given up and killed", 76),
+        (TakesTheSilentForQuiet, "are deleted while", 891),
+        (AsksOnlyWhoForms, "the run does not end", 822),
+        (SavesForEver, "and the run goes on", 42),
+        (NeverForgivesASave, "and the run ends", 238),
+        (DiscardsAtOnce, "are deleted while", 68),
+        (BusyIgnored, "is given up and killed", 68),
+        (NobodyHears, "is given up and killed", 99),
     ],
 )
 def test_the_search_catches_a_planted_mistake(wrong: type, rule: str, seed: int) -> None:

@@ -35,7 +35,7 @@ from orchestrator.data.tokens.tokenizer_files import (
 )
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.records import Cursor
-from tests.data.making import job, samples, spec_of
+from tests.data.making import job, samples, some_texts, spec_of
 
 Make = Callable[..., dict[str, Any]]
 FAST = EncoderChoice(name="gigatoken", version=installed_version("gigatoken") or "")
@@ -62,6 +62,18 @@ def test_both_encoders_agree_on_adversarial_texts(facts: TokenizerFacts, mode: s
 def test_both_encoders_agree_on_any_text(facts: TokenizerFacts, text: str) -> None:
     encoder = _fast(facts.model)
     assert np.array_equal(encoder.encode([text])[0], encoder.encode_reference([text])[0])
+
+
+@pytest.mark.parametrize("mode", ["text", "parse"])
+def test_the_ids_do_not_depend_on_how_much_is_encoded_at_once(facts: TokenizerFacts, mode: str) -> None:
+    """A few texts are encoded one by one, many in a batch."""
+    encoder = Encoder(facts.model, FAST, mode)
+    few = [*ADVERSARIAL_TEXTS, "a<|endoftext|>b<|endoftext|><|endoftext", *some_texts(40)]
+    many = few * (1 + (1 << 16) // sum(map(len, few)))
+    ids, lengths = encoder.encode(many)
+    one_by_one = [encoder.encode([text])[0] for text in many]
+    assert lengths.tolist() == list(map(len, one_by_one))
+    assert np.array_equal(ids, np.concatenate(one_by_one))
 
 
 _made: dict[int, Encoder] = {}

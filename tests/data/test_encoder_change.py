@@ -39,7 +39,7 @@ def save_tokenizer(folder: Path, texts: list[str]) -> str:
 @pytest.fixture
 def spec(tmp_path: Path, tiny_config: Make) -> DataSpec:
     """Two epochs, in windows and pieces that are much smaller than the corpus, encoded by gigatoken."""
-    texts = some_texts(60, longest=200)
+    texts = some_texts(32, longest=200)
     write_corpus(tmp_path / "data", texts, "jsonl")
     tokenizer = save_tokenizer(tmp_path / "tokenizer", texts)
     config = job(tiny_config, tmp_path / "data", tokenizer=tokenizer, encoder="tokenizers", num_epochs=2)
@@ -77,8 +77,13 @@ def test_from_every_place_the_document_at_hand_is_finished_and_the_next_is_the_o
     before = spec.made_by((EncoderSpan(encoder=SLOW),))
     old, new = documents(spec, Cursor()), documents(before, Cursor())
     assert sum(a != b for a, b in zip(old, new, strict=True)) > len(old) // 2
+    chunks = list(spec.chunks(Cursor()))
+    many = {(chunk.epoch, chunk.block) for chunk in chunks}, {(c.block, c.window) for c in chunks}
+    assert min(map(len, many)) > 4, "the changes lie in several blocks and windows of both epochs"
+    assert max(int(number) for chunk in chunks for number in chunk.piece) > 2
     ends = np.cumsum([len(document) for document in old])
     cursors = [sample.cursor for sample in samples(spec, 700)]
+    assert len(cursors) > 20
     epoch = int(ends[len(old) // 2 - 1])
     (border, *_) = (sample.cursor for sample in samples(spec, epoch))
     assert (border.sources["made"].epoch, border.sources["made"].record) == (1, 0)

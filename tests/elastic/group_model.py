@@ -21,6 +21,7 @@ from orchestrator.records import GenerationView, JoinRequest, StateKey
 
 Identity = tuple[int, int]  # (attempt, generation)
 History = tuple[Identity, ...]  # which generation trained each step
+Formed = tuple[Identity, StateKey | None, int]  # a generation, its parent, its first step
 TORN: Identity = (-1, -1)
 LONG = (1e3, 1e6, 1e9)  # each is longer after the one before than any time-out
 STEP_LIMIT = 1e4  # how long a member says that it may still be in its step
@@ -48,13 +49,38 @@ class Point(NamedTuple):
     history: History
 
 
+class Journal:
+    """The generations in the order in which they were formed. All worlds until the next one share it, so that
+    what their states lead back to is looked up once.
+    """
+
+    def __init__(self, entries: tuple[Formed, ...] = ()) -> None:
+        self.entries = entries
+        self.table = {entry[0]: entry for entry in entries}
+        self._found: dict[frozenset[Identity], tuple[frozenset[Formed], frozenset[Identity]]] = {}
+
+    def back_from(self, ends: frozenset[Identity]) -> tuple[frozenset[Formed], frozenset[Identity]]:
+        """The entries that `ends` lead back to, and their generations."""
+        known = self._found.get(ends)
+        if known is None:
+            found: set[Identity] = set()
+            for end in ends:
+                at: Identity | None = end
+                while at is not None and at not in found:
+                    found.add(at)
+                    parent = self.table[at][1]
+                    at = None if parent is None else (parent.attempt, parent.generation)
+            known = self._found[ends] = frozenset(self.table[i] for i in found), frozenset(found)
+        return known
+
+
 class World(NamedTuple):
     """Everything outside the rendezvous, and the rendezvous."""
 
     members: tuple[Member, ...]
-    parents: tuple[tuple[Identity, StateKey | None, int], ...]  # journal: generation, parent, first step
+    parents: Journal
     records: frozenset[tuple[Identity, int]]  # journal: step records
-    points: frozenset[Point]
+    points: frozenset[Point]  # without those that a newer one goes on from: who keeps that one keeps them
     pending: Point | None  # voted by all, COMMIT not written
     faults: int  # how many are left
     machine: Rendezvous
@@ -125,24 +151,15 @@ def kinds(world: World, told: dict[str, Hashable]) -> list[int]:
     ]
 
 
-def reachable(
-    world: World,
-) -> tuple[frozenset[tuple[Identity, StateKey | None, int]], frozenset[tuple[Identity, int]]]:
+def reachable(world: World) -> tuple[frozenset[Formed], frozenset[tuple[Identity, int]]]:
     """The journal's entries that a state which still exists may ever lead back to; the others no longer
     matter.
     """
-    table = {entry[0]: entry for entry in world.parents}
-    ends = [m.key for m in world.members] + [p.key for p in world.points]
+    ends = [m.key for m in world.members if m.key is not None] + [p.key for p in world.points]
     if world.pending is not None:
         ends.append(world.pending.key)
-    found: set[Identity] = set()
-    for end in ends:
-        at = end
-        while at is not None and (at.attempt, at.generation) not in found:
-            identity = (at.attempt, at.generation)
-            found.add(identity)
-            at = table[identity][1]
-    return frozenset(table[i] for i in found), frozenset(r for r in world.records if r[0] in found)
+    entries, found = world.parents.back_from(frozenset([(k.attempt, k.generation) for k in ends]))
+    return entries, frozenset([r for r in world.records if r[0] in found])
 
 
 def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
@@ -166,7 +183,14 @@ def identity_of(world: World) -> tuple[int, list[int]]:
             tuple(sorted(slots)),
             tuple(sorted(map(hash, told.values()))),
             everyone,
-            (len(world.parents), *reachable(world), world.points, world.pending, world.faults, world.stuck),
+            (
+                len(world.parents.entries),
+                *reachable(world),
+                world.points,
+                world.pending,
+                world.faults,
+                world.stuck,
+            ),
         )
     )
     return identity, slots
@@ -175,12 +199,14 @@ def identity_of(world: World) -> tuple[int, list[int]]:
 def first_world(rules: Rules) -> World:
     """All members train in generation 1, from nothing."""
     machine = new_machine(rules, 1)
-    members = tuple(Member(WAITS, f"m{i}.0", None, None, False, None) for i in range(rules.num_members))
+    members = tuple(
+        Member(WAITS, f"m{i}.{rules.faults}", None, None, False, None) for i in range(rules.num_members)
+    )
     for slot, member in enumerate(members):
         assert machine.join(request(slot, member), 0.0) is None, "a newcomer waits"
     (form,) = machine.tick(0.0)
     assert isinstance(form, Form), f"all have come: {form}"
-    world = World(members, (), frozenset(), frozenset(), None, rules.faults, machine)
+    world = World(members, Journal(), frozenset(), frozenset(), None, rules.faults, machine)
     (only,) = (
         after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all")
     )
@@ -378,8 +404,7 @@ def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, 
             yield f"{member.name} is back and joins", put(world, slot, member._replace(life=WAITS), machine)
     if member.life == DEAD:
         machine = world.machine.copy()
-        _, told = machine.snapshot()
-        name = next(n for n in (f"m{slot}.{k}" for k in range(9)) if n not in told)
+        name = f"m{slot}.{world.faults}"  # a new one: the process before was killed by a fault
         fresh = Member(WAITS, name, None, None, False, None)
         machine.join(request(slot, fresh), 0.0)
         yield f"{name} is started and joins", put(world, slot, fresh, machine)
@@ -430,6 +455,7 @@ def commit(world: World, point: Point) -> World:
     machine = world.machine.copy()
     points = world.points | {point}
     newest = max(points, key=lambda p: p.key)
+    points = frozenset(p for p in points if p == newest or newest.history[: len(p.history)] != p.history)
     machine.set_newest_point(newest.key, None, newest.key.point_name)
     records = world.records | {(g, t) for t, g in enumerate(point.history)}
     return world._replace(points=points, pending=None, records=records, machine=machine)
@@ -498,7 +524,7 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
     identity = (formation.attempt, formation.generation)
     # joiners bring their unacknowledged records
     brought = {(g, t) for i in group for t, g in enumerate(world.members[i].history or ()) if g != TORN}
-    parents = (*world.parents, (identity, formation.parent, formation.step))
+    parents = Journal((*world.parents.entries, (identity, formation.parent, formation.step)))
     pending = world.pending
     if rules.gives_up and pending and not on_path(world, pending.key, formation.parent):
         pending = None
@@ -507,7 +533,7 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
     world = world._replace(parents=parents, records=world.records | brought, pending=pending)
     base = base_of(world, formation, title)
     check(world, formation, base, rules, title)
-    if len(world.parents) > rules.generations:
+    if len(world.parents.entries) > rules.generations:
         return
 
     if world.faults:
@@ -569,12 +595,11 @@ def check(world: World, formation: Formation, base: History, rules: Rules, title
 
 def on_path(world: World, key: StateKey, parent: StateKey | None) -> bool:
     """Does the history that ends in `parent` contain the state `key`?"""
-    table = {identity: before for identity, before, _ in world.parents}
     while parent is not None:
         at = (parent.attempt, parent.generation)
         if at == (key.attempt, key.generation):
             return key.step <= parent.step
-        parent = table[at]
+        parent = world.parents.table[at][1]
     return False
 
 
@@ -582,12 +607,11 @@ def chained(world: World) -> dict[int, Identity]:
     """Which generation trained each step before the newest generation's first, by following the parents back
     (rule 2).
     """
-    table = {identity: (parent, first) for identity, parent, first in world.parents}
     history: dict[int, Identity] = {}
-    parent = world.parents[-1][1]
+    parent = world.parents.entries[-1][1]
     while parent is not None:
         at = (parent.attempt, parent.generation)
-        before, first = table[at]
+        _, before, first = world.parents.table[at]
         for t in range(first, parent.step):
             if (at, t) in world.records:
                 history[t] = at
@@ -600,9 +624,9 @@ def superseding(world: World) -> dict[int, Identity]:
     ones.
     """
     history: dict[int, Identity] = {}
-    for number, (identity, _, _) in enumerate(world.parents):
+    for number, (identity, _, _) in enumerate(world.parents.entries):
         for g, t in world.records:
-            if g == identity and all(first > t for _, _, first in world.parents[number + 1 :]):
+            if g == identity and all(first > t for _, _, first in world.parents.entries[number + 1 :]):
                 history[t] = identity
     return history
 

@@ -110,16 +110,25 @@ def test_every_interleaving_keeps_every_rule(rules: Rules, at_least: int):
 
 LOST_POINT = "the history goes on without a committed point"
 GIVEN_UP = "a member that lives is given up"
+# bounds that are just wide enough for the mistake to show, within those that are searched above
+FEW = Rules(num_members=2, generations=2, steps=1, attempts=1, faults=2)
+POWER = Rules(power_losses=True, generations=2)
 WRONG = {
-    "by step alone": (Rules(machine=ByStepAlone, generations=2), LOST_POINT),
-    "points ignored": (Rules(machine=PointsIgnored, generations=2), LOST_POINT),
-    "attempts ignored": (Rules(machine=AttemptsIgnored, num_members=2), LOST_POINT),
-    "voted saves never given up": (Rules(gives_up=False, generations=2), LOST_POINT),
-    "received over the old state": (Rules(receiver_is_blank=False, num_members=2), "torn weights in use"),
-    "parents not chained": (Rules(chained_parents=False, generations=2), "weights and journal disagree"),
-    "the end is not heard": (Rules(power_losses=True, hear_the_end=False, generations=2), GIVEN_UP),
-    "the end is not said": (Rules(power_losses=True, machine=EndUnsaid, generations=2), GIVEN_UP),
-    "a busy member is silent": (Rules(power_losses=True, machine=BusyIgnored, generations=2), GIVEN_UP),
+    "by step alone": (replace(FEW, machine=ByStepAlone), LOST_POINT),
+    "points ignored": (replace(FEW, machine=PointsIgnored), LOST_POINT),
+    "attempts ignored": (replace(FEW, machine=AttemptsIgnored, attempts=2, faults=3), LOST_POINT),
+    "voted saves never given up": (replace(FEW, gives_up=False), LOST_POINT),
+    "received over the old state": (
+        replace(FEW, receiver_is_blank=False, generations=3),
+        "torn weights in use",
+    ),
+    "parents not chained": (
+        replace(FEW, chained_parents=False, faults=3),
+        "weights and journal disagree",
+    ),
+    "the end is not heard": (replace(POWER, hear_the_end=False), GIVEN_UP),
+    "the end is not said": (replace(POWER, machine=EndUnsaid), GIVEN_UP),
+    "a busy member is silent": (replace(POWER, machine=BusyIgnored), GIVEN_UP),
     "unresponsive members waited for": (
         Rules(settings=RendezvousSettings(missing_grace_s=math.inf), generations=2),
         "all that can come have joined, and no generation forms",
