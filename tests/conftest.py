@@ -67,6 +67,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In several processes what takes longest begins first."""
     for item in items:
+        if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
         if "head" in getattr(item, "fixturenames", ()):
             assert _file(item.nodeid) in ON_RAY, f"{item.nodeid} uses the Ray cluster: add its file to ON_RAY"
     if "PYTEST_XDIST_WORKER" in os.environ:

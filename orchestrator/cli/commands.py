@@ -17,6 +17,7 @@ import orjson
 import typer
 
 from orchestrator import __version__
+from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
 from orchestrator.launch.screen import Screen, let_go
 
@@ -229,14 +230,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error of ours is printed to stderr without a traceback. A standard stream that is closed early changes
     no exit code that a command has.
     """
-    try:
-        app(args=arguments)
-    except OrchestratorError as error:
-        _say(f"{type(error).__name__}: {error}")
-        sys.exit(error.exit_code)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            let_go(stream)
+    with leaving_ray_behind():
+        try:
+            app(args=arguments)
+        except OrchestratorError as error:
+            _say(f"{type(error).__name__}: {error}")
+            sys.exit(error.exit_code)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                let_go(stream)
 
 
 def _print_plan(found: ResumePlan, json: bool) -> None:

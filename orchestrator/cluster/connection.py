@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 5.0
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
+_SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # and what is left of that, when its processes are killed
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
 # is started, so they hold for a cluster that we start ourselves; the README gives them for others.
@@ -151,7 +152,7 @@ def _shut_down() -> None:
     import ray
     from ray._private import worker
 
-    ending = threading.Thread(target=ray.shutdown, name="ray shutdown", daemon=True)
+    ending = threading.Thread(target=ray.shutdown, name=_SHUTDOWN, daemon=True)
     ending.start()
     ending.join(SHUTDOWN_S)
     if ending.is_alive() and (node := worker._global_node) is not None:
@@ -159,6 +160,20 @@ def _shut_down() -> None:
         ending.join(_KILLED_S)
     if ending.is_alive():
         atexit.unregister(worker.shutdown)  # it would wait at the interpreter's exit
+
+
+@contextmanager
+def leaving_ray_behind() -> Iterator[None]:
+    """For a whole command: its `sys.exit` ends the process at once if Ray still shuts down in a thread, for
+    the interpreter's own end would pull Ray's libraries away from under it (SIGSEGV instead of the code).
+    Standard streams must have been flushed.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if any(thread.name == _SHUTDOWN for thread in threading.enumerate()):
+            os._exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
 
 
 class _RayHeard(logging.Handler):

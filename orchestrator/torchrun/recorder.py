@@ -244,7 +244,8 @@ class RankZeroRecorder:
                 await self._flush()
                 await self._commits.notify(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), FLUSH_EVERY_S)
+                    async with asyncio.timeout(FLUSH_EVERY_S):
+                        await self._stopping.wait()
             if not await self._commits.settle(SETTLE_LIMIT_S):
                 self._warn(
                     f"storage has not verified or deleted older points for {SETTLE_LIMIT_S:.0f} s; "

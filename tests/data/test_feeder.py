@@ -142,7 +142,7 @@ def parent_feeder(actor: dict[str, Any]) -> int | None:
     return next(owners, None)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -414,7 +414,7 @@ def test_reading_takes_no_cpu_beside_the_tokenizers(
     hog = holding_cpus(leaving=1)
     here = ray.get_runtime_context().get_node_id()
     # few slots per dataset: the next ones are read when all other CPUs have been taken for long
-    with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=20.0) as pair:
+    with feeder(spec, num_tokenizers=1, tokenizer_node=here, slots_per_dataset=3, stall_s=100.0) as pair:
         taken, _ = train(open_feeds(pair, Cursor()), Cursor(), 36)
         assert stats_of(pair[0]).slots_taken > 2 * 3, "a third dataset was begun"
     assert_stream(taken, samples[: len(taken)])
@@ -428,7 +428,7 @@ def test_tokenizers_without_cpus_of_their_own_read_beside_workers_that_hold_all(
     hog = holding_cpus(leaving=0)
     here = ray.get_runtime_context().get_node_id()
     places = {"tokenizer_node": here, "tokenizer_cpus": 0.0}
-    with feeder(spec, num_tokenizers=2, slots_per_dataset=30, stall_s=20.0, **places) as pair:
+    with feeder(spec, num_tokenizers=2, slots_per_dataset=30, stall_s=100.0, **places) as pair:
         taken, _ = train(open_feeds(pair, Cursor()), Cursor(), None)
     assert_stream(taken, samples)
     ray.kill(hog)

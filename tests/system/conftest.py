@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.elastic import supervisor
 from tests.conftest import connected, python_is
 from tests.system.harness import Job, assert_exactly_once
 
@@ -22,6 +23,12 @@ LLAMA = {
 }
 TINY = {**LLAMA, "model.factory": "tests.system.tiny_model:build"}
 Make = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def slow_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that takes long on a busy machine is not replaced: attempts can be counted."""
+    monkeypatch.setattr(supervisor, "FROZEN_S", 60.0)
 
 
 @pytest.fixture

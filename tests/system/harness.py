@@ -240,9 +240,14 @@ def sigkill(pid: int) -> None:
 def _living(prefix: str) -> dict[str, Any]:
     from ray._private.state import actors
 
-    rows = [row for row in actors().values() if row["Name"].startswith(prefix) and row["State"] == "ALIVE"]
-    assert len(rows) == 1, f"{len(rows)} actors {prefix}… live"
-    return dict(rows[0])
+    never = threading.Event()
+    for _ in range(int(LIMIT_S / 0.1)):  # that of the test before may be about to end
+        living = [row for row in actors().values() if row["State"] == "ALIVE"]
+        rows = [row for row in living if row["Name"].startswith(prefix)]
+        if len(rows) == 1:
+            return dict(rows[0])
+        never.wait(0.1)
+    raise AssertionError(f"{len(rows)} actors {prefix}… live")
 
 
 def feeder_pid() -> int:

@@ -38,10 +38,11 @@ from orchestrator.cluster import connection
 from orchestrator.config.schema import load_config
 
 connection.SHUTDOWN_S = 3.0
-with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
-    (gcs,) = worker._global_node.all_processes["gcs_server"]
-    os.kill(gcs.process.pid, signal.SIGSTOP)
-sys.exit(7)
+with connection.leaving_ray_behind():
+    with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
+        (gcs,) = worker._global_node.all_processes["gcs_server"]
+        os.kill(gcs.process.pid, signal.SIGSTOP)
+    sys.exit(7)
 """
 
 

@@ -70,7 +70,7 @@ def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     from orchestrator.storage.files import Storage
 
     never = threading.Event()
-    for _ in range(600):
+    for _ in range(int(LIMIT_S / 0.1)):
         starts = survey(RunStore(Storage(job.run.uri))).journal.generations
         found = [s.generation for s in starts if s.world_size == size and s.generation > after]
         if found:

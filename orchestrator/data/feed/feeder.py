@@ -290,7 +290,8 @@ class Feeder:
     async def _await_change(self, since: float) -> bool:
         """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), max(0.0, self._work.left_s(since)))
+            async with asyncio.timeout(max(0.0, self._work.left_s(since))):
+                await self._changed.wait()
         return self._work.left_s(since) > 0
 
     def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
