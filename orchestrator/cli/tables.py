@@ -40,7 +40,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     if plan.action != "refuse":  # what names it differs, not what it is
         meanings["same"] = "the same contents elsewhere"
     lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
-    lines += [f"  {note}" for note in plan.notes]
+    lines += [f"  {note}" for note in plan.all_notes]
     return lines + [f"refused: {text}" for text in plan.refusals]
 
 

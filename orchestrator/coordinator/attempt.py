@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.machine import Process, this_process
-from orchestrator.config.schema import JobConfig, field_rules
+from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
@@ -241,6 +241,44 @@ def require_frozen(seen: Survey, data: DataSpec) -> None:
         )
 
 
+def wanted_point(seen: Survey, config: JobConfig) -> str:
+    """`resume.from`, but `latest` if that rewind is done: the newest attempt was begun with the same one, and
+    with all else the same that has an influence on what is trained. So the same command continues, whoever
+    gives it again (torchrun does by itself); one that would train something else rewinds again.
+    """
+    wanted = config.resume.from_
+    begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
+    if wanted == "latest" or not begun:
+        return wanted
+    before, now = in_todays_fields(begun[-1]), config.flat()
+    decisive = ["resume.from", *(rule.path for rule in field_rules() if rule.rule != "free")]
+    return "latest" if all(before.get(path) == now[path] for path in decisive) else wanted
+
+
+def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str:
+    """What `resume.from` means for this start, which continues `point`: what leaves the history, or that it
+    was done already; empty if there is nothing to say.
+    """
+    wanted = config.resume.from_
+    if wanted == "latest" or point is None:
+        return ""
+    if wanted_point(seen, config) == "latest":
+        return (
+            f"resume.from={wanted}: the attempt before has done that, with the same configuration; so this "
+            "one continues the newest point. It rewinds again if what is trained is to change"
+        )
+    steps = [record.step for record in seen.lineage.records if record.key > point.key]
+    points = [name for name in seen.points if name not in up_to(seen.points, point)]
+    if not steps and not points:
+        return ""
+    left = [f"{len(steps)} steps behind it, {steps[0]} to {steps[-1]}"] if steps else []
+    left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
+    return (
+        f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
+        "they are, but nothing is continued from there"
+    )
+
+
 def choose_point(
     store: RunStore, seen: Survey, wanted: str, fast: bool = False
 ) -> tuple[Point | None, tuple[Damage, ...]]:
@@ -307,8 +345,9 @@ def begin_launch(
     number = claim.number
     seen = survey(store)
     require_frozen(seen, data)
-    point, damages = choose_point(store, seen, config.resume.from_)
+    point, damages = choose_point(store, seen, wanted_point(seen, config))
     plan = decide(store, config, point, (run.identity, data.identity()))
+    plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
     inherited, encoders = up_to(seen.points, point), plan.encoders

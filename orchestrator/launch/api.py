@@ -135,14 +135,15 @@ def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> Re
 
 def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
-    from orchestrator.coordinator.attempt import choose_point, decide, survey
+    from orchestrator.coordinator.attempt import choose_point, decide, survey, wanted_point
 
     store = RunStore(Storage(str(folder)))
     try:
         spec = starting.prepare(job, folder, freeze=False)
         found = starting.look_ahead(store, job, spec)
     except DataIdentityError as error:
-        point, _ = choose_point(store, survey(store), job.resume.from_, fast=True)
+        seen = survey(store)
+        point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
     return replace(found, notes=(*found.notes, *spec.notes)), spec

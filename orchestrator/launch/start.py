@@ -35,7 +35,9 @@ from orchestrator.coordinator.attempt import (
     deleted_now,
     moved_on,
     require_frozen,
+    rewind_sentence,
     survey,
+    wanted_point,
 )
 from orchestrator.errors import (
     BusyError,
@@ -163,7 +165,7 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
             spec = prepare(job, Path(store.storage.root), freeze=False)
         require_frozen(seen, spec)
         try:
-            point, damages = choose_point(store, seen, job.resume.from_, fast=fast)
+            point, damages = choose_point(store, seen, wanted_point(seen, job), fast=fast)
         except ResumePointError:
             if not deleted_now(store, seen.points):
                 raise
@@ -177,7 +179,7 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
-    return replace(found, notes=(*found.notes, *notes))
+    return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
 
 
 @contextmanager
@@ -335,6 +337,8 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
             f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
         )
+    if plan.rewind:
+        say(plan.rewind)
     for file in attempt.unreadable:
         say(f"warning: {file}")
     for left in attempt.leftovers:

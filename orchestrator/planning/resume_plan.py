@@ -65,7 +65,8 @@ class ResumePlan:
     configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
     `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
     next whole document on (None: the run is not begun, and nobody has chosen). `notes` are sentences: how the
-    batch lies on the workers, what another number of them means, what is special about the data.
+    batch lies on the workers, what another number of them means, what is special about the data. `rewind`
+    says what `resume.from` sets aside.
     """
 
     action: str
@@ -86,13 +87,19 @@ class ResumePlan:
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
     encoder: EncoderChoice | None
+    rewind: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        for inner in ("budgets", "encoders", "encoder"):
+        for inner in ("budgets", "encoders", "encoder", "rewind"):
             del document[inner]
-        return document
+        return {**document, "notes": list(self.all_notes)}
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What a rewind sets aside, first, and `notes`."""
+        return (self.rewind, *self.notes) if self.rewind else self.notes
 
 
 def plan_resume(

@@ -57,8 +57,12 @@ class Runner:
             dict  # what a version writes of a flat one
         )
 
-    def config(self, **data: Any) -> JobConfig:
-        return parse_config({**self._mapping, "data": {**self._mapping["data"], **data}})
+    def config(
+        self, train: Mapping[str, Any] = {}, resume: Mapping[str, Any] = {}, **data: Any
+    ) -> JobConfig:
+        sections = {"train": train, "resume": resume, "data": data}
+        mapping = {name: {**self._mapping[name], **changes} for name, changes in sections.items()}
+        return parse_config({**self._mapping, **mapping})
 
     def plan(self, **data: Any) -> ResumePlan:
         job = self.config(**data)
@@ -130,6 +134,32 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
     assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
+
+
+def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same_command(
+    runner: Runner,
+) -> None:
+    first, second, third = runner.launch(), runner.launch(), runner.launch()
+    back = {"resume": {"from": first.point_name}}
+    points = f"2 resume points, {second.point_name} to {third.point_name}"
+    assert f"20 steps behind it, 11 to 30 and {points}, leave" in runner.plan(**back).rewind
+    fourth = runner.launch(**back)
+    assert (fourth.attempt, fourth.step) == (4, 20), "from the named point on"
+    # the same command, also with another number of workers or points, goes on from where that has come
+    again = {"resume": {**back["resume"], "keep_latest": 7}}
+    plan = runner.plan(**again)
+    assert (plan.point, "the attempt before has done that" in plan.rewind) == (fourth.point_name, True)
+    said: list[str] = []
+    spec = runner.prepared(**again)
+    with starting.claimed(runner.store, runner.config(**again), spec, newest_attempt(runner.store)) as begun:
+        starting.announce(said.append, runner.config(**again), *begun)
+    assert begun[0].point is not None
+    assert begun[0].point.name == fourth.point_name
+    assert any("the attempt before has done that" in line for line in said)
+    # what trains something else rewinds once more
+    other = runner.plan(**back, train={"lr": 0.5})
+    assert (other.point, "10 steps behind it, 11 to 20" in other.rewind) == (first.point_name, True)
+    assert runner.plan().rewind == ""
 
 
 def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(runner: Runner) -> None:
