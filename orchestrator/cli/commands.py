@@ -129,9 +129,9 @@ def points(run: RunUri, json: Json = False) -> None:
     if json:
         _print_json(rows)
     else:
-        from orchestrator.cli.tables import print_points
+        from orchestrator.cli.tables import points_lines
 
-        print_points(rows)
+        _print_lines(points_lines(rows))
 
 
 @app.command()

@@ -83,55 +83,44 @@ def _when(time: str | None, age_s: float | None) -> str:
     return f"{text}, {duration(age_s)} ago" if age_s is not None else text
 
 
-def print_points(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table of resume points, one row each."""
-    from rich.console import Console
-    from rich.table import Table
+# Columns of the table of points: title and key of the row.
+_COUNTS = {
+    "attempt": "attempt",
+    "step": "step",
+    "samples": "consumed_samples",
+    "tokens": "consumed_tokens",
+    "world": "world_size",
+    "batch": "global_batch_size",
+    "seq_len": "seq_len",
+}
 
-    table = Table(box=None, header_style="bold")
-    for name in (
-        "point",
-        "attempt",
-        "step",
-        "samples",
-        "tokens",
-        "world",
-        "batch",
-        "seq_len",
-        "MiB",
-        "save s",
-        "state",
-        "weights",
-    ):
-        table.add_column(
-            name, justify="left" if name in ("point", "state", "weights") else "right", no_wrap=True
-        )
-    for row in rows:
-        state = "healthy" if row["healthy"] else f"damaged: {row['reason']}"
-        if not row["on_lineage"]:
-            state += ", orphan"
-        table.add_row(
-            row["name"],
-            *(
-                str(row[name])
-                for name in (
-                    "attempt",
-                    "step",
-                    "consumed_samples",
-                    "consumed_tokens",
-                    "world_size",
-                    "global_batch_size",
-                    "seq_len",
-                )
-            ),
-            f"{row['bytes'] / 2**20:.1f}",
-            f"{row['save_s']:.2f}",
-            state,
-            str(row["weights_digest"])[:16],
-        )
-    # as wide as it has to be where nobody watches, so that nothing is cut
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)
+
+def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of resume points, one row each, as wide as it has to be: nothing is cut, what is not known is
+    `-`. Below it a line for each damaged point says why.
+    """
+    table = [["point", "state", *_COUNTS, "MiB", "save s", "weights"], *map(_point_row, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    left = {0, 1, len(widths) - 1}
+    lines = [
+        "  ".join(
+            text.ljust(width) if i in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+    return lines + [
+        f"{row['name']}: damaged{'' if row['on_lineage'] else ', orphan'}: {row['reason']}"
+        for row in rows
+        if not row["healthy"]
+    ]
+
+
+def _point_row(row: Mapping[str, Any]) -> list[str]:
+    state = "damaged" if not row["healthy"] else "healthy" if row["on_lineage"] else "orphan"
+    counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
+    sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
+    return [row["name"], state, *counts, *sizes, str(row["weights_digest"])[:16] or "-"]
 
 
 def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -105,7 +105,7 @@ class DataConfig(_Section):
     """Special tokens written out in a document: plain text, parsed as special, or a stop."""
     on_bad_document: Annotated[Literal["stop", "skip"], same("stop or skip")] = "stop"
     """A document that cannot be read: stop, or count and skip it."""
-    max_bad_share: Annotated[float, free("a number from 0 to 1", ge=0, le=1)] = 0.01
+    max_bad_share: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.01
     """Share of bad documents above which the run stops under `on_bad_document: skip`."""
     window_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 16 << 20
     """Documents are permuted within windows of at most this many decoded bytes."""
@@ -259,14 +259,14 @@ class ResumeConfig(_Section):
     """`continue`: exactly at the next unread token."""
     from_: Annotated[
         str,
-        free(
+        may_change(
             "latest, or a point's name such as 00000480-a0003-g0007",
             alias="from",
             pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
         ),
     ] = "latest"
     """Point to resume from: `latest`, or a name; an older one rewinds the run."""
-    accept_changed: Annotated[bool, free("true or false")] = False
+    accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 
 
@@ -375,6 +375,10 @@ def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> J
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f'overrides is the text {overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]'
+        )
     if reading.unread:
         raise ConfigError(_message(reading, title))
     apply_overrides(reading, overrides)

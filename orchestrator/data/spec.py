@@ -276,7 +276,13 @@ def _frozen_tokenizer(
             f"the run was started with data.sources {sorted(frozen.manifests)}, the job asks for "
             f"{source.name}; keep the source's name, or start a new run"
         )
-    facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
+    try:
+        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
+    except ConfigError as error:  # it was one when it was copied
+        raise DataIdentityError(
+            f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} is damaged: {error.__cause__}; "
+            "restore these files"
+        ) from error
     if facts.digest != record.tokenizer_digest:
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} was made with digest "

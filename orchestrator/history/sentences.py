@@ -15,6 +15,7 @@ from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 DOT = " · "
 UNRESPONSIVE = "it stopped responding and was killed"
 SCREEN_CHARS, SCREEN_LINES = 160, 12  # of a message that is not ours
+REASON_CHARS = 320  # of a line of a reason that may be ours: where, what, and what to do
 STILL_LEAST_S, STILL_MEDIANS = 30.0, 5.0  # when it is worth a line that everybody seems to work
 _PROCESS_STATES = {
     "T": "its process is stopped (SIGSTOP)",
@@ -129,11 +130,16 @@ def first_sentence(text: str, limit: int = SCREEN_CHARS) -> str:
 
 def shortened(text: str, where: str) -> str:
     """A reason of many lines as the screen shows it: without the frames of tracebacks, at most `SCREEN_LINES`
-    lines, each at most `SCREEN_CHARS` long; all of it lies in the file `where` ("": there is none).
+    lines, each at most `REASON_CHARS` long; all of it lies in the file `where` ("": there is none). What is
+    cut out of a line is its middle: where it happened stands at its begin, what to do at its end.
     """
     lines = [line for line in text.splitlines() if not re.match(r"\s+File \"|\s{4,}", line)]
-    kept = [line if len(line) <= SCREEN_CHARS else line[: SCREEN_CHARS - 1] + "…" for line in lines]
-    short = "\n".join(kept[:SCREEN_LINES])
+    half = REASON_CHARS // 2
+    kept = [
+        line if len(line) <= REASON_CHARS else f"{line[: half - 1]}…{line[-half:]}"
+        for line in lines[:SCREEN_LINES]
+    ]
+    short = "\n".join(kept)
     return short if short == text or not where else f"{short}\n(all of it in {where})"
 
 

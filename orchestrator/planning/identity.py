@@ -69,19 +69,19 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
         refusals.append(
             f"the run was written in format {old.format_version}, this program writes format "
             f"{new.format_version}; use the version of orchestrator that the run was started with, "
-            "or start a new run"
+            "or start a new run under another run.name"
         )
     if old.order_version != new.order_version:
         refusals.append(
             f"the run's document order has version {old.order_version}, this program computes version "
             f"{new.order_version}; use the version of orchestrator that the run was started with, "
-            "or start a new run"
+            "or start a new run under another run.name"
         )
     if old.tokenizer_digest != new.tokenizer_digest:
         refusals.append(
             f"the run was started with tokenizer {old.tokenizer} (content {old.tokenizer_digest}), "
             f"the job asks for {new.tokenizer} (content {new.tokenizer_digest}); "
-            "keep the tokenizer, or start a new run"
+            "keep the tokenizer, or start a new run under another run.name"
         )
     refusals += _compare_settings(old.settings, new.settings)
     refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
@@ -91,7 +91,8 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
 def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return [
         f"the run was started with {name}={old.get(name, 'nothing')}, "
-        f"the job asks for {new.get(name, 'nothing')}; keep the value, or start a new run"
+        f"the job asks for {new.get(name, 'nothing')}; "
+        "keep the value, or start a new run under another run.name"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
@@ -101,7 +102,7 @@ def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_ch
     if list(old) != list(new):
         return [
             f"the run was started with data.sources {list(old)}, the job asks for {list(new)}; "
-            "keep the sources, their names and their order, or start a new run"
+            "keep the sources, their names and their order, or start a new run under another run.name"
         ]
     return [
         f"the files of source {name} have changed: the run's manifest has digest {digest}, "

@@ -116,15 +116,16 @@ def plan_resume(
     `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
     configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
     job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
-    it is known, `installed` are the encoders here (see `encoders.choose_next`). A refusal names both values
-    and what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
-    `ConfigError` for a schedule without an end.
+    it is known, `installed` are the encoders here (see `encoders.choose_next`). A refusal names the run,
+    both values and what to do; a stop that is already reached is no refusal but a resume with nothing
+    remaining. Raises `ConfigError` for a schedule without an end.
     """
     old = _with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules)
     refused = list(refusals(different, point.name if point else "", identities is not None))
     if identities is not None:
         refused += _identity_refusals(identities, config, old_flat is not None)
+    refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     cursor = point.cursor if point else Cursor()
     spans, encoder = _spans(point, identities), None
     if spans:

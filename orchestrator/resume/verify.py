@@ -46,7 +46,8 @@ def read_commit(storage: Storage, name: str) -> Commit:
     try:
         content = unseal(storage.read(point_path(name, COMMIT)))
     except FileNotFoundError as error:
-        raise damage("is missing") from error
+        gone = name not in storage.list(POINTS)
+        raise damage("is missing, with the point's whole folder" if gone else "is missing") from error
     except SealError as error:
         raise damage(str(error)) from error
     written = content.get("format") if isinstance(content, dict) else None

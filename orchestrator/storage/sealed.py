@@ -44,8 +44,8 @@ def unseal(data: bytes) -> Any:
         raise SealError("is JSON, but not a sealed document")
     found = blake3(canonical(document["content"])).hexdigest()
     if found != document["digest"]:
-        raise SealError(f"its content has digest {found}, the seal says {document['digest']}")
+        raise SealError(f"has content of digest {found}, the seal says {document['digest']}")
     # Spaces and the spelling of numbers are not content: only this catches a change there.
     if seal(document["content"]) != data:
-        raise SealError("its content is as sealed, but its bytes are not as written")
+        raise SealError("has the content that was sealed, but not the bytes that were written")
     return document["content"]

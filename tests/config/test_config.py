@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +347,12 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
     assert {"data.sources", "data.tokenizer", "data.seed", "data.eos", "model.config", "run.name"} <= kept
     assert {rules[p] for p in ("pack.seq_len", "train.global_batch_size", "train.lr")} == {"may_change"}
     assert {rule for path, rule in rules.items() if path.startswith("train.")} == {"may_change"}
+    decisive = ("resume.from", "resume.accept_changed", "data.max_bad_share")
+    assert {rules[p] for p in decisive} == {"may_change"}, "they decide what is trained, or whether"
     loose = ("cluster.", "monitor.", "resume.")
-    assert {rule for path, rule in rules.items() if path.startswith(loose)} == {"free"}
+    assert {rule for path, rule in rules.items() if path.startswith(loose) and path not in decisive} == {
+        "free"
+    }
     assert {rules[p] for p in ("data.num_tokenizers", "data.replay_bytes", "run.storage")} == {"free"}
 
 
@@ -409,3 +414,14 @@ def test_a_mapping_or_an_override_that_goes_too_deep_is_refused_like_a_text(tiny
         parse_config(tiny_config(), ["model." + "a." * 50_000 + "b=1"])
     with pytest.raises(ConfigError, match="cannot be set by"):
         parse_config(tiny_config(), ["data.sources." + "9" * 5000 + ".path=x"])
+
+
+@pytest.mark.parametrize(
+    "read", [lambda text: load_config(QUICKSTART, text), lambda text: parse_config(MINIMAL, text)]
+)
+def test_overrides_given_as_one_text_are_one_mistake(read: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("train.lr=3")
+    assert str(caught.value) == (
+        'overrides is the text \'train.lr=3\'; give a list of "key=value", e.g. ["train.lr=3e-4"]'
+    )

@@ -33,9 +33,9 @@ BAD_LINES = {
     "array": (b'["text"]', "a JSON array, an object is expected"),
     "string": (b'"text"', "a JSON string, an object is expected"),
     "null itself": (b"null", "a JSON null, an object is expected"),
-    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n. Set text_field, fix"),
+    "no field": (b'{"txt": "a", "n": 1}', "no field `text`; it has: txt, n; set text_field or"),
     "null": (b'{"text": null}', "'text' is null"),
-    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected; the record has: text. Set"),
+    "number": (b'{"text": 7}', "'text' is a JSON number, a string is expected; the record has: text; set"),
     "boolean": (b'{"text": true}', "'text' is a JSON boolean, a string is expected"),
     "object": (b'{"text": {"text": "a"}}', "'text' is a JSON object, a string is expected"),
     "second of two": (b'{"text": "a", "text": null}', "'text' is null"),
@@ -52,7 +52,24 @@ def test_a_bad_document_stops_with_its_place_and_reason(case: str, tmp_path: Pat
         samples(spec_of(config), 64)
     place = f"{tmp_path / 'a.jsonl'}: byte {50 * len(GOOD) + 1}, line 52: "
     assert str(caught.value).startswith(place + reason)
-    assert str(caught.value).endswith("fix the document, or set data.on_bad_document=skip")
+    advice = str(caught.value)[len(place) :]
+    assert "data.on_bad_document=skip in a new run (another run.name; a run keeps" in advice
+    assert advice.endswith("at the same length, and go on with resume.accept_changed=true")
+
+
+def test_the_advice_for_a_bad_document_can_be_followed(tmp_path: Path, tiny_config: Make) -> None:
+    bad = b'{"text": "bad", }'
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 20 + bad + b"\n" + GOOD * 20)
+    config = job(tiny_config, tmp_path / "a.jsonl", encoder="tokenizers")
+    folder = tmp_path / "run"
+    with pytest.raises(BadDocumentError):
+        samples(spec_of(config, folder=folder), 8)
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 20 + b'{"text": "bad" } \n' [: len(bad)] + b"\n" + GOOD * 20)
+    accepting = config.model_copy(
+        update={"resume": config.resume.model_copy(update={"accept_changed": True})}
+    )
+    found = samples(spec_of(accepting, folder=folder), 8)
+    assert found, "the stream goes over the mended document"
 
 
 def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make) -> None:

@@ -106,8 +106,9 @@ def test_special_tokens_in_a_text_stop_the_run_if_asked_and_are_counted_otherwis
         )
         assert eos == (8 if mode == "text" else 14)
     assert found == {"text": 6, "parse": 6}
-    with pytest.raises(DataError, match=r"line 2: 3 special tokens of the tokenizer stand in the text"):
+    with pytest.raises(DataError, match=r"line 2: 3 special tokens of the tokenizer stand in") as caught:
         samples(spec_of(job(tiny_config, tmp_path, special_tokens_in_text="stop")), 8)
+    assert "set data.special_tokens_in_text=text in a new run (another run.name; a run" in str(caught.value)
 
 
 def test_special_texts_are_counted_longest_first_without_overlaps() -> None:

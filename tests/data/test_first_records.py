@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -59,10 +61,48 @@ def test_a_record_without_the_field_among_others_is_the_streams_business(
     )
 
 
-def test_what_says_nothing_of_the_field_passes(tmp_path: Path, tiny_config: Make) -> None:
-    check(tmp_path, tiny_config, {"a.jsonl": b"no json\n[1]\n" + jsonl({"text": None}), "b.jsonl": b""})
+def test_bad_records_among_others_are_the_streams_business(tmp_path: Path, tiny_config: Make) -> None:
+    bad = b"no json\n[1]\n" + jsonl({"text": None})
+    check(tmp_path, tiny_config, {"a.jsonl": bad, "b.jsonl": b"", "c.jsonl": jsonl({"text": ""})})
     (tmp_path / "lines").mkdir()
-    check(tmp_path / "lines", tiny_config, {"a": jsonl({"content": "a"})}, "lines")
+    check(tmp_path / "lines", tiny_config, {"a": jsonl({"content": "a"}), "b": b"gr\xfc\n"}, "lines")
+
+
+@pytest.mark.parametrize("on_bad_document", ["stop", "skip"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("jsonl", "not JSON: "), ("text", "not UTF-8: "), ("lines", "not UTF-8: ")],
+)
+def test_parquet_files_under_another_format_are_told_before_the_start(
+    kind: str, reason: str, on_bad_document: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    column = [f"document {i}\n" + "ü" * 6000 for i in range(120)]  # more than a MiB
+    pq.write_table(pa.table({"text": column}), tmp_path / "p.parquet", compression="none")
+    if kind == "lines":  # some of a Parquet file's may be UTF-8, by chance
+        (tmp_path / "p.parquet").write_bytes(b"gr\xfc\n\n" * 100)
+    config = job(
+        tiny_config, tmp_path / "p.parquet", kind, encoder="tokenizers", on_bad_document=on_bad_document
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_first_records(spec_of(config))
+    told = str(caught.value)
+    assert told.startswith(f"data.sources made: {tmp_path / 'p.parquet'}: line 1: {reason}")
+    assert f"is data.sources[].format={kind} right?" in told
+    assert caught.value.exit_code == 2
+
+
+def test_a_source_of_which_nothing_was_looked_at_is_not_judged(tmp_path: Path, tiny_config: Make) -> None:
+    check(tmp_path, tiny_config, {"a.jsonl": b"x" * (1 << 20) + b"y\n" + jsonl({"text": "a"})})
+    (tmp_path / "text").mkdir()
+    check(tmp_path / "text", tiny_config, {"a": b"x\nx" + "ü".encode() * (1 << 19) + b"\xfc"}, "text")
+
+
+def test_files_that_are_no_parquet_files_are_a_wrong_configuration(tmp_path: Path, tiny_config: Make) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl({"text": "a"}) * 100)
+    with pytest.raises(ConfigError) as caught:
+        spec_of(job(tiny_config, tmp_path / "a.jsonl", "parquet", encoder="tokenizers"))
+    assert str(caught.value).startswith(f"{tmp_path / 'a.jsonl'}: no Parquet file: it begins with ")
+    assert "is data.sources[].format=parquet right?" in str(caught.value)
 
 
 def test_of_many_fields_the_first_are_named(tmp_path: Path, tiny_config: Make) -> None:

@@ -293,6 +293,32 @@ def test_another_tokenizer_shows_in_the_identity_and_the_runs_own_copy_is_used(
     assert prepare_data(config, run).identity() == spec.identity()
 
 
+def test_a_damaged_copy_of_the_tokenizer_is_the_runs_and_not_the_jobs(
+    data: Path, run: Path, tiny_config: Make
+) -> None:
+    prepare_data(job(tiny_config, data), run)
+    copy = run / "tokenizer" / "tokenizer.json"
+    whole = copy.read_bytes()
+    copy.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataIdentityError) as caught:
+        prepare_data(job(tiny_config, data), run)
+    told = str(caught.value)
+    assert told.startswith(f"the run's copy of its tokenizer in {run / 'tokenizer'} is damaged: ")
+    assert told.endswith("; restore these files")
+    assert "data.tokenizer" not in told
+
+
+def test_a_file_in_place_of_a_tokenizers_folder_is_told_to_be_one(
+    data: Path, corpus: Path, tiny_config: Make
+) -> None:
+    file = corpus / "tokenizer" / "tokenizer.json"
+    with pytest.raises(ConfigError) as caught:
+        prepare_data(job(tiny_config, data, tokenizer=str(file)))
+    assert str(caught.value) == (
+        f"data.tokenizer={file}: it is a file; give the folder that it lies in, data.tokenizer={file.parent}"
+    )
+
+
 @pytest.mark.parametrize("file", ["manifest/made.parquet", "tokenizer/tokenizer.json"])
 def test_a_damaged_or_lost_part_of_the_frozen_data_is_named(
     file: str, data: Path, run: Path, tiny_config: Make

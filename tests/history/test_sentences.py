@@ -127,14 +127,15 @@ def test_a_reason_that_quotes_tracebacks_is_short_on_the_screen_and_names_the_fi
     trace = (
         "Traceback (most recent call last):\n" + '  File "x", line 1, in y\n    z()\n' * 50 + "ValueError: y"
     )
-    told = sentences.shortened(f"4 failures after step 7:\n  {trace}\n  {'x' * 500}", "logs/0001-host.log")
-    assert told.splitlines() == [
-        "4 failures after step 7:",
-        "  Traceback (most recent call last):",
-        "ValueError: y",
-        f"  {'x' * (sentences.SCREEN_CHARS - 3)}…",
-        "(all of it in logs/0001-host.log)",
-    ]
+    long = f"a.jsonl: line 12: {'x' * 500}; set data.on_bad_document=skip in a new run"
+    told = sentences.shortened(f"4 failures after step 7:\n  {trace}\n  {long}", "logs/0001-host.log")
+    *before, cut, after = told.splitlines()
+    assert before == ["4 failures after step 7:", "  Traceback (most recent call last):", "ValueError: y"]
+    assert after == "(all of it in logs/0001-host.log)"
+    assert len(cut) == sentences.REASON_CHARS
+    assert cut.startswith("  a.jsonl: line 12: xxx"), "where and what"
+    assert "xxx…xxx" in cut
+    assert cut.endswith("xxx; set data.on_bad_document=skip in a new run"), "what to do"
     assert sentences.shortened("failed: cannot write x", "log") == "failed: cannot write x"
 
 

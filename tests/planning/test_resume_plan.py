@@ -136,9 +136,10 @@ def test_what_must_stay_the_same_is_refused_with_both_values_and_what_to_do(over
     plan = resumed(override)
     assert plan.action == "refuse"
     (refusal,) = plan.refusals
-    assert refusal.startswith(f"resume point 00000055-a0003-g0007 was made with {old}")
+    folder = job(override).run.run_uri
+    assert refusal.startswith(f"{folder}: resume point 00000055-a0003-g0007 was made with {old}")
     assert new in refusal
-    assert f"keep {old}" in refusal
+    assert f"keep {old}, or start a new run under another run.name" in refusal
     assert [d.rule for d in plan.differences] == ["same"]
 
 
@@ -165,6 +166,7 @@ def test_where_contents_are_compared_a_path_may_change_and_a_content_may_not():
     assert decide(moved, POINT, flat, identities=(IDENTITY, IDENTITY)).action == "resume"
     other = replace(IDENTITY, tokenizer_digest="dd44")
     (refusal,) = decide(moved, POINT, flat, identities=(IDENTITY, other)).refusals
+    assert refusal.startswith(f"{moved.run.run_uri}: the run was started with tokenizer")
     assert "aa11" in refusal
     assert "dd44" in refusal
 
@@ -183,7 +185,11 @@ def test_a_setting_is_refused_once_although_configuration_and_identity_both_name
     job_seed_1 = job("data.seed=1")
     new = replace(IDENTITY, settings=stream_settings(job_seed_1.flat()))
     assert len(decide(job_seed_1, POINT, BEFORE.flat(), identities=(IDENTITY, new)).refusals) == 1
-    assert len(decide(job_seed_1, POINT, None, identities=(IDENTITY, new)).refusals) == 1
+    (refusal,) = decide(job_seed_1, None, None, identities=(IDENTITY, new)).refusals
+    assert refusal == (
+        f"{job_seed_1.run.run_uri}: the run was started with data.seed=0, the job asks for 1; "
+        "keep the value, or start a new run under another run.name"
+    )
 
 
 def test_another_encoder_is_told_with_both_versions_and_its_name_in_place_of_auto_changes_nothing():
@@ -230,7 +236,7 @@ def test_the_notes_say_how_the_batch_lies_on_the_workers(overrides, texts):
 def test_a_run_without_a_point_is_still_held_to_what_it_was_started_with():
     plan = decide(job("data.seed=1"), None, BEFORE.flat())
     assert plan.action == "refuse"
-    assert plan.refusals[0].startswith("the run was made with data.seed=0")
+    assert "the run was made with data.seed=0" in plan.refusals[0]
 
 
 def test_a_field_that_is_newer_than_the_point_had_its_default_then():

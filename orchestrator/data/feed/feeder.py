@@ -198,8 +198,9 @@ class Feeder:
             self._end(
                 FeedError(
                     f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
-                    f"(epoch {task.epoch}); most often it is memory: make data.window_bytes smaller or give "
-                    "the tokenizers' machines more"
+                    f"(epoch {task.epoch}); most often it is memory: give the "
+                    "tokenizers' machines more, or lower data.num_tokenizers; a smaller data.window_bytes "
+                    "needs a new run (another run.name)"
                 )
             )
             return None

@@ -24,6 +24,7 @@ VERSION = 1
 PROBE_BYTES = 4096
 COMPRESSED = (".gz", ".zst")
 _THREADS = 8
+_PARQUET_MAGIC = b"PAR1"
 # In an error text; the rest is counted.
 _NAMED = 5
 
@@ -73,8 +74,8 @@ class Manifest:
 def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
     """The manifest of the files that `path` (a file, a folder or a glob) means now.
 
-    Raises `ConfigError` if there are none, or a Parquet file lacks the column; `DataError` if one cannot be
-    read.
+    Raises `ConfigError` if there are none, or one is to be a Parquet file and is none, or lacks the column;
+    `DataError` if one cannot be read.
     """
     return freeze_listed(name, list_files(name, path, format_), format_, text_field)
 
@@ -120,6 +121,11 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
             schema, facts = file.schema_arrow, file.metadata
             groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
     except (pa.ArrowException, OSError) as error:
+        if (begin := _begin(path)) != _PARQUET_MAGIC:
+            raise ConfigError(
+                f"{path}: no Parquet file: it begins with {begin!r}, not with {_PARQUET_MAGIC!r}; "
+                "is data.sources[].format=parquet right? If it is, leave this file out"
+            ) from error
         raise DataError(f"{path}: not a whole Parquet file: {error}; replace it or leave it out") from error
     if text_field not in schema.names:
         raise ConfigError(
@@ -135,6 +141,11 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
     if not any(test(plain) for test in _text_types(pa)):
         raise ConfigError(f"{path}: column {text_field!r} is {kind}, text is expected; set text_field")
     return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+
+
+def _begin(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(len(_PARQUET_MAGIC))
 
 
 def _text_types(pa: Any) -> Iterator[Any]:

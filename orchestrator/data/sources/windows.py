@@ -31,7 +31,7 @@ class BadRecordError(Exception):
 
 
 class WrongFieldError(BadRecordError):
-    """A JSON object without text where `text_field` looks for it; the text ends with what to do."""
+    """A JSON object without text where `text_field` looks for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,15 +74,15 @@ class OrderedWindow:
         if record is None:
             raise BadRecordError(f"{manifest.text_field!r} is null")
         if manifest.format == "parquet":
-            return _utf8(record)
+            return utf8_text(record)
         if index == part.place == 0:
             record = record.removeprefix(_BOM)
         if manifest.format == "text":
-            return _utf8(record)
+            return utf8_text(record)
         if not record.strip():
             return None
         if manifest.format == "lines":
-            return _utf8(record.removesuffix(b"\r"))
+            return utf8_text(record.removesuffix(b"\r"))
         return json_text(record, manifest.text_field)
 
     def is_sampled(self, position: int, one_in: int) -> bool:
@@ -146,7 +146,8 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
     yield Window(number=number, last=True, parts=tuple(held))
 
 
-def _utf8(record: bytes) -> str:
+def utf8_text(record: bytes) -> str:
+    """The record as text. Raises `BadRecordError` if it is not UTF-8."""
     try:
         return record.decode()
     except UnicodeDecodeError as error:
@@ -162,14 +163,13 @@ def json_text(line: bytes, field: str) -> str:
     if not isinstance(value, dict):
         raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
     if field not in value:
-        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}. Set text_field")
+        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}")
     text = value[field]
     if text is None:
         raise BadRecordError(f"{field!r} is null")
     if not isinstance(text, str):
         raise WrongFieldError(
-            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}. "
-            "Set text_field"
+            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}"
         )
     return text
 

@@ -38,6 +38,9 @@ from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, Toke
 _BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
+_NEW_RUN = "in a new run (another run.name; a run keeps its own)"
+# What is appended to a file is not the run's: a document that grew would push the file's end out of it.
+_IN_PLACE = "at the same length, and go on with resume.accept_changed=true"
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
 # Notified of the decoded bytes of a window that is passed over; whether to go on.
 Passed = Callable[[int], bool]
@@ -117,9 +120,9 @@ def _add_record(
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
-            also = ", " if isinstance(error, WrongFieldError) else "; "
+            fields = "text_field or " if isinstance(error, WrongFieldError) else ""
             raise BadDocumentError(
-                f"{reason}{also}fix the document, or set data.on_bad_document=skip"
+                f"{reason}; set {fields}data.on_bad_document=skip {_NEW_RUN}, or fix the document {_IN_PLACE}"
             ) from None
         writer.add(position, origin, BAD, reason=reason)
         yield from writer.full_chunks()
@@ -142,7 +145,7 @@ def _add_record(
         if special and settings.special_tokens_in_text == "stop":
             raise DataError(
                 f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
-                "take them out, or set data.special_tokens_in_text=text"
+                f"set data.special_tokens_in_text=text {_NEW_RUN}, or take them out {_IN_PLACE}"
             )
         if check:
             _check(writer, window, position, piece)
@@ -236,7 +239,7 @@ class _Writer:
             unit = "row" if self._manifest.format == "parquet" else "byte"
             raise DataError(
                 f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
-                f"{UNKNOWN_TEXT}; another tokenizer needs a new run"
+                f"{UNKNOWN_TEXT}; either is another tokenizer, which needs a new run (another run.name)"
             ) from error
         batch = _Batch(self._entries, encoded, self._reasons, self._settings)
         tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)

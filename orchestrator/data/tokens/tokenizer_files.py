@@ -71,6 +71,11 @@ def fetch(name: str) -> dict[str, bytes]:
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return _with_json(name, folder)
+    if folder.is_file():
+        raise ConfigError(
+            f"data.tokenizer={name}: it is a file; give the folder that it lies in, "
+            f"data.tokenizer={os.path.dirname(name) or '.'}"
+        )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(
             f"data.tokenizer={name}: there is no such folder (looked in {os.path.abspath(folder)}); "
