@@ -139,12 +139,18 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
     )
 
 
-def look_before_start(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
-    """`look_ahead` for a start: one that would train verifies the point when it has claimed, one that has
-    nothing left to train verifies it here, for nobody else would.
+def look_before_start(
+    store: RunStore, job: JobConfig, spec: DataSpec, watched: Callable[[], int]
+) -> ResumePlan:
+    """`look_ahead` for a start: one that would train verifies the point when it has claimed. One that has
+    nothing left to train verifies it here, for nobody else would, and only when nobody is at work on the run
+    any more, as `watched` (of `watching`) says: what another launch still trains has not reached its end.
     """
     plan = look_ahead(store, job, spec)
-    return look_ahead(store, job, spec, fast=False) if reached(plan) else plan
+    if not reached(plan):
+        return plan
+    watched()
+    return look_ahead(store, job, spec, fast=False)
 
 
 def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True) -> ResumePlan:
