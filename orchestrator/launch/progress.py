@@ -18,6 +18,8 @@ from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
 from orchestrator.records import RunStatus
 
+_TRACEBACK = "Traceback (most recent call last)"
+
 
 class Progress:
     """Is given every new status; shows step, loss, tokens per second, data wait and the last resume point.
@@ -83,9 +85,11 @@ class Progress:
         self._put(text)
 
     def say_at_length(self, text: str) -> None:
-        """A reason that may quote tracebacks: all of it into the log file, a short form onto the screen."""
+        """Why a launch ended: all of it, on the screen, too, unless it quotes a traceback: of that the screen
+        shows a short form.
+        """
         self.note(text)
-        self._put(sentences.shortened(text, self._log.path))
+        self._put(sentences.shortened(text, self._log.path) if _TRACEBACK in text else text)
 
     def note(self, text: str) -> None:
         """For the log file only."""

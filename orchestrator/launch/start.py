@@ -279,9 +279,7 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
             store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
 
 
-def freeze(
-    job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]
-) -> DataSpec:
+def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
     folder if they are not yet; see `data.spec.freeze_data`.
     """

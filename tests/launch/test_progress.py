@@ -248,3 +248,20 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
     assert shown.count("worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left") == 1
     assert "Traceback" not in shown
     assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+def test_the_reason_of_an_end_is_told_whole_but_for_the_frames_of_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    reason = f"failed: {'why ' * (length // 4)}; restore the folder from a copy"
+    trace = 'Traceback (most recent call last):\n  File "x", line 1, in y\n    z()\nValueError: y'
+    with Progress.shown(0.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        progress.say_at_length(reason)
+        progress.say_at_length(f"4 failures after step 7:\n  {trace}")
+    shown = capsys.readouterr().err
+    assert f" {reason}\n" in shown
+    assert "ValueError: y\n(all of it in " in shown
+    assert 'File "x"' not in shown
+    assert log_of(tmp_path).count(reason) == 1
