@@ -32,6 +32,11 @@ class Progress:
         self._total: int | None = None
         self._wanted = 0
         self._shown_at = 0.0
+        self._attempt = 0  # the first that was seen
+        self._group = (
+            0,
+            0,
+        )  # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
         self._lock = threading.RLock()  # a signal's handler says something, too
@@ -68,6 +73,10 @@ class Progress:
         for warning in status.warnings:
             self.say(f"warning: {warning}")
         now, step = time.monotonic(), status.last_step
+        self._attempt = self._attempt or status.attempt
+        if step is not None and (step.attempt, step.generation) != self._group:
+            self._group = step.attempt, step.generation
+            self._marks.clear()
         if step is not None and (not self._marks or self._marks[-1][1] != step.consumed_tokens):
             self._marks.append((now, step.consumed_tokens))
         text = self._text(status)
@@ -116,27 +125,39 @@ class Progress:
                 self._screen.flush()
 
     def _text(self, status: RunStatus) -> str:
-        step = status.last_step
-        if step is None:
-            number = status.world_size or self._wanted
-            workers = f"{number} worker{'s' if number != 1 else ''}"
-            return f"{workers} in the first step" if status.world_size else f"starting {workers}"
-        of = f"/{self._total}" if self._total is not None else ""
-        there = f"{status.world_size}/{self._wanted}" if self._wanted else f"{status.world_size}"
+        step, wanted = status.last_step, self._wanted or status.world_size
+        if status.attempt == 0 and self._attempt:
+            return "waiting for the coordinator, which was restarted"
+        left = _workers_left(status)
+        trains = left == status.world_size > 0 and status.waiting_since is None
+        there = f"{left}/{wanted}" if status.world_size else "meet again"
         waiting = (
             f"  waiting for workers for {status.waiting_since:.0f} s"
             if status.waiting_since is not None
             else ""
         )
+        if step is None:
+            number = status.world_size or wanted
+            workers = f"{number} worker{'s' if number != 1 else ''}"
+            if trains:
+                return f"{workers} in the first step"
+            return f"no step yet  workers {there}{waiting}" if status.world_size else f"starting {workers}"
+        of = f"/{self._total}" if self._total is not None else ""
+        rate = self._rate() if trains else None
+        speed = "" if rate is None else f"  {rate:,.0f} tokens/s"
         return (
-            f"step {step.step}{of}  loss {step.loss:.4f}  {self._rate():,.0f} tokens/s  data wait "
+            f"step {step.step}{of}  loss {step.loss:.4f}{speed}  data wait "
             f"{step.data_wait_s * 1000:.0f} ms  "
             f"lr {step.lr:.2e}  workers {there}  last point "
             f"{status.newest_point or 'none'}{waiting}"
         )
 
-    def _rate(self) -> float:
-        if len(self._marks) < 2:
-            return 0.0
+    def _rate(self) -> float | None:
+        """Tokens per second of the newest group; None while too few of its steps are known."""
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
-        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else None
+
+
+def _workers_left(status: RunStatus) -> int:
+    """How many of the newest group are not known to be lost."""
+    return max(0, status.world_size - sum(loss.worker.rank is not None for loss in status.lost))

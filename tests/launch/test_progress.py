@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from orchestrator.elastic.policy import Limits
 from orchestrator.launch import start as starting
 from orchestrator.launch.on_cluster import _shower
 from orchestrator.launch.progress import Progress
-from orchestrator.records import GroupMember, Loss
+from orchestrator.records import GroupMember, Loss, RunStatus
 from tests.elastic.test_stall import status
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -103,6 +104,68 @@ def test_before_the_first_step_the_line_says_what_is_being_started(
     shown = capsys.readouterr().err
     assert " starting 2 workers\n" in shown
     assert " 2 workers in the first step\n" in shown
+
+
+def line_of(*statuses: RunStatus, capsys: pytest.CaptureFixture[str]) -> str:
+    """The newest line, when these were shown one after the other."""
+    progress = Progress(0.0)
+    progress._wanted, progress._total = 2, 16
+    for each in statuses:
+        progress.show(each)
+    progress.close()
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def lost(rank: int | None) -> Loss:
+    return Loss(worker=GroupMember(rank=rank, host="10.0.0.7", pid=5), reason="it was killed")
+
+
+def test_a_rate_is_said_once_it_is_known_and_not_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tokens/s" not in line_of(status(1), capsys=capsys)
+    assert re.search(r"  [\d,]+ tokens/s  ", line_of(status(1), status(2), capsys=capsys))
+
+
+def test_a_rate_is_that_of_the_newest_group_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    first = status(2)
+    assert first.last_step is not None
+    of_next = replace(first.last_step, generation=2, step=3, consumed_tokens=24)
+    line = line_of(status(1), first, status(3, last_step=of_next, generation=2), capsys=capsys)
+    assert "step 3/16  loss" in line
+    assert "tokens/s" not in line
+
+
+@pytest.mark.parametrize(
+    ("now", "workers"),
+    [
+        (status(3, lost=(lost(0), lost(1)), waiting_since=8.0), "workers 0/2  "),
+        (status(3, lost=(lost(1),)), "workers 1/2  "),
+        (status(3, lost=(lost(1), lost(None)), waiting_since=8.0), "workers 1/2  "),
+        (status(3, world_size=0, generation=0), "workers meet again  "),
+    ],
+    ids=["all were killed", "one was killed", "a newcomer, too", "the coordinator was restarted"],
+)
+def test_while_no_group_trains_the_line_has_the_workers_that_are_left_and_no_rate(
+    capsys: pytest.CaptureFixture[str], now: RunStatus, workers: str
+) -> None:
+    line = line_of(status(1), status(2), status(3), now, capsys=capsys)
+    assert workers in line
+    assert "tokens/s" not in line
+    assert ("waiting for workers for 8 s" in line) == (now.waiting_since is not None)
+
+
+def test_when_all_are_killed_in_the_first_step_nobody_is_said_to_be_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = line_of(status(None, lost=(lost(0), lost(1)), waiting_since=8.0), capsys=capsys)
+    assert line.endswith(" no step yet  workers 0/2  waiting for workers for 8 s")
+
+
+def test_a_coordinator_that_comes_back_is_not_taken_for_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    away = status(None, attempt=0, world_size=0, generation=0)
+    assert line_of(away, capsys=capsys).endswith(" starting 2 workers")
+    assert line_of(status(3), away, capsys=capsys).endswith(
+        " waiting for the coordinator, which was restarted"
+    )
 
 
 # ------------------------------------------------------------ Ray
