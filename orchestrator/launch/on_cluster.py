@@ -35,6 +35,7 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import Cursor, Loss, RunStatus, Stall
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
@@ -62,6 +63,8 @@ def supervise(
             "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
         )
     starting.announce(progress.say, job, attempt, plan)
+    for line in trained_again(attempt):
+        progress.say(line)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
@@ -102,6 +105,22 @@ def supervise(
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def trained_again(attempt: Attempt) -> list[str]:
+    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
+    Empty where none was.
+    """
+    if attempt.point is None or not attempt.damages:
+        return []
+    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.damages]
+    last = max(key.step for key in keys if key is not None)
+    what = f"steps {step + 1} to {last} ({last - step} of them) are"
+    if last == step + 1:
+        what = f"step {last} is"
+    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
+        what = "the steps after it are"
+    return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
 
 
 def _give_up(coordinator: Any, error: BaseException) -> None:

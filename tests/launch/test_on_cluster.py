@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.launch.on_cluster import next_commands, say_end
+from orchestrator.launch.on_cluster import next_commands, say_end, trained_again
 from orchestrator.launch.progress import Progress
 from orchestrator.records import RunStatus
 from tests.elastic.test_stall import status
@@ -29,6 +29,18 @@ def runner(tiny_config: Any) -> Runner:
 def test_a_launch_that_trained_nothing_promises_no_proof() -> None:
     assert next_commands("runs/r", trained=False) == []
     assert [line for line in next_commands("runs/r", trained=True) if "audit runs/r" in line]
+
+
+@pytest.mark.parametrize(("damaged", "said"), [(1, "steps 11 to 20 (10 of"), (2, "steps 11 to 30 (20 of")])
+def test_a_fallback_to_an_older_point_says_how_many_steps_are_trained_again(
+    runner: Runner, damaged: int, said: str
+) -> None:
+    points = [runner.launch().point_name for _ in range(1 + damaged)]
+    assert trained_again(runner.begin()) == []
+    for name in points[1:]:
+        shutil.rmtree(runner.folder / "points" / name / "model")
+    (line,) = trained_again(runner.begin())
+    assert line == f"the newest whole resume point is {points[0]}: {said} them) are trained again"
 
 
 def end_of(runner: Runner, ended: RunStatus, capsys: pytest.CaptureFixture[str]) -> tuple[str, str | None]:
