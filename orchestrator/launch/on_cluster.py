@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.cluster.ray_state import told_of
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
@@ -74,6 +75,8 @@ def supervise(
     except BaseException as error:
         _give_up(coordinator, error)
         raise
+    progress.named("coordinator", partial(told_of, coordinator))
+    progress.named("feeder", partial(told_of, feeder))
     task = WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,

@@ -4,11 +4,12 @@ seconds elsewhere, with time stamps, on stderr; all of it and more goes into the
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
@@ -39,6 +40,7 @@ class Progress:
         )  # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
+        self._parts: dict[str, Callable[[str], bool]] = {}
         self._lock = threading.RLock()  # a signal's handler says something, too
         self._log = RunLog(self._put)
         self._live = None
@@ -104,10 +106,22 @@ class Progress:
         """For the log file only."""
         self._log.write(text)
 
+    def named(self, part: str, is_death_of: Callable[[str], bool]) -> None:
+        """From now on a message of another program that says, as `is_death_of` finds, that this part of the
+        launch died is said in our words. It is restarted by Ray.
+        """
+        self._parts[part] = is_death_of
+
     def foreign(self, who: str, text: str) -> None:
         """What another program says: all of it goes into the log file, one line of it onto the screen."""
         self.note(f"{who}: {text}")
-        self._put(sentences.foreign(who, text, self._log.path))
+        part = next((part for part, is_death_of in self._parts.items() if is_death_of(text)), None)
+        if part is None:
+            self._put(sentences.foreign(who, text, self._log.path))
+        else:
+            pid = re.search(r"Worker PID: (\d+)", text)
+            process = f" (pid {pid.group(1)})" if pid else ""
+            self.say(f"the {part}{process} died: {who} restarts it; the workers wait for it and go on")
 
     def close(self) -> None:
         """Nothing more will be shown."""

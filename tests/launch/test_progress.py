@@ -18,7 +18,7 @@ import pytest
 import orchestrator
 from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
-from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death
+from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
 from orchestrator.elastic.policy import Limits
 from orchestrator.launch import start as starting
 from orchestrator.launch.on_cluster import _shower
@@ -194,6 +194,39 @@ DIED = (
     'code 2. End of file."'
     "\n  reason: WORKER_DIED\n}"
 )
+
+
+WORKER_DIED = (
+    "A worker died or was killed while executing a task by an unexpected system error. Worker ID: 6269 "
+    "Node ID: 2c96e769f122 Worker IP address: 10.0.0.7 Worker port: 44023 Worker PID: 30080 Worker exit "
+    "type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2."
+)
+
+
+@pytest.mark.parametrize(
+    ("pid", "node", "told"),
+    [(30080, "2c96e769f122", True), (3008, "2c96e769f122", False), (30080, "another", False), (0, "", False)],
+)
+def test_rays_word_of_a_death_is_of_the_actor_whose_process_that_was(pid: int, node: str, told: bool) -> None:
+    row = {"Pid": pid, "Address": {"NodeID": node}}
+    assert is_death_of(row, WORKER_DIED) == told
+    assert not is_death_of(row, "another error of Ray's")
+    assert not is_death_of(None, WORKER_DIED)
+
+
+def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress.shown(0.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        progress.named("feeder", lambda text: "Worker PID: 30080 " in text)
+        progress.foreign("Ray", WORKER_DIED)
+        progress.foreign("Ray", WORKER_DIED.replace("30080", "5"))
+    shown = capsys.readouterr().err
+    assert "the feeder (pid 30080) died: Ray restarts it; the workers wait for it and go on\n" in shown
+    assert "process 30080" not in shown
+    assert "Ray: process 5 on 10.0.0.7 died (SYSTEM_ERROR)" in shown
+    assert log_of(tmp_path).count("Worker PID: 30080") == 1
 
 
 @pytest.mark.parametrize(
