@@ -65,9 +65,16 @@ ACTOR_TABLE = PrivatePart(
     texts={'"State":': "_private/state.py", '"DeathCause":': "_private/state.py"},
     lost="a worker that died is left out after 10 s instead of at once, and why it died is not said",
 )
+ACTOR_IDS = PrivatePart(
+    names={"ray.actor:ActorHandle._actor_id": ""},
+    texts={'"Pid":': "_private/state.py"},
+    lost="when the coordinator or the feeder dies, it is said that a process did, and not which one",
+)
 DEATH_CAUSES = PrivatePart(
     texts={
         "Worker exit type: ": "core/src/ray/raylet/raylet",
+        " Worker PID: ": "core/src/ray/raylet/raylet",
+        " Node ID: ": "core/src/ray/raylet/raylet",
         "oom_context": "core/generated/common_pb2.py",
         "NODE_DIED": "core/generated/common_pb2.py",
         "OWNER_DIED": "core/generated/common_pb2.py",
@@ -84,6 +91,7 @@ OF_CORE = (
     HEAD_NODE,
     PLACEMENT_GROUPS,
     ACTOR_TABLE,
+    ACTOR_IDS,
 )
 
 # ------------------------------------------------------------ Ray Train, in a node's agent

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cluster.ray_inventory import ACTOR_TABLE
+from orchestrator.cluster.ray_inventory import ACTOR_IDS, ACTOR_TABLE
 from orchestrator.records import MemberInfo
 
 if TYPE_CHECKING:
@@ -53,3 +53,19 @@ def ray_says(info: MemberInfo) -> str | None:
     table = ACTOR_TABLE.found()  # the public state API needs the dashboard process
     row = table[0](info.actor_id) if table else None
     return cause_of_death(row) if row and row["State"] == "DEAD" else None
+
+
+def is_death_of(row: Mapping[str, Any] | None, text: str) -> bool:
+    """Whether a message of Ray's says that the process of the actor of this row has died. Ray names the
+    process only.
+    """
+    pid, node = (row or {}).get("Pid"), ((row or {}).get("Address") or {}).get("NodeID")
+    return bool(pid and node) and f"Worker PID: {pid} " in text and f"Node ID: {node} " in text
+
+
+def told_of(actor: Any, text: str) -> bool:
+    """`is_death_of` for a handle; False where nobody can know."""
+    table = ACTOR_TABLE.found()
+    if table is None or not ACTOR_IDS.found():
+        return False
+    return is_death_of(table[0](actor._actor_id.hex()), text)

@@ -74,7 +74,7 @@ def train(
         starting.watching(store, progress.say) as watched,
     ):
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_before_start(store, job, spec)
+        plan = starting.look_before_start(store, job, spec, watched)
         if starting.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from orchestrator.cluster.ray_state import told_of
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
@@ -23,8 +24,10 @@ from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
+from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
+from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
@@ -33,6 +36,11 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import Cursor, Loss, RunStatus, Stall
+from orchestrator.resume.points import parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+
+END_LOOK_S = 5.0  # how long the end waits for a storage that may hang
 
 
 def supervise(
@@ -56,6 +64,8 @@ def supervise(
             "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
         )
     starting.announce(progress.say, job, attempt, plan)
+    for line in trained_again(attempt):
+        progress.say(line)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
@@ -65,6 +75,8 @@ def supervise(
     except BaseException as error:
         _give_up(coordinator, error)
         raise
+    progress.named("coordinator", partial(told_of, coordinator))
+    progress.named("feeder", partial(told_of, feeder))
     task = WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,
@@ -92,11 +104,26 @@ def supervise(
         if status.ended == "done":
             why = starting.why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
-        _say_end(progress, job, status)
-        return status
+        return say_end(progress, job, status, RunStore(Storage(str(folder))), attempt.run_id)
     finally:
         for handle in (feeder, coordinator):
             ray.kill(handle, no_restart=True)
+
+
+def trained_again(attempt: Attempt) -> list[str]:
+    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
+    Empty where none was.
+    """
+    if attempt.point is None or not attempt.damages:
+        return []
+    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.damages]
+    last = max(key.step for key in keys if key is not None)
+    what = f"steps {step + 1} to {last} ({last - step} of them) are"
+    if last == step + 1:
+        what = f"step {last} is"
+    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
+        what = "the steps after it are"
+    return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
 
 
 def _give_up(coordinator: Any, error: BaseException) -> None:
@@ -188,22 +215,59 @@ def _start_coordinator(
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)
 
 
-def _say_end(progress: Progress, job: JobConfig, status: RunStatus) -> None:
-    """Where the results lie, and what to try next."""
-    step, uri = status.last_step, job.run.run_uri
-    where = f"{uri}/points/{status.newest_point}" if status.newest_point else "no resume point was written"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Left:
+    """What is there when a launch has ended: whether its folder is still the run's, and whether the newest
+    resume point lies in it.
+    """
+
+    run: bool
+    point: bool
+
+
+def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunStore, run_id: str) -> RunStatus:
+    """How it ended, where the results lie, and what to try next: nothing that is not there any more. Returns
+    the status without a point that is gone. Waits at most `END_LOOK_S` for storage.
+    """
+    step = status.last_step
     how = sentences.ended(status.ended or "failed", status.reason)
     if status.ended == "failed":
         progress.say_at_length(how)
     else:
         progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
-    progress.say(f"newest resume point: {where}")
-    for line in next_commands(uri, trained=step is not None or status.newest_point is not None):
+    asked = Asked(partial(_look_at_end, store, run_id, status.newest_point))
+    asked.ask()
+    try:
+        left = asked.answer(END_LOOK_S) or f"storage has not answered for {END_LOOK_S:.0f} s"
+    except OrchestratorError as error:
+        left = str(error)
+    for line in end_lines(job.run.run_uri, status, left):
         progress.say(line)
+    return replace(status, newest_point=None) if isinstance(left, Left) and not left.point else status
+
+
+def _look_at_end(store: RunStore, run_id: str, point: str | None) -> Left:
+    run = store.read_run()
+    commit = point is not None and store.storage.exists(f"points/{point}/COMMIT")
+    return Left(run=run is not None and run.id == run_id, point=commit and (run is None or run.id == run_id))
+
+
+def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
+    """Where the results lie, and what to try next. `left`: what is there, or why that is not known."""
+    point = f"{uri}/points/{status.newest_point}"
+    if status.newest_point is None:
+        where = "no resume point was written"
+    elif isinstance(left, str):
+        where = f"{point} (whether it is there is not known: {left})"
+    else:
+        where = point if left.point else f"none, {point} is gone"
+    trained = status.last_step is not None or status.newest_point is not None
+    there = isinstance(left, Left) and left.run
+    return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there)]
 
 
 def next_commands(uri: str, *, trained: bool) -> list[str]:
-    """What to try next; nothing where nothing was trained, for there is nothing to look at."""
+    """What to try next; nothing where nothing was trained, or is left, for there is nothing to look at."""
     if not trained:
         return []
     return [

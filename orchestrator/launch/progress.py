@@ -4,11 +4,12 @@ seconds elsewhere, with time stamps, on stderr; all of it and more goes into the
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
@@ -17,6 +18,8 @@ from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
 from orchestrator.records import RunStatus
+
+_TRACEBACK = "Traceback (most recent call last)"
 
 
 class Progress:
@@ -30,8 +33,14 @@ class Progress:
         self._total: int | None = None
         self._wanted = 0
         self._shown_at = 0.0
+        self._attempt = 0  # the first that was seen
+        self._group = (
+            0,
+            0,
+        )  # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
+        self._parts: dict[str, Callable[[str], bool]] = {}
         self._lock = threading.RLock()  # a signal's handler says something, too
         self._log = RunLog(self._put)
         self._live = None
@@ -66,6 +75,10 @@ class Progress:
         for warning in status.warnings:
             self.say(f"warning: {warning}")
         now, step = time.monotonic(), status.last_step
+        self._attempt = self._attempt or status.attempt
+        if step is not None and (step.attempt, step.generation) != self._group:
+            self._group = step.attempt, step.generation
+            self._marks.clear()
         if step is not None and (not self._marks or self._marks[-1][1] != step.consumed_tokens):
             self._marks.append((now, step.consumed_tokens))
         text = self._text(status)
@@ -83,18 +96,32 @@ class Progress:
         self._put(text)
 
     def say_at_length(self, text: str) -> None:
-        """A reason that may quote tracebacks: all of it into the log file, a short form onto the screen."""
+        """Why a launch ended: all of it, on the screen, too, unless it quotes a traceback: of that the screen
+        shows a short form.
+        """
         self.note(text)
-        self._put(sentences.shortened(text, self._log.path))
+        self._put(sentences.shortened(text, self._log.path) if _TRACEBACK in text else text)
 
     def note(self, text: str) -> None:
         """For the log file only."""
         self._log.write(text)
 
+    def named(self, part: str, is_death_of: Callable[[str], bool]) -> None:
+        """From now on a message of another program that says, as `is_death_of` finds, that this part of the
+        launch died is said in our words. It is restarted by Ray.
+        """
+        self._parts[part] = is_death_of
+
     def foreign(self, who: str, text: str) -> None:
         """What another program says: all of it goes into the log file, one line of it onto the screen."""
         self.note(f"{who}: {text}")
-        self._put(sentences.foreign(who, text, self._log.path))
+        part = next((part for part, is_death_of in self._parts.items() if is_death_of(text)), None)
+        if part is None:
+            self._put(sentences.foreign(who, text, self._log.path))
+        else:
+            pid = re.search(r"Worker PID: (\d+)", text)
+            process = f" (pid {pid.group(1)})" if pid else ""
+            self.say(f"the {part}{process} died: {who} restarts it; the workers wait for it and go on")
 
     def close(self) -> None:
         """Nothing more will be shown."""
@@ -112,27 +139,39 @@ class Progress:
                 self._screen.flush()
 
     def _text(self, status: RunStatus) -> str:
-        step = status.last_step
-        if step is None:
-            number = status.world_size or self._wanted
-            workers = f"{number} worker{'s' if number != 1 else ''}"
-            return f"{workers} in the first step" if status.world_size else f"starting {workers}"
-        of = f"/{self._total}" if self._total is not None else ""
-        there = f"{status.world_size}/{self._wanted}" if self._wanted else f"{status.world_size}"
+        step, wanted = status.last_step, self._wanted or status.world_size
+        if status.attempt == 0 and self._attempt:
+            return "waiting for the coordinator, which was restarted"
+        left = _workers_left(status)
+        trains = left == status.world_size > 0 and status.waiting_since is None
+        there = f"{left}/{wanted}" if status.world_size else "meet again"
         waiting = (
             f"  waiting for workers for {status.waiting_since:.0f} s"
             if status.waiting_since is not None
             else ""
         )
+        if step is None:
+            number = status.world_size or wanted
+            workers = f"{number} worker{'s' if number != 1 else ''}"
+            if trains:
+                return f"{workers} in the first step"
+            return f"no step yet  workers {there}{waiting}" if status.world_size else f"starting {workers}"
+        of = f"/{self._total}" if self._total is not None else ""
+        rate = self._rate() if trains else None
+        speed = "" if rate is None else f"  {rate:,.0f} tokens/s"
         return (
-            f"step {step.step}{of}  loss {step.loss:.4f}  {self._rate():,.0f} tokens/s  data wait "
+            f"step {step.step}{of}  loss {step.loss:.4f}{speed}  data wait "
             f"{step.data_wait_s * 1000:.0f} ms  "
             f"lr {step.lr:.2e}  workers {there}  last point "
             f"{status.newest_point or 'none'}{waiting}"
         )
 
-    def _rate(self) -> float:
-        if len(self._marks) < 2:
-            return 0.0
+    def _rate(self) -> float | None:
+        """Tokens per second of the newest group; None while too few of its steps are known."""
         (t0, n0), (t1, n1) = self._marks[0], self._marks[-1]
-        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else None
+
+
+def _workers_left(status: RunStatus) -> int:
+    """How many of the newest group are not known to be lost."""
+    return max(0, status.world_size - sum(loss.worker.rank is not None for loss in status.lost))

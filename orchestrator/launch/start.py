@@ -141,12 +141,18 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
     )
 
 
-def look_before_start(store: RunStore, job: JobConfig, spec: DataSpec) -> ResumePlan:
-    """`look_ahead` for a start: one that would train verifies the point when it has claimed, one that has
-    nothing left to train verifies it here, for nobody else would.
+def look_before_start(
+    store: RunStore, job: JobConfig, spec: DataSpec, watched: Callable[[], int]
+) -> ResumePlan:
+    """`look_ahead` for a start: one that would train verifies the point when it has claimed. One that has
+    nothing left to train verifies it here, for nobody else would, and only when nobody is at work on the run
+    any more, as `watched` (of `watching`) says: what another launch still trains has not reached its end.
     """
     plan = look_ahead(store, job, spec)
-    return look_ahead(store, job, spec, fast=False) if reached(plan) else plan
+    if not reached(plan):
+        return plan
+    watched()
+    return look_ahead(store, job, spec, fast=False)
 
 
 def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True) -> ResumePlan:
@@ -275,9 +281,7 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
             store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
 
 
-def freeze(
-    job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]
-) -> DataSpec:
+def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
     folder if they are not yet; see `data.spec.freeze_data`.
     """

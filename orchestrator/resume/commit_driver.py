@@ -77,12 +77,13 @@ class Commits:
         storage_limit_s: float,
     ) -> None:
         """`newest`: the point that the attempt continues. `storage_limit_s`: how long one operation of the
-        storage may take before it counts as failed.
+        storage may take before it counts as failed, and how long the listener lets saves fail.
         """
         self.lock = asyncio.Lock()
         self.newest = newest  # the newest committed point on the lineage
         self._machine, self._committer, self._journal = machine, committer, journal
         self._listener, self._storage_limit_s = listener, storage_limit_s
+        self._fails = False  # the newest save failed for storage's sake, which the user knows
         # One thread for everything that waits for storage: its operations stay in order and the calls of
         # members are answered meanwhile.
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="storage")
@@ -208,6 +209,12 @@ class Commits:
             self._journal.event(EventKind.SAVE_GIVEN_UP, point=action.key.point_name, reason=action.reason)
             text = f"the save of {action.key.point_name} was given up: {action.reason}"
             await self._listener.gave_up(text, action.by_storage)
+            if action.by_storage and not self._fails:
+                self._fails = True
+                await self._listener.warned(
+                    "the next save tries again, after the last step at once; if none succeeds for "
+                    f"{self._storage_limit_s:g} s the run stops. Nothing that was committed is lost"
+                )
         for rank in action.ranks:
             answer = self._votes.pop((action.key, rank), None)
             if answer is not None and not answer.done():
@@ -215,6 +222,7 @@ class Commits:
 
     async def _note_commit(self, key: StateKey) -> None:
         """Journals it also where a newer save was quicker: that is how a COMMIT that is lost is missed."""
+        self._fails = False
         point = self._committer.last_point
         assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"
         assert point.key == key, f"{key.point_name} is acknowledged, the last COMMIT is that of {point.name}"

@@ -236,5 +236,5 @@ def storage_error(what: str, full: str, error: OSError) -> StorageError:
         )
     return StorageError(
         f"cannot {what} {full}: {error.strerror or error} ({reason}); "
-        "check that the path is mounted, writable and has room, then run again"
+        "check that the path is mounted, writable and has room"
     )

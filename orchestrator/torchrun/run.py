@@ -150,7 +150,7 @@ def _look(
     """
     with starting.watching(store, say) as watched:
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_before_start(store, job, spec)
+        plan = starting.look_before_start(store, job, spec, watched)
         if starting.reached(plan):
             return spec, plan, 0
         require_model(job, plan, spec.vocab_size)

@@ -18,6 +18,7 @@ from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import plain, samples, some_texts, write_corpus
+from tests.launch.test_start import nobody
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def started(job: JobConfig, meanwhile: Callable[[], object]) -> tuple[DataSpec, 
     """(what a start looked at, what it trains), where something happens while the cluster comes up."""
     folder, store = starting.run_folder(job), store_of(job)
     looked_at = starting.prepare(job, folder, freeze=False)
-    assert starting.look_before_start(store, job, looked_at).action == "start"
+    assert starting.look_before_start(store, job, looked_at, nobody).action == "start"
     meanwhile()
     with starting.claimed(store, job, looked_at, 0) as (attempt, _):
         return looked_at, starting.freeze(job, folder, looked_at, attempt.encoders)
@@ -57,7 +58,7 @@ def frozen_digest(job: JobConfig) -> str:
 
 def next_start(job: JobConfig) -> DataSpec:
     spec = starting.prepare(job, starting.run_folder(job), freeze=False)
-    assert starting.look_before_start(store_of(job), job, spec).refusals == ()
+    assert starting.look_before_start(store_of(job), job, spec, nobody).refusals == ()
     return spec
 
 

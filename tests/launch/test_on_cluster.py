@@ -1,10 +1,100 @@
-"""What a launch says at its end."""
+"""What a launch says at its start and at its end."""
 
 from __future__ import annotations
 
-from orchestrator.launch.on_cluster import next_commands
+import re
+import shutil
+from typing import Any
+
+import pytest
+
+from orchestrator.launch.on_cluster import next_commands, say_end, trained_again
+from orchestrator.launch.progress import Progress
+from orchestrator.records import RunStatus
+from tests.elastic.test_stall import status
+from tests.launch.test_start import Runner
+
+GONE = (
+    "/somewhere/runs/r/run.json is gone: the run's folder was deleted or moved while this launch wrote into "
+    "it, and nothing that it trained since its newest resume point can be saved any more; restore the folder "
+    "from a copy, or start the run anew under another run.name"
+)
+
+
+@pytest.fixture
+def runner(tiny_config: Any) -> Runner:
+    return Runner(tiny_config({"train.max_steps": 1000}))
 
 
 def test_a_launch_that_trained_nothing_promises_no_proof() -> None:
     assert next_commands("runs/r", trained=False) == []
     assert [line for line in next_commands("runs/r", trained=True) if "audit runs/r" in line]
+
+
+@pytest.mark.parametrize(("damaged", "said"), [(1, "steps 11 to 20 (10 of"), (2, "steps 11 to 30 (20 of")])
+def test_a_fallback_to_an_older_point_says_how_many_steps_are_trained_again(
+    runner: Runner, damaged: int, said: str
+) -> None:
+    points = [runner.launch().point_name for _ in range(1 + damaged)]
+    assert trained_again(runner.begin()) == []
+    for name in points[1:]:
+        shutil.rmtree(runner.folder / "points" / name / "model")
+    (line,) = trained_again(runner.begin())
+    assert line == f"the newest whole resume point is {points[0]}: {said} them) are trained again"
+
+
+def end_of(runner: Runner, ended: RunStatus, capsys: pytest.CaptureFixture[str]) -> tuple[str, str | None]:
+    """What is said, and the point that the result names."""
+    run = runner.store.read_run()
+    with Progress.shown(0.0) as progress:
+        left = say_end(progress, runner.config(), ended, runner.store, run.id if run else "lost")
+    return capsys.readouterr().err, left.newest_point
+
+
+def test_an_end_names_the_newest_point_and_what_to_try_next(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = runner.launch().point_name
+    uri = runner.config().run.run_uri
+    ended = status(10, ended="done", reason="done at step 10", newest_point=point)
+    said, left = end_of(runner, ended, capsys)
+    assert f"newest resume point: {uri}/points/{point}\n" in said
+    assert f"orchestrator points {uri}" in said
+    assert left == point
+
+
+def test_after_the_runs_folder_was_deleted_the_end_names_nothing_in_it(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = runner.launch().point_name
+    shutil.rmtree(runner.folder)
+    said, left = end_of(runner, status(12, ended="failed", reason=GONE, newest_point=point), capsys)
+    assert f"newest resume point: none, {runner.config().run.run_uri}/points/{point} is gone\n" in said
+    assert "orchestrator points" not in said
+    assert left is None
+
+
+def test_after_another_run_took_the_folders_place_the_end_sends_nobody_to_it(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runner.store.create_run("mine", runner.prepared().identity())
+    ended = status(12, ended="failed", reason=GONE, newest_point="00000010-a0001-g0001")
+    shutil.rmtree(runner.folder)
+    runner.launch()
+    with Progress.shown(0.0) as progress:
+        say_end(progress, runner.config(), ended, runner.store, run.id)
+    assert "orchestrator points" not in capsys.readouterr().err
+
+
+def test_an_end_at_a_storage_that_cannot_be_read_says_what_is_not_known(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = runner.launch().point_name
+    (runner.folder / "run.json").write_text("cut")
+    with Progress.shown(0.0) as progress:
+        ended = status(10, ended="done", reason="done at step 10", newest_point=point)
+        left = say_end(progress, runner.config(), ended, runner.store, "any").newest_point
+    said = capsys.readouterr().err
+    assert re.search(rf"points/{point} \(whether it is there is not known: .*run.json is not as it was", said)
+    assert "orchestrator points" not in said
+    assert left == point

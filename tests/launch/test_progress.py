@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,12 @@ import pytest
 import orchestrator
 from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
-from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death
+from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
 from orchestrator.elastic.policy import Limits
 from orchestrator.launch import start as starting
 from orchestrator.launch.on_cluster import _shower
 from orchestrator.launch.progress import Progress
-from orchestrator.records import GroupMember, Loss
+from orchestrator.records import GroupMember, Loss, RunStatus
 from tests.elastic.test_stall import status
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -105,6 +106,68 @@ def test_before_the_first_step_the_line_says_what_is_being_started(
     assert " 2 workers in the first step\n" in shown
 
 
+def line_of(*statuses: RunStatus, capsys: pytest.CaptureFixture[str]) -> str:
+    """The newest line, when these were shown one after the other."""
+    progress = Progress(0.0)
+    progress._wanted, progress._total = 2, 16
+    for each in statuses:
+        progress.show(each)
+    progress.close()
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def lost(rank: int | None) -> Loss:
+    return Loss(worker=GroupMember(rank=rank, host="10.0.0.7", pid=5), reason="it was killed")
+
+
+def test_a_rate_is_said_once_it_is_known_and_not_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tokens/s" not in line_of(status(1), capsys=capsys)
+    assert re.search(r"  [\d,]+ tokens/s  ", line_of(status(1), status(2), capsys=capsys))
+
+
+def test_a_rate_is_that_of_the_newest_group_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    first = status(2)
+    assert first.last_step is not None
+    of_next = replace(first.last_step, generation=2, step=3, consumed_tokens=24)
+    line = line_of(status(1), first, status(3, last_step=of_next, generation=2), capsys=capsys)
+    assert "step 3/16  loss" in line
+    assert "tokens/s" not in line
+
+
+@pytest.mark.parametrize(
+    ("now", "workers"),
+    [
+        (status(3, lost=(lost(0), lost(1)), waiting_since=8.0), "workers 0/2  "),
+        (status(3, lost=(lost(1),)), "workers 1/2  "),
+        (status(3, lost=(lost(1), lost(None)), waiting_since=8.0), "workers 1/2  "),
+        (status(3, world_size=0, generation=0), "workers meet again  "),
+    ],
+    ids=["all were killed", "one was killed", "a newcomer, too", "the coordinator was restarted"],
+)
+def test_while_no_group_trains_the_line_has_the_workers_that_are_left_and_no_rate(
+    capsys: pytest.CaptureFixture[str], now: RunStatus, workers: str
+) -> None:
+    line = line_of(status(1), status(2), status(3), now, capsys=capsys)
+    assert workers in line
+    assert "tokens/s" not in line
+    assert ("waiting for workers for 8 s" in line) == (now.waiting_since is not None)
+
+
+def test_when_all_are_killed_in_the_first_step_nobody_is_said_to_be_in_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = line_of(status(None, lost=(lost(0), lost(1)), waiting_since=8.0), capsys=capsys)
+    assert line.endswith(" no step yet  workers 0/2  waiting for workers for 8 s")
+
+
+def test_a_coordinator_that_comes_back_is_not_taken_for_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    away = status(None, attempt=0, world_size=0, generation=0)
+    assert line_of(away, capsys=capsys).endswith(" starting 2 workers")
+    assert line_of(status(3), away, capsys=capsys).endswith(
+        " waiting for the coordinator, which was restarted"
+    )
+
+
 # ------------------------------------------------------------ Ray
 def test_what_ray_would_print_on_stdout_goes_where_it_is_heard_until_the_end(
     capsys: pytest.CaptureFixture[str],
@@ -131,6 +194,39 @@ DIED = (
     'code 2. End of file."'
     "\n  reason: WORKER_DIED\n}"
 )
+
+
+WORKER_DIED = (
+    "A worker died or was killed while executing a task by an unexpected system error. Worker ID: 6269 "
+    "Node ID: 2c96e769f122 Worker IP address: 10.0.0.7 Worker port: 44023 Worker PID: 30080 Worker exit "
+    "type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2."
+)
+
+
+@pytest.mark.parametrize(
+    ("pid", "node", "told"),
+    [(30080, "2c96e769f122", True), (3008, "2c96e769f122", False), (30080, "another", False), (0, "", False)],
+)
+def test_rays_word_of_a_death_is_of_the_actor_whose_process_that_was(pid: int, node: str, told: bool) -> None:
+    row = {"Pid": pid, "Address": {"NodeID": node}}
+    assert is_death_of(row, WORKER_DIED) == told
+    assert not is_death_of(row, "another error of Ray's")
+    assert not is_death_of(None, WORKER_DIED)
+
+
+def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress.shown(0.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        progress.named("feeder", lambda text: "Worker PID: 30080 " in text)
+        progress.foreign("Ray", WORKER_DIED)
+        progress.foreign("Ray", WORKER_DIED.replace("30080", "5"))
+    shown = capsys.readouterr().err
+    assert "the feeder (pid 30080) died: Ray restarts it; the workers wait for it and go on\n" in shown
+    assert "process 30080" not in shown
+    assert "Ray: process 5 on 10.0.0.7 died (SYSTEM_ERROR)" in shown
+    assert log_of(tmp_path).count("Worker PID: 30080") == 1
 
 
 @pytest.mark.parametrize(
@@ -248,3 +344,20 @@ def test_below_the_minimum_each_loss_is_told_once_and_a_failure_goes_into_the_lo
     assert shown.count("worker 1 (10.0.0.7, pid 5) lost: its node died · fewer than 2 workers are left") == 1
     assert "Traceback" not in shown
     assert log_of(tmp_path).count("failure after step 7: ValueError: Traceback\n      File x\n") == 1
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+def test_the_reason_of_an_end_is_told_whole_but_for_the_frames_of_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    reason = f"failed: {'why ' * (length // 4)}; restore the folder from a copy"
+    trace = 'Traceback (most recent call last):\n  File "x", line 1, in y\n    z()\nValueError: y'
+    with Progress.shown(0.0) as progress:
+        progress.begin(tmp_path, 3, 2, None)
+        progress.say_at_length(reason)
+        progress.say_at_length(f"4 failures after step 7:\n  {trace}")
+    shown = capsys.readouterr().err
+    assert f" {reason}\n" in shown
+    assert "ValueError: y\n(all of it in " in shown
+    assert 'File "x"' not in shown
+    assert log_of(tmp_path).count(reason) == 1

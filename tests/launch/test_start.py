@@ -162,17 +162,22 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     assert runner.plan().rewind == ""
 
 
+def nobody() -> int:
+    """A watch that found nobody at work."""
+    return 2
+
+
 def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(runner: Runner) -> None:
     older, newest = runner.launch(), runner.launch()
     job = runner.config()
     done = runner.store.read_point(newest.point_name).cursor.consumed_samples
     stop = {"max_steps": None, "max_samples": done}
     job = job.model_copy(update={"train": job.train.model_copy(update=stop)})
-    plan = starting.look_before_start(runner.store, job, runner.prepared())
+    plan = starting.look_before_start(runner.store, job, runner.prepared(), nobody)
     assert (plan.point, starting.reached(plan)) == (newest.point_name, True)
     weights = max((runner.folder / "points" / newest.point_name / "model").iterdir())
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    plan = starting.look_before_start(runner.store, job, runner.prepared())
+    plan = starting.look_before_start(runner.store, job, runner.prepared(), nobody)
     assert (plan.point, starting.reached(plan)) == (older.point_name, False)
     assert any(weights.name in note and "falling back" in note for note in plan.notes)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster.machine import Process, machine_id, process_start
+from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import note_beginning
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError
 from orchestrator.history.busy import Busy
@@ -197,7 +198,7 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
         assert not over.is_set()
 
 
-@pytest.mark.parametrize(
+ways_to_start = pytest.mark.parametrize(
     "start",
     [
         lambda runner, job: api.train(job),
@@ -205,6 +206,9 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
     ],
     ids=["ray", "torchrun"],
 )
+
+
+@ways_to_start
 def test_a_wrong_configuration_is_told_while_the_processes_of_a_killed_driver_live(
     runner: Runner, start: Callable[[Runner, Any], Any]
 ) -> None:
@@ -215,3 +219,51 @@ def test_a_wrong_configuration_is_told_while_the_processes_of_a_killed_driver_li
         with pytest.raises(OrchestratorError, match="/nowhere"):
             start(runner, wrong)
         assert not over.is_set(), "it waited for them before it told"
+
+
+def until_now(runner: Runner) -> JobConfig:
+    """A job whose stop is what the run has saved already."""
+    job, point = runner.config(), runner.store.point_names()[-1]
+    done = runner.store.read_point(point).cursor.consumed_samples
+    stop = {"max_steps": None, "max_samples": done}
+    return job.model_copy(update={"train": job.train.model_copy(update=stop)})
+
+
+@ways_to_start
+def test_a_start_with_nothing_left_to_train_is_busy_while_another_launch_works_on_the_run(
+    runner: Runner, watched: Watched, start: Callable[[Runner, Any], Any]
+) -> None:
+    runner.launch()
+    with Driver() as driver:
+        alive = begun(runner, driver.process)
+        watched.meanwhile = runner.store.heartbeat(alive.number).beat
+        with pytest.raises(BusyError, match=f"attempt {alive.number} of launch {alive.launch}"):
+            start(runner, until_now(runner))
+
+
+@ways_to_start
+@pytest.mark.parametrize("how", ["said its end", "seen to be dead"])
+def test_a_start_with_nothing_left_to_train_watches_nobody_whose_end_is_known(
+    runner: Runner, watched_for: list[float], start: Callable[[Runner, Any], Any], how: str
+) -> None:
+    runner.launch()
+    if how == "seen to be dead":
+        with Driver() as driver:
+            begun(runner, driver.process)
+    assert start(runner, until_now(runner))
+    assert watched_for == []
+
+
+def test_what_a_launch_saved_while_it_was_watched_is_what_a_start_with_nothing_left_answers(
+    runner: Runner,
+) -> None:
+    runner.launch()
+    job, later = until_now(runner), list[str]()
+
+    def watched() -> int:
+        later.append(runner.launch().point_name)
+        return 2
+
+    plan = starting.look_before_start(runner.store, job, runner.prepared(), watched)
+    assert [plan.point] == later
+    assert starting.reached(plan)

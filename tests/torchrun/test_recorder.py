@@ -17,7 +17,7 @@ from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
 from orchestrator.torchrun import recorder as recorder_module
 from orchestrator.torchrun.recorder import RankZeroRecorder
@@ -161,6 +161,34 @@ def test_saves_that_fail_for_longer_than_the_limit_of_storage_end_the_group(
     with pytest.raises(StorageError, match=reason):
         fails(12).result(LIMIT_S)
     made.failed(StorageError("as the loop raised it"))
+
+
+def test_when_saves_begin_to_fail_it_is_told_once_that_they_are_tried_again_and_for_how_long(
+    runner: Runner,
+) -> None:
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
+    made.begin(2)
+
+    def fails(step: int) -> None:
+        made.save_failed(key(step), 1, 2, "No space left on device")
+        assert made.vote(write_vote(store.storage, key(step), 0)).result(LIMIT_S) is False
+
+    for step in (5, 6, 7):
+        fails(step)
+    assert save(made, store, key(10)) == [True, True]
+    fails(11)
+    made.finished(key(10), "stopped")
+    told = "the next save tries again, after the last step at once; if none succeeds for 300 s the run stops"
+    order = [text for text in said if "was given up" in text or told in text]
+    assert [told in text for text in order] == [False, True, False, False, False, True], said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_what_is_told_of_a_failed_write_does_not_say_that_the_run_has_ended(number: int) -> None:
+    told = str(storage_error("write", "/runs/r/x", OSError(number, "no")))
+    assert "has room" in told
+    assert "run again" not in told, "the run tries it again by itself"
 
 
 class HangsAtDeletion(OsDisk):
