@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.monitor.view import RunView
+from orchestrator.monitor.view import RunView, skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
 
 
@@ -59,6 +59,7 @@ def status_lines(view: RunView) -> list[str]:
     point = view.newest_point or "none"
     when = _when(view.newest_point_at, view.newest_point_age_s)
     lines.append(f"  last point  {point}  {when}".rstrip())
+    lines += skipped_lines(view.skipped_documents, "  skipped     ")
     if view.last_fault is not None:
         lines.append(f"  last fault  {view.last_fault}  {_when(view.last_fault_at, None)}")
     return lines
@@ -143,6 +144,7 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
     if report["exactly_once"] is None:
         return ["nothing is trained yet, so there is nothing to compare"]
     not_shown = [f"not verified: {text}" for text in report["not_shown"]]
+    not_shown = [*skipped_lines(report["skipped_documents"]), *not_shown]
     if report["exactly_once"]:
         final, repeated = report["final_up_to_step"], report["repeated_files"]
         return [

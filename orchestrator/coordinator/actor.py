@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_state import ray_says
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
-from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes
+from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.launch_machine import (
     Action,
     Answer,
@@ -133,7 +133,8 @@ class Coordinator:
         if attempt.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
-        self._feeder_notes = FeederNotes(feeder_notes, self._journal)
+        skipped = SkippedDocuments(start.storage, attempt.number)
+        self._feeder_notes = FeederNotes(feeder_notes, self._journal, skipped, self.warned)
         self._heartbeat = self._store.heartbeat(attempt.number)
         point = attempt.point
         rendezvous = Rendezvous(

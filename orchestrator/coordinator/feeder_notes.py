@@ -1,4 +1,5 @@
 """What the feeder noticed, brought into the journal: after each commit, and before an end is written.
+The user hears of documents that were skipped.
 
 It knows no feeder but a question to it.
 """
@@ -6,7 +7,7 @@ It knows no feeder but a question to it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.history.event_kinds import EventKind
@@ -17,22 +18,55 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
 NOTES_LIMIT_S = 5.0  # how long an end waits for a feeder that does not answer
+NAMED = 3  # so many skipped documents of an attempt are told one by one; of all others their number
 NOT_SAID = (
     "the feeder did not say at the end what it had noticed since the last resume point: bad documents that "
     "were passed since then are counted in the cursor, but not named in the journal"
 )
 
 
+class SkippedDocuments:
+    """What the user hears of the documents that one attempt skips: the first `NAMED` one by one, then their
+    number, when there are more and whenever it has doubled, and at the end if it has changed since.
+    """
+
+    def __init__(self, run_uri: str, attempt: int) -> None:
+        self._run_uri, self._attempt = run_uri, attempt
+        self._number = self._told = 0
+
+    def more(self, texts: Sequence[str]) -> list[str]:
+        """These were skipped, too (place and reason); gives the lines for the user."""
+        named = texts[: max(0, NAMED - self._number)]
+        self._number += len(texts)
+        lines = [f"a document was skipped: {text}" for text in named]
+        return lines + (self.at_the_end() if self._number >= 2 * self._told else [])
+
+    def at_the_end(self) -> list[str]:
+        """Their number, if nobody has told it."""
+        if self._number <= max(NAMED, self._told):
+            return []
+        self._told = self._number
+        return [
+            f"{self._number:,} documents were skipped in attempt {self._attempt} so far; the journal names "
+            f'each (kind "bad document" in {self._run_uri}/journal/a{self._attempt:04d}), and `orchestrator '
+            f"audit {self._run_uri}` counts those of the whole run"
+        ]
+
+
 class FeederNotes:
     """Takes the notes of one feeder, one question at a time, for it gives each note once. For one loop."""
 
     def __init__(
-        self, ask: Callable[[int], Awaitable[FeedNotes | None]] | None, journal: JournalWriter
+        self,
+        ask: Callable[[int], Awaitable[FeedNotes | None]] | None,
+        journal: JournalWriter,
+        skipped: SkippedDocuments,
+        warn: Callable[[str], Awaitable[None]],
     ) -> None:
         """`ask`: what was noticed up to so many consumed samples, None if nobody answers; without it there
-        are no notes.
+        are no notes. `skipped` words what `warn` tells the user.
         """
-        self._ask, self._journal = ask, journal
+        self._ask, self._journal, self._skipped, self._warn = ask, journal, skipped, warn
         self._up_to, self._due = 0, False
         self._taking: asyncio.Task[bool] | None = None
 
@@ -45,13 +79,15 @@ class FeederNotes:
             self._taking = asyncio.get_running_loop().create_task(self._take(self._ask))
 
     async def last(self, consumed_samples: int) -> bool:
-        """Waits until all up to here is journalled; False if the feeder does not say it within
-        `NOTES_LIMIT_S`.
+        """Waits until all up to here is journalled, and the user has heard how many documents were skipped;
+        False if the feeder does not say it within `NOTES_LIMIT_S`.
         """
         self.soon(consumed_samples)
         if self._taking is None:
             return True
         await asyncio.wait({self._taking}, timeout=NOTES_LIMIT_S)
+        for text in self._skipped.at_the_end():
+            await self._warn(text)
         return self._taking.done() and self._taking.exception() is None and self._taking.result()
 
     async def _take(self, ask: Callable[[int], Awaitable[FeedNotes | None]]) -> bool:
@@ -68,4 +104,6 @@ class FeederNotes:
                 self._journal.event(EventKind.ENCODERS_DIFFER, text=text)
             for cursor in notes.cursors:
                 self._journal.event(EventKind.CURSOR, cursor=encode(cursor))
+            for text in self._skipped.more(notes.bad_documents):
+                await self._warn(text)
         return answered

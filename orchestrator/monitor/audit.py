@@ -45,6 +45,8 @@ def audit_history(
     passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
     `exactly_once` is None. `repeated_files` are those of which the run's frozen list has more than one path
     (older versions made such lists): each token of the stream was trained once, their documents were not.
+    `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
+    is a difference, or nothing to compare.
 
     Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
     (data rule 27).
@@ -86,6 +88,7 @@ def audit_history(
         "first_difference": first,
         "not_shown": not_shown,
         "repeated_files": repeated,
+        "skipped_documents": walk.skipped() if wanted and first is None else None,
     }
 
 
@@ -184,7 +187,7 @@ class _Walk:
         begin = self._begin.sources.get(self._source, SourceCursor())
         self._trained = TrainedTokens(begin.earlier_tokens + begin.token)
         self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
-        self._walked = False
+        self._walked, self._skipped_before = False, 0
         self._accepting, self._accepted_text = _accepting(seen), accepted_text(seen)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
@@ -202,6 +205,8 @@ class _Walk:
                 )
                 yield {"step": step_name(self._records, index), "reason": reason}
                 return  # what follows it stands at no place of the stream
+            if index == wanted.start:
+                self._skipped_before = self._place().bad_documents
             found = self._packer.samples(num_tokens, seq_len)
             self._walked = True
             wrong = self._trained.add(found, num_tokens)
@@ -239,13 +244,22 @@ class _Walk:
             return None
         return f"the journal's cursor after it is {known}, the stream's {cursor}"
 
+    def skipped(self) -> dict[str, int]:
+        """How many bad documents of each source the wanted steps passed."""
+        return {self._source: self._place().bad_documents - self._skipped_before}
+
+    def _place(self) -> SourceCursor:
+        """Where the next input token lies."""
+        if self._walked:
+            return self._packer.cursor()
+        return self._begin.sources.get(self._source, SourceCursor())
+
     def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The first epoch that held a record twice, or other documents than the files, and what of the epochs
         is not verified.
         """
         plan = self._spec.plans[0]
-        begin = self._begin.sources.get(plan.source, SourceCursor())
-        end = self._packer.cursor() if self._walked else begin
+        begin, end = self._begin.sources.get(plan.source, SourceCursor()), self._place()
         ends_data = self._walked and not _at_border(end) and self._packer.ends_epoch()
         not_shown: list[str] = []
         if reason := self._trained.end():

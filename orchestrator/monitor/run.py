@@ -18,9 +18,11 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.monitor.tail import read_tail
+from orchestrator.monitor.missing import lost_points, missing_pieces, read_names
+from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
+from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -143,38 +145,69 @@ class Run:
         if watch_s > 0:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
         for _ in range(LOOKS):
-            files = store.attempt_files()
-            facts, tail = self._facts(watched, watch_s), read_tail(store.storage)
+            files, parent = store.attempt_files(), self._newest_parent()
+            facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
+            missing = self._missing(tail, parent)
             if files == store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do
+        else:
+            missing = ()  # what seems so may only have come since
+        begun, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
+        no_point = not inherited and tail.whole_from <= begun
+        facts = replace(facts, missing=missing, has_no_point=no_point)
         return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
 
-    def _facts(self, watched: Free | Busy | None, watch_s: float) -> AttemptFacts:
+    def _newest_parent(self) -> ClaimParent | None:
+        """That of the newest attempt that has one: the newest claim may not have it yet, or never get it."""
+        parents = (self._store.read_parent(each) for each in reversed(self._store.claim_numbers()))
+        return next((each for each in parents if isinstance(each, ClaimParent)), None)
+
+    def _facts(self, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None) -> AttemptFacts:
         store, alive = self._store, None
         numbers = store.claim_numbers()
         if watched is not None:
             # what was claimed since is as alive as what was claimed during the watch
             alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
         number = numbers[-1] if numbers else None
-        end = None if number is None else store.read_end(number)
-        # the newest claim may not have its parent file yet, or never get one
-        parents = (store.read_parent(each) for each in reversed(numbers))
-        parent = next((each for each in parents if isinstance(each, ClaimParent)), None)
-        begun, names = parent.attempt if parent is not None else None, store.point_names()
-        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == begun]
-        inherited = parent.parent.point_name if parent is not None and parent.parent is not None else None
+        end, names = None if number is None else store.read_end(number), store.point_names()
+        point = self._newest_point(parent, names)
         budgets = parent.budgets if parent is not None else None
         return AttemptFacts(
             number=number,
             outcome=end.outcome if end else "",
             reason=end.reason if end else "",
-            point=mine[-1] if mine else inherited if inherited in names else None,
+            point=point,
             points=len(names),
             stop_tokens=budgets.stop_tokens if budgets else None,
             stop_samples=budgets.stop_samples if budgets else None,
             alive=False if end else alive,
             watched_s=watch_s,
+            skipped=self._skipped(point),
         )
+
+    def _newest_point(self, parent: ClaimParent | None, names: list[str]) -> str | None:
+        """The newest committed one of the history."""
+        if parent is None:
+            return None
+        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == parent.attempt]
+        older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
+        return next(iter(newest_first([*mine, *older.intersection(names)])), None)
+
+    def _missing(self, tail: Tail, parent: ClaimParent | None) -> tuple[str, ...]:
+        """What is seen to be gone, after the tail was read; see `monitor.missing`."""
+        there, names = self._store.point_names(), read_names(self._store)
+        lost = lost_points(tail, names, parent, there)
+        if lost:  # a run that goes on may have deleted them since
+            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted
+        return missing_pieces(names, lost, is_trained=bool(tail.steps))
+
+    def _skipped(self, point: str | None) -> dict[str, int] | None:
+        """How many documents each source skipped up to a point; None if it does not say."""
+        try:
+            cursor = self._store.read_point(point).cursor if point is not None else None
+        except ResumePointError:
+            return None  # damaged, or deleted meanwhile
+        return {name: at.bad_documents for name, at in cursor.sources.items()} if cursor else None
 
     def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
         events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]

@@ -7,7 +7,7 @@ shows, and checks nothing; proofs read the whole journal (`journal_reader`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,8 @@ class Said:
 class Tail:
     """What was found, newest first; None where the part that was read does not have it. Lines are plain JSON
     objects. `gone` are the members that the newest generation has lost since it was formed, `joins` each
-    member's newest join.
+    member's newest join. `fates` are what happened to points (kind and fields), `whole_from` the attempt from
+    which on the journal was read wholly (0: all of it).
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -57,6 +58,8 @@ class Tail:
     faults: list[dict[str, Any]] = field(default_factory=list)
     joins: dict[str, dict[str, Any]] = field(default_factory=dict)
     point: dict[str, Any] | None = None
+    fates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    whole_from: int = 0
 
     @property
     def fault(self) -> Said | None:
@@ -95,8 +98,9 @@ def read_tail(storage: Storage) -> Tail:
     """The newest part of the run's journal; empty if there is none. Lines that are not as the journal writes
     them (the last one may be in the middle of being written) are passed over.
     """
-    tail = Tail()
-    for line in _lines_backwards(storage):
+    segments, whole_from = _newest_segments(storage)
+    tail = Tail(whole_from=whole_from)
+    for line in _lines_backwards(storage, segments):
         kind = _KIND.search(line)
         if kind is None:
             continue
@@ -124,6 +128,9 @@ def _take(tail: Tail, kind: str, line: dict[str, Any]) -> None:
         tail.joins.setdefault(line["member"], line)
     elif kind == EventKind.POINT_COMMITTED:
         tail.point = tail.point or line
+        tail.fates.append((kind, line))
+    elif kind in (EventKind.DELETING_POINTS, EventKind.POINTS_DELETED):
+        tail.fates.append((kind, line))
     elif kind in LOST and tail.generation is None:
         tail.gone.add(line["member"])
         tail.faults.append(line)
@@ -136,18 +143,22 @@ def _change(line: dict[str, Any]) -> GroupChange:
     return decode(GroupChange, fields)
 
 
-def _lines_backwards(storage: Storage) -> Iterator[bytes]:
-    num_read = 0
+def _newest_segments(storage: Storage) -> tuple[list[str], int]:
+    """The segments to read, newest first, and the attempt from which on these are all there are (0: all)."""
+    newest: list[str] = []
     attempts = [name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)]
     for attempt in sorted(attempts, key=lambda name: int(name[1:]), reverse=True):
         segments = [name for name in storage.list(f"{FOLDER}/{attempt}") if _SEGMENT.fullmatch(name)]
         for segment in sorted(segments, key=lambda name: int(name[:-6]), reverse=True):
-            if num_read >= SEGMENTS:
-                return
-            num_read += 1
-            try:
-                yield from reversed(storage.read(f"{FOLDER}/{attempt}/{segment}").split(b"\n"))
-            except FileNotFoundError as error:
-                raise StorageError(
-                    f"{FOLDER}/{attempt}/{segment} vanished while it was read; look again"
-                ) from error
+            if len(newest) == SEGMENTS:
+                return newest, int(attempt[1:]) + 1
+            newest.append(f"{FOLDER}/{attempt}/{segment}")
+    return newest, 0
+
+
+def _lines_backwards(storage: Storage, segments: Sequence[str]) -> Iterator[bytes]:
+    for segment in segments:
+        try:
+            yield from reversed(storage.read(segment).split(b"\n"))
+        except FileNotFoundError as error:
+            raise StorageError(f"{segment} vanished while it was read; look again") from error

@@ -7,12 +7,13 @@ the same. It reads nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 from orchestrator.history import sentences
+from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.tail import Tail
 
 # what a run may be at; `open`: it has not ended, and nobody has looked whether it is alive
@@ -26,7 +27,9 @@ class AttemptFacts:
     """What the claims say. `number` is the newest attempt, None if there is none; `outcome` and `reason` are
     its end, "" without one. `point` is the newest resume point of the history, `points` how many there are.
     `stop_tokens` and `stop_samples` are the run's budgets, None where there is no limit. `alive`: whether the
-    attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched.
+    attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched. `skipped` counts
+    the documents that were skipped up to that point, by source; None if that is not known. `missing` is what
+    is seen to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
     """
 
     number: int | None
@@ -38,13 +41,17 @@ class AttemptFacts:
     stop_samples: int | None
     alive: bool | None
     watched_s: float
+    skipped: Mapping[str, int] | None = None
+    missing: tuple[str, ...] = ()
+    has_no_point: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
-    step.
+    step. `skipped_documents` are those up to `newest_point`, by source. `missing` names what is seen to be
+    gone of the run's folder (`monitor.missing`).
     """
 
     run: str
@@ -72,6 +79,8 @@ class RunView:
     last_fault: str | None
     last_fault_at: str | None
     reason: str
+    skipped_documents: Mapping[str, int] | None
+    missing: tuple[str, ...]
 
     @property
     def is_over(self) -> bool:
@@ -80,8 +89,10 @@ class RunView:
 
     @property
     def is_broken(self) -> bool:
-        """Somebody should look: it failed, or its processes are gone without having ended it."""
-        return self.state in (FAILED, DEAD)
+        """Somebody should look: it failed, its processes are gone without having ended it, or a part of its
+        folder is.
+        """
+        return self.state in (FAILED, DEAD) or bool(self.missing)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -124,13 +135,15 @@ def view_of(
         last_fault=fault.text if fault else None,
         last_fault_at=fault.time if fault else None,
         reason=facts.reason,
+        skipped_documents=facts.skipped,
+        missing=facts.missing,
     )
     return _with_verdict(view, facts)
 
 
 def _state(facts: AttemptFacts, tail: Tail) -> str:
     if facts.number is None:
-        return NEW
+        return DEAD if facts.missing else NEW
     if facts.outcome:
         return facts.outcome
     if facts.alive is None:
@@ -147,7 +160,9 @@ def _with_verdict(view: RunView, facts: AttemptFacts) -> RunView:
     where = f"step {view.step:,}" if view.step is not None else "no step yet"
     if view.step is not None and view.total_steps is not None:
         where += f" of {view.total_steps:,}"
-    again = f"from {view.newest_point}" if view.newest_point else "from the beginning"
+    again = f"start the same command again: it continues from {view.newest_point or 'the beginning'}"
+    if view.newest_point is None and not facts.has_no_point:
+        again = "no resume point is seen; `orchestrator plan CONFIG` says what a start would do"
     workers = f"{view.workers} of {view.workers_wanted or view.workers} workers"
     still = view.quiet_s is not None and view.quiet_s >= STILL_S
     quiet = f", but no step for {view.quiet_s:.0f} s" if still else ""
@@ -162,11 +177,26 @@ def _with_verdict(view: RunView, facts: AttemptFacts) -> RunView:
         FAILED: sentences.ended(FAILED, view.reason),
         DEAD: (
             f"not running: attempt {view.attempt} has no end record and gave no sign of life for "
-            f"{facts.watched_s:.0f} s, last at {where}; start the same command again: it continues {again}"
-        ),
+            f"{facts.watched_s:.0f} s, last at {where}" + ("" if view.missing else f"; {again}")
+        )
+        if view.attempt is not None
+        else "no claim of an attempt is left of this run",
     }
-    fields = {**{name: getattr(view, name) for name in RunView.__slots__}, "verdict": texts[view.state]}
+    verdict = texts[view.state] + (f"; {missing_text(view.missing)}" if view.missing else "")
+    fields = {**{name: getattr(view, name) for name in RunView.__slots__}, "verdict": verdict}
     return RunView(**fields)
+
+
+def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[str]:
+    """How many documents were skipped of each source, a line each, which begins with `before`; nothing of a
+    source that has skipped none.
+    """
+    return [
+        f"{before}{number:,} document{'' if number == 1 else 's'} of source {source} "
+        f"{'was' if number == 1 else 'were'} skipped (data.on_bad_document=skip)"
+        for source, number in (skipped or {}).items()
+        if number
+    ]
 
 
 def _tokens_per_s(steps: Sequence[dict[str, Any]]) -> float | None:

@@ -528,6 +528,50 @@ def test_all_that_the_feeder_noted_stands_before_the_end_also_what_it_was_asked_
     assert told == ["line 1", "line 2", "end"]
 
 
+@pytest.mark.parametrize(
+    ("at_a_time", "told"),
+    [
+        ([1, 2], []),
+        ([1, 3], [4]),
+        ([1, 3, 2], [4, 6]),  # the last one at the end only
+        ([1, 3, 3, 1, 0], [4, 8]),
+        ([90, 10], [90, 100]),
+        ([0, 0], []),
+    ],
+)
+def test_the_first_documents_that_are_skipped_are_told_by_name_and_of_the_others_how_many(
+    store: RunStore, at_a_time: list[int], told: list[int]
+) -> None:
+    async def launch() -> None:
+        left = iter(at_a_time)
+
+        async def notes(consumed_samples: int) -> FeedNotes:
+            texts = tuple(f"a.jsonl line {next(lines)}" for _ in range(next(left)))
+            return FeedNotes(bad_documents=texts, encoder_differences=(), cursors=())
+
+        actor = coordinator(store, notes=notes)
+        for _ in at_a_time[:-1]:
+            actor._feeder_notes.soon(8)
+            await actor._feeder_notes._taking
+        await actor.end("done", "done at step 10")
+        warnings.extend((await status(actor)).warnings)
+
+    lines, warnings = count(1), list[str]()
+    run(launch)
+    num_named = min(sum(at_a_time), feeder_notes.NAMED)
+    named = [f"a document was skipped: a.jsonl line {number}" for number in range(1, num_named + 1)]
+    journal = f"{store.storage.root}/journal/a0001"
+    counted = [
+        f"{number} documents were skipped in attempt 1 so far; the journal names each (kind "
+        f'"bad document" in {journal}), and `orchestrator audit {store.storage.root}` counts those of the '
+        "whole run"
+        for number in told
+    ]
+    assert warnings == [*named, *counted]
+    events = read_journal(store.storage).events
+    assert sum(event.kind == "bad document" for event in events) == sum(at_a_time)
+
+
 @pytest.mark.parametrize("how", ["hangs", "is gone"])
 def test_a_feeder_that_does_not_say_its_notes_keeps_no_end_from_being_written(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, how: str

@@ -95,6 +95,8 @@ class LiveRun:
         self.on_lineage: list[str] = []
         self.orphans: set[str] = set()
         self.run = self.store.create_run("run", data.identity())
+        for name in ("tokenizer/tokenizer.json", "manifest/main.parquet", "manifest/data.json"):
+            self.store.storage.create(name, b"{}")
 
     # ---------------------------------------------------------------- launches
     def claim(self, why: str = RESUME) -> Any:

@@ -763,6 +763,29 @@ def test_with_the_files_put_back_an_audit_shows_what_came_before_the_change_and_
         assert "--steps :6" in str(caught.value)
 
 
+def test_the_documents_that_the_audited_steps_skipped_are_counted(
+    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping["data"] |= {"num_epochs": 2, "on_bad_document": "skip", "max_bad_share": 0.5}
+    with next(Path(mapping["data"]["sources"][0]["path"]).iterdir()).open("ab") as file:
+        file.write(b"{no JSON\n" * 3)
+    run = TrainedRun(mapping)
+    run.attempt(6)
+    before = run.cursor.sources["made"].bad_documents
+    run.attempt(1000)
+    assert run.cursor.sources["made"].bad_documents == 6, "three in each epoch"
+    counts = [run.audit(steps)["skipped_documents"] for steps in (None, ":6", "7:")]
+    assert counts == [{"made": 6}, {"made": before}, {"made": 6 - before}]
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.folder)])
+    assert not ended.value.code
+    line = "6 documents of source made were skipped (data.on_bad_document=skip)"
+    assert line in capsys.readouterr().out.splitlines()
+    run = TrainedRun({**mapping, "run": {**mapping["run"], "name": "wrong"}})
+    run.attempt(3, wrong=2)
+    assert run.audit()["skipped_documents"] is None, "where there is a difference, nothing is shown"
+
+
 def test_steps_of_an_attempt_that_accepted_changes_but_met_none_are_shown(mapping: dict[str, Any]) -> None:
     mapping["resume"] = {**mapping.get("resume", {}), "accept_changed": True}
     run = TrainedRun(mapping)

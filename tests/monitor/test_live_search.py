@@ -132,6 +132,8 @@ class Beside:
             )
         if found.state not in ("open", "stopped"):
             raise WrongError(f"status: {found.verdict}")
+        if found.missing:
+            raise WrongError(f"false damage: {found.verdict}")
 
 
 def walk(job: JobConfig, data: DataSpec, seed: int) -> int:

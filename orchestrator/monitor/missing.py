@@ -1,0 +1,179 @@
+"""What is seen to be gone of a run's folder, by the names that lie there.
+
+For a quick look: it lists folders, and knows of points only what the newest part of the journal and the
+newest claim say. So it finds pieces that are gone, not pieces that were altered, and not all that are gone:
+`plan`, `verify` and `audit` read everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, RESTARTED
+from orchestrator.history.claims import ClaimParent
+from orchestrator.monitor.tail import Tail
+from orchestrator.resume.fates import point_fates
+from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import POINTS
+from orchestrator.storage.files import Storage
+
+SHOWN = 3  # so many of one kind are named
+_ATTEMPT_FILE = re.compile(r"(\d{4,})\.(json|parent\.json|end\.json|heartbeat|start-heartbeat)(-\d+)?")
+_JOURNAL = re.compile(r"a(\d{4,})")
+_SEGMENT = re.compile(r"(\d{6,})\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """The names in a run's folder: what each attempt has (`json`, `parent.json`, …), the folders below
+    points/, the numbers of each attempt's journal segments, and the files below manifest/ and tokenizer/.
+    `unwritten` are the attempts without a journal that must have had one.
+    """
+
+    attempts: Mapping[int, Collection[str]]
+    points: Sequence[str]
+    segments: Mapping[int, Sequence[int]]
+    manifest: Sequence[str]
+    tokenizer: Sequence[str]
+    unwritten: frozenset[int]
+
+
+def read_names(store: RunStore) -> Names:
+    """Lists a run's folder: attempts and points before the journals, for these are begun before. It opens
+    files only of attempts that have no journal. Raises `StorageError`.
+    """
+    storage = store.storage
+    attempts: dict[int, set[str]] = {}
+    for match in map(_ATTEMPT_FILE.fullmatch, storage.list(ATTEMPTS)):
+        if match is not None:
+            attempts.setdefault(int(match[1]), set()).add(match[2])
+    points = newest_first(storage.list(POINTS))
+    journals = [match for match in map(_JOURNAL.fullmatch, storage.list(JOURNAL)) if match]
+    segments = {int(journal[1]): _segments(storage, journal[0]) for journal in journals}
+    written = {number for number, found in segments.items() if found}
+    must = {_attempt_of(name) for name in points}
+    if {*attempts} - written:
+        parents, _ = store.parents()
+        inherited = {_attempt_of(name) for parent in parents for name in parent.inherited}
+        must |= inherited | {parent.parent.attempt for parent in parents if parent.parent is not None}
+        must |= {number for number in {*attempts} - written - must if _wrote(store, number)}
+    return Names(
+        attempts=attempts,
+        points=points,
+        segments=segments,
+        manifest=storage.list("manifest"),
+        tokenizer=storage.list("tokenizer"),
+        # once more: one of them may have begun since, and ended
+        unwritten=frozenset(n for n in must - written if not _segments(storage, f"a{n:04d}")),
+    )
+
+
+def _segments(storage: Storage, journal: str) -> list[int]:
+    found = map(_SEGMENT.fullmatch, storage.list(f"{JOURNAL}/{journal}"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _wrote(store: RunStore, number: int) -> bool:
+    """Whether an attempt must have begun its journal: its end says so (one that fails may not have begun), or
+    its coordinator was restarted, which only happens to one that has.
+    """
+    end = store.read_end(number)
+    if end is not None and end.outcome != "failed":
+        return True
+    claim, after = store.read_claim(number), store.read_claim(number + 1)
+    return after.why == RESTARTED and after.launch == claim.launch and claim.why != RESTARTED
+
+
+def lost_points(
+    tail: Tail, names: Names, parent: ClaimParent | None, there: Collection[str]
+) -> frozenset[str]:
+    """The points of the newest attempt that began (`parent` is its claim's) which were committed, nobody
+    meant to delete, and are not among the committed ones, `there`, listed after the tail was read.
+
+    As far as the tail knows: where it does not reach back to the attempt's beginning, of the inherited points
+    only the newest counts, for that stands until there is a newer one.
+    """
+    if parent is None:
+        return frozenset()
+    fates = point_fates(tail.fates, ())
+    own = {name for name in fates.kept if _attempt_of(name) == parent.attempt}
+    inherited = {*parent.inherited}
+    if tail.whole_from > parent.attempt or not _journal_is_whole(names, parent.attempt):
+        none_since = not own and not any(_attempt_of(name) == parent.attempt for name in there)
+        newest = parent.parent.point_name if parent.parent is not None and none_since else ""
+        inherited &= {newest}
+    return frozenset(own | inherited) - fates.deleted - {*there}
+
+
+def missing_pieces(names: Names, lost: Iterable[str], is_trained: bool) -> tuple[str, ...]:
+    """The paths that are gone, a few words each; empty if none is seen to be. `lost`: points without COMMIT
+    (`lost_points`); `is_trained`: whether there is a step, so that the data were frozen.
+    """
+    of_points = {_attempt_of(name) for name in (*names.points, *lost)}
+    written = {number for number, found in names.segments.items() if found}
+    unwritten = names.unwritten | (of_points - written)
+    last = max(unwritten | {*names.attempts} | {*names.segments}, default=0)
+    claims = {number for number, files in names.attempts.items() if "json" in files}
+    unclaimed = [f"{ATTEMPTS}/{number:04d}.json" for number in range(1, last + 1) if number not in claims]
+    orphaned = [
+        f"{ATTEMPTS}/{number:04d}.parent.json"
+        for number in sorted((unwritten | written) & claims)
+        if "parent.json" not in names.attempts[number]
+    ]
+    journals = [f"{JOURNAL}/a{number:04d}" for number in sorted(unwritten)]
+    gaps = [
+        f"{JOURNAL}/a{number:04d}/{segment:06d}.jsonl"
+        for number, found in sorted(names.segments.items())
+        for segment in range(1, max(found, default=0))
+        if segment not in found
+    ]
+    points = [
+        f"{POINTS}/{name}/{COMMIT}" if name in names.points else f"{POINTS}/{name}"
+        for name in newest_first(lost)
+    ]
+    frozen = _frozen(names, is_trained or bool(of_points))
+    return tuple(
+        text
+        for text in (
+            f"{ATTEMPTS}/" if unclaimed and not names.attempts else _few(unclaimed),
+            _few(orphaned),
+            f"{JOURNAL}/" if journals and not names.segments else _few(journals),
+            _few(gaps),
+            _few(points),
+            _few(frozen),
+        )
+        if text
+    )
+
+
+def missing_text(missing: Sequence[str]) -> str:
+    """What a look says of them, and who knows more."""
+    listed = ", ".join(missing)
+    return f"missing in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
+
+
+def _attempt_of(point: str) -> int:
+    key = parse_point_name(point)
+    return key.attempt if key is not None else 0
+
+
+def _journal_is_whole(names: Names, attempt: int) -> bool:
+    """Whether the attempt's journal has no gap that is seen; also one that was not begun."""
+    found = names.segments.get(attempt, ())
+    return [*found] == [*range(1, len(found) + 1)] and attempt not in names.unwritten
+
+
+def _frozen(names: Names, is_trained: bool) -> list[str]:
+    """The data are frozen before the first step, their record last."""
+    if "data.json" not in names.manifest:
+        return ["manifest/data.json"] if is_trained else []
+    lists = [] if any(name.endswith(".parquet") for name in names.manifest) else ["manifest/*.parquet"]
+    return lists + ([] if "tokenizer.json" in names.tokenizer else ["tokenizer/tokenizer.json"])
+
+
+def _few(paths: Sequence[str]) -> str:
+    rest = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {rest} more like it" if rest > 0 else "")
