@@ -59,6 +59,7 @@ from orchestrator.cluster import connection
 from orchestrator.config.schema import load_config
 from orchestrator.launch.start import stop_on_signals
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 heard = []
 with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
     with stop_on_signals(lambda: heard.append("stop"), heard.append):

@@ -68,6 +68,8 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
         "2 of 2 workers are ready · starting at step 1",
         "warning: the save of 00000003-a0001-g0001 was given up: "
         "the journal lacks step records before it, and no voter brought them",
+        "warning: the next save tries again, after the last step at once; if none succeeds for 300 s the run "
+        "stops. Nothing that was committed is lost",
     ]
     made.finished(key(1), "stopped")
     assert [point["name"] for point in orchestrator.open(runner.folder).points()] == ["00000001-a0001-g0001"]
