@@ -112,7 +112,7 @@ LOST_POINT = "the history goes on without a committed point"
 GIVEN_UP = "a member that lives is given up"
 # bounds that are just wide enough for the mistake to show, within those that are searched above
 FEW = Rules(num_members=2, generations=2, steps=1, attempts=1, faults=2)
-POWER = Rules(power_losses=True, generations=2)
+POWER = Rules(power_losses=True, generations=2, faults=2)
 WRONG = {
     "by step alone": (replace(FEW, machine=ByStepAlone), LOST_POINT),
     "points ignored": (replace(FEW, machine=PointsIgnored), LOST_POINT),
