@@ -34,10 +34,8 @@ class Progress:
         self._wanted = 0
         self._shown_at = 0.0
         self._attempt = 0  # the first that was seen
-        self._group = (
-            0,
-            0,
-        )  # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
+        # attempt and generation of the newest step: `_marks` are (time, tokens) of its steps
+        self._group = (0, 0)
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
         self._parts: dict[str, Callable[[str], bool]] = {}
