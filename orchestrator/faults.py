@@ -82,7 +82,9 @@ def _strike(fault: Fault) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "freeze":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # to this thread, which takes it before its next step; one to the process is taken by the main
+            # thread, and this one goes on until that is awake
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "hang":
             threading.Event().wait()
         case _:

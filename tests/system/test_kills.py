@@ -83,7 +83,9 @@ def test_the_coordinator_is_killed_again_and_again(
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
     assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2, 3, 5}
-    assert "the coordinator was restarted (attempt 2) · 2 of 2 workers, continuing at step " in log_text(job)
+    # one that dies at once may not be seen
+    restarted = r"the coordinator was restarted \(attempt \d\) · 2 of 2 workers, continuing at step "
+    assert re.search(restarted, log_text(job))
 
 
 def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
