@@ -28,7 +28,7 @@ check: $(TOOLS)
 	$(BIN)/python -m pytest -q -m "not chaos and not system" $(FAST_TESTS)
 
 chaos: $(TOOLS)
-	$(BIN)/python -m pytest -m chaos
+	$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope --no-loadscope-reorder
 
 # written last, so that an install that was cut off is done again
 $(STAMP): pyproject.toml constraints.txt
