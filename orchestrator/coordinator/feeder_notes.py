@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
 
 NOTES_LIMIT_S = 5.0  # how long an end waits for a feeder that does not answer
-NAMED = 3  # so many skipped documents of an attempt are told one by one; of all others their number
+NAMED = 3  # warnings that name a skipped document each, per attempt; of the others the number is given
 NOT_SAID = (
     "the feeder did not say at the end what it had noticed since the last resume point: bad documents that "
     "were passed since then are counted in the cursor, but not named in the journal"

@@ -83,9 +83,8 @@ def test_the_coordinator_is_killed_again_and_again(
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
     assert {start.attempt for start in read_journal(Storage(job.run.uri)).generations} == {1, 2, 3, 5}
-    # one that dies at once may not be seen
-    restarted = r"the coordinator was restarted \(attempt \d\) · 2 of 2 workers, continuing at step "
-    assert re.search(restarted, log_text(job))
+    # those before died within seconds, which the driver may not have seen
+    assert "the coordinator was restarted (attempt 5) · 2 of 2 workers, continuing at step " in log_text(job)
 
 
 def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(

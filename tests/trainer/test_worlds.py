@@ -143,11 +143,14 @@ def test_a_wrong_step_is_applied_by_nobody_and_stops_the_run_naming_both_values(
 
 def test_a_member_that_loses_the_summary_of_a_wrong_step_does_not_apply_it_either(tmp_path):
     feed = FormulaFeed(wrong_digest_at_sample=30)
-    with members(tmp_path, ["a", "b"], {"a": Plan(lose_summary=3)}, feed=feed) as group:
-        group.join_all()
+    # b goes on when the steps before have been reported: its failure ends the run
+    plans = {"a": Plan(lose_summary=3), "b": Plan(hold=("summary_received", 3))}
+    with members(tmp_path, ["a", "b"], plans, feed=feed) as group:
         launch = group.launch
+        launch.wait_for(lambda: len(launch.records) == 2 and launch.held("b") is not None)
+        launch.release("b")
+        group.join_all()
         assert launch.wait_for_end().ended == "failed"
     assert set(launch.errors) == {"b"}
     assert (launch.outcomes["a"].reason, launch.outcomes["a"].key.step) == (LEFT, 2)
-    # b's failure may be told before a's report
-    assert {record.step for record in launch.journal().records} <= {1, 2}
+    assert [record.step for record in launch.journal().records] == [1, 2]
