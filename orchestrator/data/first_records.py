@@ -60,7 +60,7 @@ def _check(plan: SourcePlan) -> None:
     if bad is not None:
         raise ConfigError(
             f"{bad}; none of the {seen} records looked at can be read: "
-            f"is data.sources[].format={manifest.format} right? If it is, correct the files, or leave them out"
+            f"is data.sources[].format={manifest.format} right? If it is, repair the files or leave them out"
         )
 
 
