@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 MODULES = (
     "gigatoken",
@@ -38,7 +40,18 @@ MODULES = (
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
 )
+RAY_MODULES = (
+    "orchestrator.coordinator.process",
+    "orchestrator.data.feed.feeder",
+    "orchestrator.data.feed.pipeline",
+    "orchestrator.launch.worker",
+    "ray._private.workers",
+    "ray.data",
+    "ray.train.torch",
+)
 TRIAL = ["-P", "-m", "orchestrator.trainer.trial"]
+JOBS = 3  # so many jobs of Ray have a process to fork from
+Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
 
 LAUNCHER = f"""#!{{python}} -IS
@@ -79,30 +92,93 @@ def serve(address: str) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
+    with_ray: dict[Settings, socket.socket] = {}
     print("ready", flush=True)
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         link, _ = listener.accept()
-        if os.fork() == 0:
+        message, files = _received(link)
+        task = json.loads(message)
+        if task["words"][: len(TRIAL)] != TRIAL:
+            settings = _settings(task["environment"])
+            if settings not in with_ray:
+                if len(with_ray) == JOBS:
+                    with_ray.pop(next(iter(with_ray))).close()
+                with_ray[settings], other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if os.fork() == 0:
+                    for mine in (listener, link, *with_ray.values()):
+                        mine.close()
+                    _serve_job(other, settings)
+                other.close()
+            socket.send_fds(with_ray[settings], [message], [*files, link.fileno()])
+        elif os.fork() == 0:
             listener.close()
-            _become(link)
+            _become(task, files, link)
         link.close()
+        for file in files:
+            os.close(file)
 
 
-def _become(link: socket.socket) -> None:
+def _settings(environment: dict[str, str]) -> Settings:
+    """What Ray reads when it is imported."""
+    return tuple(sorted(item for item in environment.items() if item[0].startswith("RAY_")))
+
+
+def _received(link: socket.socket) -> tuple[bytes, list[int]]:
+    message, files, _, _ = socket.recv_fds(link, 1 << 20, 4)
+    return message, list(files)
+
+
+def _serve_job(link: socket.socket, settings: Settings) -> None:
+    """In a process of its own: forks for the workers of one Ray job, until the link is closed."""
+    os.environ.update(settings)
+    import ray
+    import ray.actor
+
+    # Every id that Ray draws would begin the sequence from which all forks go on: two workers' tasks would
+    # have the same names. Importing draws those of actor classes only.
+    drawn, size = ray.actor.ActorClassID, ray.ActorClassID.size()
+    ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: drawn(os.urandom(size)))
+    for module in RAY_MODULES:
+        import_module(module)
+    ray.actor.ActorClassID = drawn
+    assert _drawn_in_fork() != _drawn_in_fork(), "an import has drawn an id of Ray's"
+    gc.collect()
+    gc.freeze()
+    while (received := _received(link))[0]:
+        message, (*files, asking) = received
+        if os.fork() == 0:
+            link.close()
+            _become(json.loads(message), files, socket.socket(fileno=asking))
+        for file in (*files, asking):
+            os.close(file)
+    os._exit(0)
+
+
+def _drawn_in_fork() -> bytes:
+    import ray
+
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, ray.NodeID.from_random().binary())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        return file.read()
+
+
+def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None:
     """In the forked process: what the launcher was asked for. It learns how that ended."""
     status = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        given, files, _, _ = socket.recv_fds(link, 1 << 20, 3)
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
-        task = json.loads(given)
         os.chdir(task["folder"])
         os.environ.clear()
         os.environ.update(task["environment"])
-        (_try_model if task["words"] == TRIAL else _work_for_ray)(task["words"])
+        (_try_model if task["words"][: len(TRIAL)] == TRIAL else _work_for_ray)(task["words"])
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
