@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,11 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(module, whether it is imported when the file is), for imports that happen at all, not for types."""
     found: list[tuple[str, bool]] = []
@@ -73,7 +79,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
                 found.append((child.module, at_top))
             walk(child, at_top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
-    walk(ast.parse(path.read_text()), True)
+    walk(parsed(path), True)
     return found
 
 
@@ -129,9 +135,7 @@ def private_parts_of_ray(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_private_parts_of_ray_are_reached_from_cluster_alone(path: Path) -> None:
     if part_of(path) != "cluster":
-        assert not list(private_parts_of_ray(ast.parse(path.read_text()))), (
-            f"move it to {PACKAGE / 'cluster'}"
-        )
+        assert not list(private_parts_of_ray(parsed(path))), f"move it to {PACKAGE / 'cluster'}"
 
 
 @pytest.mark.parametrize(
