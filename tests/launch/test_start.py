@@ -57,6 +57,12 @@ class Runner:
             dict  # what a version writes of a flat one
         )
 
+    def copied(self, storage: Path) -> Runner:
+        """The run as it stands, in another storage folder."""
+        other = Runner({**self._mapping, "run": {**self._mapping["run"], "storage": str(storage)}})
+        shutil.copytree(self.folder, other.folder)
+        return other
+
     def config(
         self, train: Mapping[str, Any] = {}, resume: Mapping[str, Any] = {}, **data: Any
     ) -> JobConfig:
