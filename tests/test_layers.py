@@ -115,6 +115,8 @@ def test_ray_and_torch_are_imported_only_where_they_are_used(path: Path) -> None
 # modules and attributes that Ray does not document, names of variables that it reads
 PRIVATE_RAY = re.compile(r"\bray(\.\w+)*(\._|\.core\.|\.v2\.)|^RAY_\w+$")
 
+PRIVATE_MODULE = re.compile(r"\bray(\.\w+)*(\._(?!_)|\.core\.|\.v2\.)")
+
 
 def private_parts_of_ray(tree: ast.AST) -> Iterator[str]:
     """What a source imports, reaches, or names of them in a string; not what its texts tell of them."""
@@ -136,6 +138,12 @@ def private_parts_of_ray(tree: ast.AST) -> Iterator[str]:
 def test_private_parts_of_ray_are_reached_from_cluster_alone(path: Path) -> None:
     if part_of(path) != "cluster":
         assert not list(private_parts_of_ray(parsed(path))), f"move it to {PACKAGE / 'cluster'}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "cluster").glob("*.py")), ids=lambda path: path.name)
+def test_cluster_reaches_private_modules_of_ray_by_its_list_alone(path: Path) -> None:
+    found = list(filter(PRIVATE_MODULE.search, private_parts_of_ray(ast.parse(path.read_text()))))
+    assert path.name == "ray_inventory.py" or not found, f"give {found} a place in ray_inventory.py"
 
 
 @pytest.mark.parametrize(

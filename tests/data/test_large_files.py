@@ -13,6 +13,8 @@ import pytest
 import zstandard
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources import columns
+from orchestrator.data.sources.columns import BATCH_BYTES
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.readers import READ_BYTES, Part, read_files, read_fragment
@@ -104,8 +106,12 @@ COLUMNS = {
 }
 
 
+@pytest.mark.parametrize("stretch_bytes", [BATCH_BYTES, 3000])
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_every_row_of_a_large_group_is_read_at_its_place(kind: str, tmp_path: Path) -> None:
+def test_every_row_of_a_large_group_is_read_at_its_place(
+    kind: str, stretch_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "BATCH_BYTES", stretch_bytes)  # the smaller: a group is many stretches
     table = pa.table({"n": range(len(ROWS)), "text": COLUMNS[kind]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=3000)
     plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 1000, 1 << 30)
