@@ -198,12 +198,23 @@ def python_is(program: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def only_what_a_launch_needs() -> Iterator[None]:
+    """Heads of Ray begin without log monitor, autoscaler and dashboard, as a launch starts its own."""
+    from ray._private.node import Node
+
+    with pytest.MonkeyPatch.context() as changed:
+        for name in ("start_log_monitor", "start_monitor", "start_api_server"):
+            changed.setattr(Node, name, lambda *_, **__: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def head(warm: str) -> Iterator[Any]:
     """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
-    with python_is(warm), pytest.MonkeyPatch.context() as changed:
+    with python_is(warm), only_what_a_launch_needs(), pytest.MonkeyPatch.context() as changed:
         # its raylet is never killed, and one that stood still for 10 s would end every test after it
         changed.setenv("RAY_health_check_timeout_ms", "60000")
         made = Cluster(

@@ -71,7 +71,7 @@ def test_what_is_gone_is_named_and_no_continuation_is_promised(dead: Runner, gon
     assert run.status(SHORT_S).missing == ()
     remove(dead, gone)
     view = run.status(SHORT_S)
-    says = f"missing in its folder: {told}; `orchestrator plan CONFIG` says what a start would do"
+    says = f"missing or damaged in its folder: {told}; `orchestrator plan CONFIG` says what a start would do"
     assert view.verdict.endswith(says)
     assert "continues" not in view.verdict
     assert view.is_broken
@@ -91,7 +91,7 @@ def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(
     with pytest.raises(SystemExit, match="1"):
         cli.main(["status", str(runner.folder)])
     first, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{runner.folder}: stopped: asked to; missing in its folder: ")
+    assert first.startswith(f"{runner.folder}: stopped: asked to; missing or damaged in its folder: ")
     assert [f"points/{name}/COMMIT" in first for name in names] == [False, True, True, True]
     assert "and 1 more like it" in first
 
