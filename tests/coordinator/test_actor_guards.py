@@ -5,21 +5,33 @@ what is durable before it says so.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+
+import pytest
 
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.formation import RendezvousSettings
+from orchestrator.errors import FencedError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
 from orchestrator.records import GenerationView
 from orchestrator.resume.store import RunStore
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
     JOIN,
+    LAUNCH,
+    coordinator,
     run,
     status,
     what_it_needs,
 )
+from tests.resume.samples import key, record, write_vote
 
 store, patient = test_actor.store, test_actor.patient
+
+OTHER = "bbbb"  # another launch
+Call = Callable[[Coordinator, RunStore], Awaitable[object]]
 
 
 def test_the_supervisor_hears_once_whom_to_kill_because_he_did_not_come_back(store: RunStore) -> None:
@@ -39,3 +51,36 @@ def test_the_supervisor_hears_once_whom_to_kill_because_he_did_not_come_back(sto
         await actor.end("stopped", "enough")
 
     run(launch)
+
+
+CALLS: dict[str, Call] = {
+    "watch": lambda actor, _: actor.watch(OTHER, 1, 1, None),
+    "ended": lambda actor, _: actor.ended(OTHER, 1, 7),
+    "report": lambda actor, _: actor.report(OTHER, "m", 1, 1, (record(key(1)),)),
+    "phase": lambda actor, _: actor.phase(OTHER, "m", 1.0),
+    "vote": lambda actor, store: actor.vote(OTHER, write_vote(store.storage, key(1), 0, 1)),
+    "save_failed": lambda actor, _: actor.save_failed(OTHER, key(1), 0, 1, "No space left on device"),
+    "finished": lambda actor, _: actor.finished(OTHER, "m", key(1), "done"),
+    "failed": lambda actor, _: actor.failed(OTHER, "m", "ValueError", "no such thing", False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_of_another_launch_is_refused_with_both_names_and_changes_nothing(
+    store: RunStore, call: str
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        assert isinstance(await actor.join(JOIN), GenerationView)
+        before = await status(actor)
+        with pytest.raises(FencedError, match=f"call of launch {OTHER}, the run is now launch {LAUNCH}"):
+            await CALLS[call](actor, store)
+        after = await status(actor)
+        assert (after.ended, after.failures, after.last_step) == (None, (), before.last_step)
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    journal = read_journal(store.storage)
+    assert not journal.records
+    of_members = (EventKind.MEMBER_FINISHED, EventKind.MEMBER_FAILED, EventKind.SAVE_GIVEN_UP)
+    assert not [event for event in journal.events if event.kind in of_members]
