@@ -15,7 +15,7 @@ from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records import GenerationView
+from orchestrator.records import GenerationView, StateKey
 from orchestrator.resume.store import RunStore
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
@@ -84,3 +84,19 @@ def test_a_call_of_another_launch_is_refused_with_both_names_and_changes_nothing
     assert not journal.records
     of_members = (EventKind.MEMBER_FINISHED, EventKind.MEMBER_FAILED, EventKind.SAVE_GIVEN_UP)
     assert not [event for event in journal.events if event.kind in of_members]
+
+
+@pytest.mark.parametrize("durable", [key(3, generation=2), key(3, attempt=2)])
+def test_what_is_durable_of_another_generation_is_not_acknowledged_to_the_one_that_trains(
+    store: RunStore, durable: StateKey
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        await actor.report(LAUNCH, "m", 1, 1, tuple(record(key(step)) for step in (1, 2)))
+        assert await actor._flush()
+        actor._acknowledge(durable)
+        assert (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == 2
+        await actor.end("stopped", "enough")
+
+    run(launch)
