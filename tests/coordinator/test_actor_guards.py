@@ -26,7 +26,7 @@ from tests.coordinator.test_actor import (
     status,
     what_it_needs,
 )
-from tests.resume.samples import key, record, write_vote
+from tests.resume.samples import cursor, key, record, write_vote
 
 store, patient = test_actor.store, test_actor.patient
 
@@ -118,3 +118,16 @@ def test_a_vote_of_an_older_attempt_is_no_part_of_a_save_and_brings_no_records(s
 
     run(launch)
     assert not read_journal(store.storage).records
+
+
+def test_a_point_that_was_just_committed_is_what_members_without_a_state_are_given(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        await actor.join(JOIN)
+        assert await actor.vote(LAUNCH, write_vote(store.storage, key(1), 0, 1)) is True
+        view = await actor.join(replace(JOIN, leaves=(1, 1)))
+        assert isinstance(view, GenerationView)
+        assert (view.parent, view.point, view.cursor) == (key(1), key(1).point_name, cursor(key(1)))
+        await actor.end("stopped", "enough")
+
+    run(launch)
