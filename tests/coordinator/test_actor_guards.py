@@ -10,21 +10,25 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.coordinator import actor as coordinator_module
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.records import GenerationView, StateKey
+from orchestrator.records import GenerationView, StateKey, StillWaiting
 from orchestrator.resume.store import RunStore
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
     JOIN,
     LAUNCH,
     coordinator,
+    flushed,
+    on_failing_disk,
     run,
     status,
     what_it_needs,
+    with_disk,
 )
 from tests.resume.samples import cursor, key, record, write_vote
 
@@ -129,5 +133,32 @@ def test_a_point_that_was_just_committed_is_what_members_without_a_state_are_giv
         assert isinstance(view, GenerationView)
         assert (view.parent, view.point, view.cursor) == (key(1), key(1).point_name, cursor(key(1)))
         await actor.end("stopped", "enough")
+
+    run(launch)
+
+
+def test_a_member_may_go_only_when_it_is_durable_that_it_finished(
+    store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 0.01)
+    failing, disk = on_failing_disk(store)
+
+    async def launch() -> None:
+        actor = with_disk(coordinator(store, min_workers=2, max_workers=2), failing)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        await flushed(actor)
+        disk.hanging.clear()
+        monkeypatch.setattr(coordinator_module, "ANSWER_S", 0.1)
+        assert isinstance(await actor.finished(LAUNCH, "m", key(1), "done"), StillWaiting)
+        assert not who_finished()
+        disk.hanging.set()
+        while await actor.finished(LAUNCH, "m", key(1), "done") is not None:
+            pass
+        assert who_finished() == ["m"]
+        await actor.end("stopped", "enough")
+
+    def who_finished() -> list[object]:
+        events = read_journal(store.storage).events
+        return [event.fields["member"] for event in events if event.kind == EventKind.MEMBER_FINISHED]
 
     run(launch)
