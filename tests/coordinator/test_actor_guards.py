@@ -5,8 +5,10 @@ what is durable before it says so.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -18,10 +20,13 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.records import GenerationView, StateKey, StillWaiting
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
 from tests.coordinator import test_actor
 from tests.coordinator.test_actor import (
     JOIN,
     LAUNCH,
+    LIMIT_S,
     coordinator,
     flushed,
     on_failing_disk,
@@ -30,7 +35,7 @@ from tests.coordinator.test_actor import (
     what_it_needs,
     with_disk,
 )
-from tests.resume.samples import cursor, key, record, write_vote
+from tests.resume.samples import cursor, key, no_sleep, record, write_vote
 
 store, patient = test_actor.store, test_actor.patient
 
@@ -162,3 +167,46 @@ def test_a_member_may_go_only_when_it_is_durable_that_it_finished(
         return [event.fields["member"] for event in events if event.kind == EventKind.MEMBER_FINISHED]
 
     run(launch)
+
+
+class HangingDeletion(OsDisk):
+    """No COMMIT is deleted until it is `free`; `began` is set once that was asked for."""
+
+    def __init__(self, began: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
+        self.free = threading.Event()
+        self._tell = partial(loop.call_soon_threadsafe, began.set)
+
+    def unlink(self, path: str) -> None:
+        if path.endswith("/COMMIT"):
+            self._tell()
+            self.free.wait(LIMIT_S)
+        super().unlink(path)
+
+
+def test_a_point_whose_deletion_hangs_keeps_no_save_from_being_committed_and_no_generation_from_forming(
+    store: RunStore,
+) -> None:
+    names = [key(step).point_name for step in (1, 2, 3)]
+
+    async def launch() -> None:
+        began = asyncio.Event()
+        disk = HangingDeletion(began, asyncio.get_running_loop())
+        hanging = RunStore(Storage(store.storage.root, disk, no_sleep))
+        start = replace(what_it_needs(store), keep_latest=1)
+        actor = Coordinator(start, lambda info: None, store=hanging)
+        await actor.join(JOIN)
+        for step in (1, 2):
+            assert await actor.vote(LAUNCH, write_vote(store.storage, key(step), 0, 1)) is True
+        await began.wait()
+        assert await actor.vote(LAUNCH, write_vote(store.storage, key(3), 0, 1)) is True
+        back = replace(JOIN, key=key(3), leaves=(1, 1), cursor=cursor(key(3)))
+        view = await actor.join(back)
+        assert isinstance(view, GenerationView)
+        assert (view.generation, view.parent) == (2, key(3))
+        assert store.point_names() == names, "all that is to be deleted is still there"
+        disk.free.set()
+        assert await actor._commits.settle(LIMIT_S)
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    assert store.point_names() == names[-1:]
