@@ -38,11 +38,6 @@ _HEALTH = {
     # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
     "RAY_worker_niceness": "0",
 }
-_QUIET = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-}
 # Processes that do nothing for a Ray of our own: one hands workers' output to the driver (`log_to_driver`),
 # one adds nodes, and the dashboard's server starts without a dashboard, too. Together they take 2 CPU
 # seconds, and Ray waits for the last.
@@ -84,7 +79,6 @@ class ClusterConnection:
         """
         import ray
 
-        os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
         ray_inventory.check(heard or logging.getLogger(__name__).warning)
         self.started = False
         self._heard = _RayHeard(heard) if heard is not None else None

@@ -294,7 +294,7 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
     points = [name for name in seen.points if name not in up_to(seen.points, point)]
     if not steps and not points:
         return ""
-    left = [f"{len(steps)} steps behind it, {steps[0]} to {steps[-1]}"] if steps else []
+    left = [f"{len(steps)} steps after it, {steps[0]} to {steps[-1]}"] if steps else []
     left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "

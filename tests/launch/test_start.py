@@ -148,7 +148,7 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     first, second, third = runner.launch(), runner.launch(), runner.launch()
     back = {"resume": {"from": first.point_name}}
     points = f"2 resume points, {second.point_name} to {third.point_name}"
-    assert f"20 steps behind it, 11 to 30 and {points}, leave" in runner.plan(**back).rewind
+    assert f"20 steps after it, 11 to 30 and {points}, leave" in runner.plan(**back).rewind
     fourth = runner.launch(**back)
     assert (fourth.attempt, fourth.step) == (4, 20), "from the named point on"
     # the same command, also with another number of workers or points, goes on from where that has come
@@ -164,7 +164,7 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     assert any("the attempt before has done that" in line for line in said)
     # what trains something else rewinds once more
     other = runner.plan(**back, train={"lr": 0.5})
-    assert (other.point, "10 steps behind it, 11 to 20" in other.rewind) == (first.point_name, True)
+    assert (other.point, "10 steps after it, 11 to 20" in other.rewind) == (first.point_name, True)
     assert runner.plan().rewind == ""
 
 
