@@ -259,4 +259,4 @@ def request_stop() -> None:
     """Asks the launch that runs now to save and stop."""
     import ray
 
-    ray.get(ray.get_actor(_living("coordinator-")["Name"]).request.remote("stop"))
+    ray.get(ray.get_actor(_living("coordinator-")["Name"]).stop.remote("a test"))
