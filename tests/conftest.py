@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from orchestrator.data.sample_corpus import train_tokenizer
+from orchestrator.paused_gc import paused_gc
 from tests import warm_python
 
 # Properties are judged by what they find, never by how long a busy machine takes for one example.
@@ -48,20 +49,43 @@ ON_RAY = {
 }
 
 
+# the tests that start processes by tests/forked.py: together they need its server once
+FORKED = {
+    "tests/system/test_torchrun.py",
+    "tests/test_examples.py",
+    "tests/torchrun/test_membership.py",
+    "tests/trainer/test_copy.py",
+    "tests/trainer/test_kills.py",
+    "tests/trainer/test_power_loss.py",
+    "tests/trainer/test_precision.py",
+    "tests/trainer/test_worlds.py",
+}
+
+
 def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For several processes (`-n 2`): the tests of a file stay together, and all those on the Ray cluster."""
+    """For several processes (`-n 2`): the tests of a file stay together, all those on the Ray cluster, and
+    all those with forked processes.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if _file(nodeid) in ON_RAY else _file(nodeid)
+            file = _file(nodeid)
+            return "ray" if file in ON_RAY else "forked" if file in FORKED else file
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The tests' imports."""
+    with paused_gc():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -174,12 +198,23 @@ def python_is(program: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def only_what_a_launch_needs() -> Iterator[None]:
+    """Heads of Ray begin without log monitor, autoscaler and dashboard, as a launch starts its own."""
+    from ray._private.node import Node
+
+    with pytest.MonkeyPatch.context() as changed:
+        for name in ("start_log_monitor", "start_monitor", "start_api_server"):
+            changed.setattr(Node, name, lambda *_, **__: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def head(warm: str) -> Iterator[Any]:
     """A Ray cluster of one node with room for workers and tokenizers; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
-    with python_is(warm), pytest.MonkeyPatch.context() as changed:
+    with python_is(warm), only_what_a_launch_needs(), pytest.MonkeyPatch.context() as changed:
         # its raylet is never killed, and one that stood still for 10 s would end every test after it
         changed.setenv("RAY_health_check_timeout_ms", "60000")
         made = Cluster(

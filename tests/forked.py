@@ -7,11 +7,4 @@ from __future__ import annotations
 import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        "tests.trainer.member",
-        "orchestrator.data.feed.local_feed",
-        "orchestrator.torchrun.membership",
-        "orchestrator.torchrun.run",
-    ]
-)
+FORKED.set_forkserver_preload(["tests.preloaded"])

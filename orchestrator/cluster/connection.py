@@ -147,19 +147,22 @@ def _hangups_ignored() -> Iterator[None]:
 
 def _shut_down() -> None:
     """`ray.shutdown`, which waits as long as the cluster's GCS stands still: where it takes too long, a Ray
-    of our own is killed, and another one is left without a word.
+    of our own is killed, and another one is left without a word. A Ray without the private parts for this is
+    left to itself.
     """
     import ray
-    from ray._private import worker
 
     ending = threading.Thread(target=ray.shutdown, name=_SHUTDOWN, daemon=True)
     ending.start()
     ending.join(SHUTDOWN_S)
-    if ending.is_alive() and (node := worker._global_node) is not None:
-        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    if not ending.is_alive() or (found := ray_inventory.SHUTTING_DOWN.found()) is None:
+        return
+    node, shutdown, kill = found
+    if node is not None:
+        kill(node, check_alive=False, allow_graceful=False)
         ending.join(_KILLED_S)
     if ending.is_alive():
-        atexit.unregister(worker.shutdown)  # it would wait at the interpreter's exit
+        atexit.unregister(shutdown)  # it would wait at the interpreter's exit
 
 
 @contextmanager

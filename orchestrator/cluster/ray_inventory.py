@@ -35,6 +35,16 @@ LOG_MONITOR, MONITOR, API_SERVER = (
         ("start_api_server", "start_head_processes", "its dashboard's server"),
     )
 )
+SHUTTING_DOWN = PrivatePart(
+    names={
+        "ray._private.worker:_global_node": "ray._private.worker:shutdown",
+        "ray._private.worker:shutdown": "",
+        f"{_NODE}kill_all_processes": "ray._private.worker:shutdown",
+    },
+    shape=lambda _, __, kill: {"check_alive", "allow_graceful"} <= inspect.signature(kill).parameters.keys(),
+    lost="where the cluster's GCS stands still when a launch ends, processes of a local Ray may stay, and a "
+    "Python program that trained waits for it when it exits",
+)
 FREE_RESOURCES = PrivatePart(
     names={f"{_STATE}available_resources_per_node": ""},
     lost="of several nodes it is not known which one's CPUs and GPUs are taken: on a busy cluster a job that "
@@ -87,6 +97,7 @@ OF_CORE = (
     LOG_MONITOR,
     MONITOR,
     API_SERVER,
+    SHUTTING_DOWN,
     FREE_RESOURCES,
     HEAD_NODE,
     PLACEMENT_GROUPS,

@@ -51,8 +51,8 @@ def run_group(
     """Runs `num_workers` workers on the node until their functions have returned; blocks until then.
 
     Ray replaces a worker that dies, without end: how often is too often is decided by our own failure budget
-    (policy.py), which knows about progress. Raises what Ray Train raises when the group cannot go on, and
-    `ResourceError` for a Ray that cannot start one.
+    (elastic.failure_budget), which knows about progress. Raises what Ray Train raises when the group cannot
+    go on, and `ResourceError` for a Ray that cannot start one.
     """
     NODE_GROUPS.require()
     REPLACED_ALONE.found()  # only to say so: the plain way is Ray's

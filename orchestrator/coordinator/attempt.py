@@ -231,6 +231,29 @@ def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
     return tuple(name for name, key in keys.items() if point and key and key <= point.key)
 
 
+def require_journals(store: RunStore, seen: Survey) -> None:
+    """Raises `ResumePointError` for points of generations that no journal has: each is durable there before
+    its first point is saved (rule 2), so that the journal was damaged, and a start would leave out what is in
+    these points.
+    """
+    names = sorted(name for name in _of_no_generation(seen) if not store.is_foreign(name))
+    keys = filter(None, map(parse_point_name, names))
+    if journals := sorted({f"journal/a{key.attempt:04d}" for key in keys}):
+        raise ResumePointError(
+            f"{', '.join(journals)}: not as written: the generations of resume points {', '.join(names)} are "
+            "not in it, so that nobody can say to which history these belong, and nothing is continued; "
+            "restore the journal, or give a new run another name"
+        )
+
+
+def has_its_steps(seen: Survey, point: Point) -> bool:
+    """Whether the journal has a record of every step that led to the point."""
+    starts = {(start.attempt, start.generation): start.step for start in seen.journal.generations}
+    begun = starts.get((point.key.attempt, point.key.generation))
+    at_begin = point.key.step == begun  # saved before the generation's first step
+    return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.lineage.records})
+
+
 def require_frozen(seen: Survey, data: DataSpec) -> None:
     """Raises `DataIdentityError` where something was trained and the data that it was trained on are not
     those that the run has frozen, because these are gone.
@@ -346,6 +369,7 @@ def begin_launch(
     number = claim.number
     seen = survey(store)
     require_frozen(seen, data)
+    require_journals(store, seen)
     point, damages = choose_point(store, seen, wanted_point(seen, config))
     plan = decide(store, config, point, (run.identity, data.identity()))
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))

@@ -2,7 +2,7 @@
 anyone.
 
 It knows lines, segments and which step records are durable; not who sends records, nor which of them count in
-the end (plan.lineage).
+the end (history.lineage).
 
 Layout: `journal/a0003/000001.jsonl`, `000002.jsonl`, … for attempt 3. Every line has `seq` (1, 2, … within
 the attempt), `time` (UTC, for people), `run`, `run_id`, `attempt` and `kind`; `step` and `rank` where they

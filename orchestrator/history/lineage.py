@@ -166,6 +166,13 @@ class _Chain:
             f"attempt {number} has a journal but no claim (attempts/{number:04d}.json); restore the file"
             for number in sorted({attempt for attempt, _ in self.generations} - set(self.claims))
         ]
+        # it is durable before the attempt's journal is begun, so that no crash leaves this (rule 6)
+        self.errors += [
+            f"attempt {number} has a journal but no whole parent file (attempts/{number:04d}.parent.json); "
+            "restore the file"
+            for number in sorted({attempt for attempt, _ in self.generations} & set(self.claims))
+            if number not in self.parents
+        ]
         self.newest = max((number for number in self.parents if number in self.claims), default=None)
 
     def _by(self, values: Iterable[Any], name: Any, what: str) -> dict[Any, Any]:

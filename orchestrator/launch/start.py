@@ -33,8 +33,10 @@ from orchestrator.coordinator.attempt import (
     choose_point,
     decide,
     deleted_now,
+    has_its_steps,
     moved_on,
     require_frozen,
+    require_journals,
     rewind_sentence,
     survey,
     wanted_point,
@@ -170,6 +172,7 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
             # a first start may have frozen them since they were looked at
             spec = prepare(job, Path(store.storage.root), freeze=False)
         require_frozen(seen, spec)
+        require_journals(store, seen)
         try:
             point, damages = choose_point(store, seen, wanted_point(seen, job), fast=fast)
         except ResumePointError:
@@ -185,6 +188,11 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
+    if point is not None and not has_its_steps(seen, point):
+        notes.append(
+            f"warning: the journal lacks records of steps before {point.name}: the run can go on, but "
+            "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
+        )
     return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
 
 

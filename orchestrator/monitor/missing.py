@@ -108,12 +108,24 @@ def lost_points(
     return frozenset(own | inherited) - fates.deleted - {*there}
 
 
-def missing_pieces(names: Names, lost: Iterable[str], is_trained: bool) -> tuple[str, ...]:
-    """The paths that are gone, a few words each; empty if none is seen to be. `lost`: points without COMMIT
-    (`lost_points`); `is_trained`: whether there is a step, so that the data were frozen.
+def newest_unwritten(tail: Tail, there: Iterable[str]) -> frozenset[int]:
+    """The attempt of the newest of the committed points, `there`, if the tail reaches back to its beginning
+    and no generation is in its journal: one is, before its first point is saved.
+    """
+    attempt = max(map(_attempt_of, there), default=0)
+    known = int(tail.generation["attempt"]) if tail.generation is not None else 0
+    return frozenset({attempt} if attempt > known and tail.whole_from <= attempt else ())
+
+
+def missing_pieces(
+    names: Names, lost: Iterable[str], torn: Collection[int], empty: Collection[int], is_trained: bool
+) -> tuple[str, ...]:
+    """The paths that are gone or not as written, a few words each; empty if none is seen to be. `lost`:
+    points without COMMIT (`lost_points`); `torn`: attempts whose parent file cannot be read; `empty`: whose
+    journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen.
     """
     of_points = {_attempt_of(name) for name in (*names.points, *lost)}
-    written = {number for number, found in names.segments.items() if found}
+    written = {number for number, found in names.segments.items() if found and number not in empty}
     unwritten = names.unwritten | (of_points - written)
     last = max(unwritten | {*names.attempts} | {*names.segments}, default=0)
     claims = {number for number, files in names.attempts.items() if "json" in files}
@@ -121,7 +133,7 @@ def missing_pieces(names: Names, lost: Iterable[str], is_trained: bool) -> tuple
     orphaned = [
         f"{ATTEMPTS}/{number:04d}.parent.json"
         for number in sorted((unwritten | written) & claims)
-        if "parent.json" not in names.attempts[number]
+        if "parent.json" not in names.attempts[number] or number in torn
     ]
     journals = [f"{JOURNAL}/a{number:04d}" for number in sorted(unwritten)]
     gaps = [
@@ -152,7 +164,9 @@ def missing_pieces(names: Names, lost: Iterable[str], is_trained: bool) -> tuple
 def missing_text(missing: Sequence[str]) -> str:
     """What a look says of them, and who knows more."""
     listed = ", ".join(missing)
-    return f"missing in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
+    return (
+        f"missing or damaged in its folder: {listed}; `orchestrator plan CONFIG` says what a start would do"
+    )
 
 
 def _attempt_of(point: str) -> int:

@@ -20,7 +20,7 @@ from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
 from orchestrator.monitor.asking import Asking, Reply
-from orchestrator.monitor.missing import lost_points, missing_pieces, read_names
+from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
@@ -171,9 +171,9 @@ class Run:
         if watch_s > 0:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
         for _ in range(LOOKS):
-            files, parent = store.attempt_files(), self._newest_parent()
+            files, (parent, torn) = store.attempt_files(), self._newest_parent()
             facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
-            missing = self._missing(tail, parent)
+            missing = self._missing(tail, parent, torn)
             if files == store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do
         else:
@@ -183,10 +183,18 @@ class Run:
         facts = replace(facts, missing=missing, has_no_point=no_point)
         return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
 
-    def _newest_parent(self) -> ClaimParent | None:
-        """That of the newest attempt that has one: the newest claim may not have it yet, or never get it."""
-        parents = (self._store.read_parent(each) for each in reversed(self._store.claim_numbers()))
-        return next((each for each in parents if isinstance(each, ClaimParent)), None)
+    def _newest_parent(self) -> tuple[ClaimParent | None, frozenset[int]]:
+        """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
+        the later attempts whose parent file is not as it was written.
+        """
+        torn: set[int] = set()
+        for number in reversed(self._store.claim_numbers()):
+            parent = self._store.read_parent(number)
+            if isinstance(parent, ClaimParent):
+                return parent, frozenset(torn)
+            if parent is not None:
+                torn.add(number)
+        return None, frozenset(torn)
 
     def _facts(self, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None) -> AttemptFacts:
         store, alive = self._store, None
@@ -219,13 +227,13 @@ class Run:
         older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
         return next(iter(newest_first([*mine, *older.intersection(names)])), None)
 
-    def _missing(self, tail: Tail, parent: ClaimParent | None) -> tuple[str, ...]:
+    def _missing(self, tail: Tail, parent: ClaimParent | None, torn: frozenset[int]) -> tuple[str, ...]:
         """What is seen to be gone, after the tail was read; see `monitor.missing`."""
         there, names = self._store.point_names(), read_names(self._store)
         lost = lost_points(tail, names, parent, there)
         if lost:  # a run that goes on may have deleted them since
             lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted
-        return missing_pieces(names, lost, is_trained=bool(tail.steps))
+        return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
 
     def _skipped(self, point: str | None) -> dict[str, int] | None:
         """How many documents each source skipped up to a point; None if it does not say."""

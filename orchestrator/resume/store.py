@@ -5,7 +5,7 @@ It knows names, contents and the order of writing; when something is committed, 
 elsewhere.
 
     run.json                       sealed; RunFile: name, created, format, id, identity
-                                   (plan.identity.RunIdentity)
+                                   (planning.identity.RunIdentity)
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
                                    exclusively
@@ -27,7 +27,7 @@ elsewhere.
                                    parent (a key or null), world_size, optimizer_steps, weights_digest,
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id
-    journal/a0003/000001.jsonl     events and step records (monitor.journal)
+    journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
 noticed. `files` lists every file of the point but COMMIT. A folder below points/ without COMMIT is no resume

@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 
 READ_BYTES = 8 << 20
 TRIES = 4
+FIRST_WAIT_S = 0.2  # before the second try; each later wait is twice as long
 TEMPORARY = (
     ".tmp-"  # part of the name of a file that is not there yet; no reader of a folder takes it for anything
 )
@@ -224,10 +225,16 @@ class Storage:
             raise storage_error(what, full, error) from error
 
     def _retry(self, action: Callable[[], Result]) -> Result:
+        try:
+            return action()  # as nearly always; what retries costs more than most calls
+        except OSError as error:
+            if error.errno in _LASTING:
+                raise
+        self._sleep(FIRST_WAIT_S)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
-            stop=tenacity.stop_after_attempt(TRIES),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=2.0),
+            stop=tenacity.stop_after_attempt(TRIES - 1),
+            wait=tenacity.wait_exponential(multiplier=2 * FIRST_WAIT_S, max=2.0),
             sleep=self._sleep,
             reraise=True,
         )

@@ -1,6 +1,7 @@
 """What the loop asks of the outside, as two small protocols, and the store through which a group forms.
 
-It knows no Ray and no coordinator; those who do implement these elsewhere, `static` does for plain torchrun.
+It knows no Ray and no coordinator; those who do implement these elsewhere, `torchrun.membership` does for
+plain torchrun.
 """
 
 from __future__ import annotations

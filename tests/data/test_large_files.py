@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,6 +13,8 @@ import pytest
 import zstandard
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources import columns
+from orchestrator.data.sources.columns import BATCH_BYTES
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.readers import READ_BYTES, Part, read_files, read_fragment
@@ -19,7 +22,7 @@ from orchestrator.data.sources.windows import OrderedWindow, read_windows
 
 PRESS: dict[str, Callable[[bytes], bytes]] = {
     "plain": lambda data: data,
-    "gz": gzip.compress,
+    "gz": partial(gzip.compress, compresslevel=1),
     "zst": zstandard.ZstdCompressor().compress,
 }
 Found = list[tuple[int, bytes | None]]
@@ -34,6 +37,7 @@ def numbered(size: int) -> bytes:
 LINES = [b"line %d" % i for i in range(300_000)]
 LINES[150_000] = numbered(3 * READ_BYTES + 12_345)
 LINES.append(numbered(2 * READ_BYTES + 5))
+WHOLE = b"\n".join(LINES)
 
 
 def by_place(parts: list[Part]) -> Found:
@@ -56,18 +60,20 @@ def expected_lines(lines: list[bytes]) -> Found:
     return found
 
 
+PLACED = expected_lines(LINES)
+
+
 @pytest.mark.parametrize("fragment_bytes", [300_000, 1 << 30])
 @pytest.mark.parametrize("kind", PRESS)
 def test_every_line_of_a_large_file_is_read_whole_and_at_its_place(
     kind: str, fragment_bytes: int, tmp_path: Path
 ) -> None:
     name = "a" if kind == "plain" else f"a.{kind}"
-    (tmp_path / name).write_bytes(PRESS[kind](b"\n".join(LINES)))
+    (tmp_path / name).write_bytes(PRESS[kind](WHOLE))
     plan = plan_source(freeze("s", str(tmp_path), "lines", "text"), fragment_bytes, 1 << 30)
     assert plan.num_fragments > 20 or kind != "plain" or fragment_bytes == 1 << 30
-    expected = expected_lines(LINES)
-    assert of_fragments(plan) == expected
-    assert by_place(list(read_files(plan))) == expected
+    assert of_fragments(plan) == PLACED
+    assert by_place(list(read_files(plan))) == PLACED
 
 
 @pytest.mark.parametrize("size", [READ_BYTES - 1, READ_BYTES, READ_BYTES + 1, 3 * READ_BYTES])
@@ -84,10 +90,9 @@ def test_a_line_that_ends_at_a_buffers_border_is_read_whole(size: int, tmp_path:
 
 @pytest.mark.parametrize("kind", PRESS)
 def test_a_large_text_file_is_one_whole_document(kind: str, tmp_path: Path) -> None:
-    text = b"\n".join(LINES)
-    (tmp_path / ("a.txt" if kind == "plain" else f"a.txt.{kind}")).write_bytes(PRESS[kind](text))
+    (tmp_path / ("a.txt" if kind == "plain" else f"a.txt.{kind}")).write_bytes(PRESS[kind](WHOLE))
     plan = plan_source(freeze("s", str(tmp_path), "text", "text"), 1000, 1 << 30)
-    assert of_fragments(plan) == [(0, text)]
+    assert of_fragments(plan) == [(0, WHOLE)]
 
 
 ROWS = [None if i % 1000 == 7 else f"row {i}" if i % 7 else "again" for i in range(5000)]
@@ -101,8 +106,12 @@ COLUMNS = {
 }
 
 
+@pytest.mark.parametrize("stretch_bytes", [BATCH_BYTES, 3000])
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_every_row_of_a_large_group_is_read_at_its_place(kind: str, tmp_path: Path) -> None:
+def test_every_row_of_a_large_group_is_read_at_its_place(
+    kind: str, stretch_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "BATCH_BYTES", stretch_bytes)  # the smaller: a group is many stretches
     table = pa.table({"n": range(len(ROWS)), "text": COLUMNS[kind]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=3000)
     plan = plan_source(freeze("s", str(tmp_path), "parquet", "text"), 1000, 1 << 30)

@@ -10,18 +10,29 @@ is made by the class under test.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
-from orchestrator.elastic.formation import Form, Formation, LeaveOut, RendezvousSettings, StopRun
+from orchestrator.elastic.formation import (
+    Action,
+    Form,
+    Formation,
+    JoinAnswer,
+    LeaveOut,
+    RendezvousSettings,
+    StopRun,
+)
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.records import GenerationView, JoinRequest, StateKey
+from tests.elastic.shared_rendezvous import SharedRendezvous, shared
 
 Identity = tuple[int, int]  # (attempt, generation)
 History = tuple[Identity, ...]  # which generation trained each step
 Formed = tuple[Identity, StateKey | None, int]  # a generation, its parent, its first step
+Records = frozenset[tuple[Identity, int]]  # a generation, a step that it trained
 TORN: Identity = (-1, -1)
 LONG = (1e3, 1e6, 1e9)  # each is longer after the one before than any time-out
 STEP_LIMIT = 1e4  # how long a member says that it may still be in its step
@@ -57,11 +68,11 @@ class Journal:
     def __init__(self, entries: tuple[Formed, ...] = ()) -> None:
         self.entries = entries
         self.table = {entry[0]: entry for entry in entries}
-        self._found: dict[frozenset[Identity], tuple[frozenset[Formed], frozenset[Identity]]] = {}
+        self._found: dict[tuple[frozenset[Identity], Records], tuple[frozenset[Formed], Records]] = {}
 
-    def back_from(self, ends: frozenset[Identity]) -> tuple[frozenset[Formed], frozenset[Identity]]:
-        """The entries that `ends` lead back to, and their generations."""
-        known = self._found.get(ends)
+    def back_from(self, ends: frozenset[Identity], records: Records) -> tuple[frozenset[Formed], Records]:
+        """The entries that `ends` lead back to, and those of `records` that belong to them."""
+        known = self._found.get((ends, records))
         if known is None:
             found: set[Identity] = set()
             for end in ends:
@@ -70,7 +81,8 @@ class Journal:
                     found.add(at)
                     parent = self.table[at][1]
                     at = None if parent is None else (parent.attempt, parent.generation)
-            known = self._found[ends] = frozenset(self.table[i] for i in found), frozenset(found)
+            known = frozenset(self.table[i] for i in found), frozenset(r for r in records if r[0] in found)
+            self._found[ends, records] = known
         return known
 
 
@@ -79,11 +91,11 @@ class World(NamedTuple):
 
     members: tuple[Member, ...]
     parents: Journal
-    records: frozenset[tuple[Identity, int]]  # journal: step records
+    records: Records  # journal: step records
     points: frozenset[Point]  # without those that a newer one goes on from: who keeps that one keeps them
     pending: Point | None  # voted by all, COMMIT not written
     faults: int  # how many are left
-    machine: Rendezvous
+    machine: SharedRendezvous
     stuck: bool = False  # those who train wait for a host that lost its power
 
 
@@ -142,24 +154,19 @@ def search(rules: Rules, limit: int = 1_000_000) -> Result:
     return Result("", (), len(came))
 
 
-def kinds(world: World, told: dict[str, Hashable]) -> list[int]:
-    """A number for each member, equal for members that differ in nothing but their names; takes their entries
-    out of `told`.
-    """
-    return [
-        hash((m.life, m.history, m.key, m.prepared, m.leaves, told.pop(m.name, None))) for m in world.members
-    ]
+def kinds(members: tuple[Member, ...], told: dict[str, int]) -> list[int]:
+    """A number for each member, equal for members that differ in nothing but their names."""
+    return [hash((m.life, m.history, m.key, m.prepared, m.leaves, told.get(m.name))) for m in members]
 
 
-def reachable(world: World) -> tuple[frozenset[Formed], frozenset[tuple[Identity, int]]]:
+def reachable(world: World) -> tuple[frozenset[Formed], Records]:
     """The journal's entries that a state which still exists may ever lead back to; the others no longer
     matter.
     """
-    ends = [m.key for m in world.members if m.key is not None] + [p.key for p in world.points]
+    keys = [m.key for m in world.members if m.key is not None] + [p.key for p in world.points]
     if world.pending is not None:
-        ends.append(world.pending.key)
-    entries, found = world.parents.back_from(frozenset([(k.attempt, k.generation) for k in ends]))
-    return entries, frozenset([r for r in world.records if r[0] in found])
+        keys.append(world.pending.key)
+    return world.parents.back_from(frozenset([(k.attempt, k.generation) for k in keys]), world.records)
 
 
 def trace(came: dict[int, tuple[int, str] | None], at: int) -> tuple[str, ...]:
@@ -176,13 +183,13 @@ def identity_of(world: World) -> tuple[int, list[int]]:
     """A number that is equal for states that differ only in the names of the members (64 bits, so that a
     million states fit into memory), and the `kinds` of the members.
     """
-    everyone, told = world.machine.snapshot()
-    slots = kinds(world, told)
+    told, names = world.machine.told, [m.name for m in world.members]
+    slots = kinds(world.members, told)
     identity = hash(
         (
             tuple(sorted(slots)),
-            tuple(sorted(map(hash, told.values()))),
-            everyone,
+            tuple(sorted([facts for name, facts in told.items() if name not in names])),
+            world.machine.everyone,
             (
                 len(world.parents.entries),
                 *reachable(world),
@@ -206,7 +213,7 @@ def first_world(rules: Rules) -> World:
         assert machine.join(request(slot, member), 0.0) is None, "a newcomer waits"
     (form,) = machine.tick(0.0)
     assert isinstance(form, Form), f"all have come: {form}"
-    world = World(members, Journal(), frozenset(), frozenset(), None, rules.faults, machine)
+    world = World(members, Journal(), frozenset(), frozenset(), None, rules.faults, shared(machine, {}))
     (only,) = (
         after for name, after in outcomes(world, form.formation, rules) if name.endswith("agreed by all")
     )
@@ -228,11 +235,17 @@ def new_machine(rules: Rules, attempt: int) -> Rendezvous:
     )
 
 
+@cache
+def next_step(key: StateKey) -> StateKey:
+    """The key of the state one step after it, in the same generation."""
+    return StateKey(attempt=key.attempt, generation=key.generation, step=key.step + 1)
+
+
 def request(slot: int, member: Member) -> JoinRequest:
     """The join of a member as it is now."""
     prepared = None
     if member.prepared and member.key is not None:
-        prepared = replace(member.key, step=member.key.step + 1)
+        prepared = next_step(member.key)
     return JoinRequest(
         member=member.name,
         launch="l",
@@ -276,8 +289,7 @@ def of_the_group(world: World, rules: Rules, alike: list[int]) -> Iterator[tuple
     assert first.leaves is not None, "who trains was answered"
     machine = world.machine
     if any(m.life == WAITS for m in world.members):
-        machine = machine.copy()
-        machine.tick(LONG[0])  # whoever waits has waited long enough to interrupt
+        _, machine = ticked(machine, LONG[0])  # whoever waits has waited long enough to interrupt
     wanted = machine.control_requests(*first.leaves, 0)
     if wanted.reform:
         yield "all leave at the step boundary", thrown_out(world, inside)
@@ -315,8 +327,8 @@ def power_losses(world: World, inside: list[int], alike: list[int]) -> Iterator[
     for victim in inside:
         if alike.index(alike[victim]) != victim:
             continue
-        machine, name = world.machine.copy(), world.members[victim].name
-        machine.dead(name, 0.0)
+        name = world.members[victim].name
+        machine = without(world.machine, name)
         rest = [i for i in inside if i != victim]
         before = world._replace(machine=machine, faults=world.faults - 1, stuck=True)
         gone = Member(DEAD, "", None, None, False, None)
@@ -339,8 +351,10 @@ def out_of_the_stuck(world: World, inside: list[int], heard: bool) -> Iterator[t
         return
     yield "the generation is called off", thrown_out(world, inside)
     for slot in inside:
-        machine, member = world.machine.copy(), world.members[slot]
-        machine.extend_deadline(member.name, STEP_LIMIT)
+        name, member = world.members[slot].name, world.members[slot]
+        _, machine = world.machine.after(
+            ("busy", name), lambda m, name=name: m.extend_deadline(name, STEP_LIMIT)
+        )
         after = thrown_out(world, inside)._replace(machine=machine)
         yield (
             f"the generation is called off, {member.name} still computes and says so",
@@ -360,8 +374,7 @@ def after_summary(member: Member, applied: bool) -> Member:
     assert member.leaves is not None, "who trains was answered"
     if not applied:
         return member._replace(prepared=True)
-    key = replace(member.key, step=member.key.step + 1)
-    return member._replace(history=(*member.history, member.leaves), key=key)
+    return member._replace(history=(*member.history, member.leaves), key=next_step(member.key))
 
 
 def summed_up(world: World, inside: list[int], applied: tuple[int, ...]) -> World:
@@ -394,23 +407,20 @@ def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, 
     if member.life == BUSY:
         yield f"{member.name} has computed", of_members(world, {slot: member._replace(life=OUT)})
     if member.life == AWAY:
-        machine = world.machine.copy()
         # it does not know whether its last join was answered: it gets that now, or joins, or asks in vain
-        answer = machine.join(request(slot, member), 0.0)
+        answer, machine = asked(world.machine, slot, member)
         if isinstance(answer, GenerationView):
             late = member._replace(life=OUT, leaves=(answer.attempt, answer.generation))
             yield f"{member.name} is back and hears of a group that is gone", put(world, slot, late, machine)
         elif answer is None:
             yield f"{member.name} is back and joins", put(world, slot, member._replace(life=WAITS), machine)
     if member.life == DEAD:
-        machine = world.machine.copy()
         name = f"m{slot}.{world.faults}"  # a new one: the process before was killed by a fault
         fresh = Member(WAITS, name, None, None, False, None)
-        machine.join(request(slot, fresh), 0.0)
+        _, machine = asked(world.machine, slot, fresh)
         yield f"{name} is started and joins", put(world, slot, fresh, machine)
     elif world.faults:
-        machine = world.machine.copy()
-        machine.dead(member.name, 0.0)
+        machine = without(world.machine, member.name)
         dead = Member(DEAD, "", None, None, False, None)
         yield f"{member.name} dies", put(world, slot, dead, machine, fault=True)
         if member.life != AWAY:
@@ -420,17 +430,38 @@ def of_a_member(world: World, slot: int, member: Member) -> Iterator[tuple[str, 
 
 def joined(world: World, slot: int) -> tuple[str, World]:
     """A member that was thrown out of its generation asks for the next one."""
-    member, machine = world.members[slot], world.machine.copy()
-    if machine.join(request(slot, member), 0.0) is not None:
+    member = world.members[slot]
+    answer, machine = asked(world.machine, slot, member)
+    if answer is not None:
         raise Broken("a fresh join was not taken", f"{member.name} joins")
     return f"{member.name} joins", put(world, slot, member._replace(life=WAITS), machine)
+
+
+def asked(machine: SharedRendezvous, slot: int, member: Member) -> tuple[JoinAnswer | None, SharedRendezvous]:
+    """A member joins."""
+    return machine.after(("join", slot, member), lambda m: m.join(request(slot, member), 0.0))
+
+
+def without(machine: SharedRendezvous, name: str) -> SharedRendezvous:
+    """A member is said to be dead."""
+    return machine.after(("dead", name), lambda m: m.dead(name, 0.0))[1]
+
+
+def ticked(machine: SharedRendezvous, now: float) -> tuple[list[Action], SharedRendezvous]:
+    """The coordinator's tick."""
+    return machine.after(("tick", now), lambda m: m.tick(now))
+
+
+def formed(machine: SharedRendezvous, generation: int) -> SharedRendezvous:
+    """The formation is in the journal."""
+    return machine.after(("formed", generation), lambda m: m.formed(generation, 0.0))[1]
 
 
 def put(
     world: World,
     slot: int,
     member: Member,
-    machine: Rendezvous | None = None,
+    machine: SharedRendezvous | None = None,
     *,
     fault: bool = False,
 ) -> World:
@@ -452,11 +483,12 @@ def commit(world: World, point: Point) -> World:
     """COMMIT is written: the records of its chain, which came with the votes, are durable before it (rule
     14).
     """
-    machine = world.machine.copy()
     points = world.points | {point}
     newest = max(points, key=lambda p: p.key)
     points = frozenset(p for p in points if p == newest or newest.history[: len(p.history)] != p.history)
-    machine.set_newest_point(newest.key, None, newest.key.point_name)
+    _, machine = world.machine.after(
+        ("point", newest.key), lambda m: m.set_newest_point(newest.key, None, newest.key.point_name)
+    )
     records = world.records | {(g, t) for t, g in enumerate(point.history)}
     return world._replace(points=points, pending=None, records=records, machine=machine)
 
@@ -468,7 +500,9 @@ def restarted(world: World, rules: Rules) -> World:
     if newest is not None:
         machine.set_newest_point(newest.key, None, newest.key.point_name)
     members = tuple(m._replace(life=OUT) if m.life == WAITS else m for m in world.members)
-    return world._replace(members=members, pending=None, faults=world.faults - 1, machine=machine)
+    return world._replace(
+        members=members, pending=None, faults=world.faults - 1, machine=world.machine.another(machine)
+    )
 
 
 # ---- forming
@@ -477,8 +511,7 @@ def forming(world: World, rules: Rules) -> Iterator[tuple[str, World]]:
     if not world.stuck and not any(m.life == WAITS for m in world.members):
         return
     for now in (0.0, *patience(world, rules)):
-        machine = world.machine.copy()
-        actions = machine.tick(now)
+        actions, machine = ticked(world.machine, now)
         lives = {m.name: m.life for m in world.members}
         if any(isinstance(a, LeaveOut) and lives.get(a.member) in (IN, OUT, BUSY) for a in actions):
             raise Broken("a member that lives is given up", f"after {now:g} s")
@@ -540,18 +573,14 @@ def outcomes(world: World, formation: Formation, rules: Rules) -> Iterator[tuple
         if world.machine.attempt < rules.attempts:
             yield f"{title}: journalled, the coordinator dies before it answers", restarted(world, rules)
         for i in group:
-            machine = world.machine.copy()
-            machine.dead(world.members[i].name, 0.0)
-            machine.formed(formation.generation, 0.0)
+            machine = formed(without(world.machine, world.members[i].name), formation.generation)
             dead = Member(DEAD, "", None, None, False, None)
             yield (
                 f"{title}: {world.members[i].name} dies while it is formed",
                 put(world, i, dead, machine, fault=True),
             )
-    before, machine = world.machine, world.machine.copy()
-    machine.formed(formation.generation, 0.0)
-    world = world._replace(machine=machine)
-    alike = kinds(world, before.snapshot()[1])
+    alike = kinds(world.members, world.machine.told)
+    world = world._replace(machine=formed(world.machine, formation.generation))
     can = [i for i in group if world.members[i].life == WAITS]
     if len(can) == len(group):
         yield f"{title}: agreed by all", agreed(world, formation, base, group, group, rules)
@@ -649,7 +678,7 @@ def agreed(
             m.prepared
             and m.key is not None
             and formation.source is not None
-            and replace(m.key, step=m.key.step + 1) == formation.parent
+            and next_step(m.key) == formation.parent
         )
         if mine or last:  # it needed no copy: its state is whole, only its name is the old one
             members[i] = Member(OUT, m.name, base, formation.parent, False, identity)

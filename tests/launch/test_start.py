@@ -5,6 +5,7 @@ real data.
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import start as starting
+from orchestrator.monitor.run import Run
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.fates import Fates
@@ -57,9 +59,13 @@ class Runner:
             dict  # what a version writes of a flat one
         )
 
-    def config(
-        self, train: Mapping[str, Any] = {}, resume: Mapping[str, Any] = {}, **data: Any
-    ) -> JobConfig:
+    def copied(self, storage: Path) -> Runner:
+        """The run as it stands, in another storage folder."""
+        other = Runner({**self._mapping, "run": {**self._mapping["run"], "storage": str(storage)}})
+        shutil.copytree(self.folder, other.folder)
+        return other
+
+    def config(self, train: Mapping[str, Any] = {}, resume: Mapping[str, Any] = {}, **data: Any) -> JobConfig:
         sections = {"train": train, "resume": resume, "data": data}
         mapping = {name: {**self._mapping[name], **changes} for name, changes in sections.items()}
         return parse_config({**self._mapping, **mapping})
@@ -431,12 +437,53 @@ def test_what_cannot_be_removed_is_told_and_stops_no_start(runner: Runner) -> No
     assert remove_leftovers(runner.store, 2, NO_FATES) == (Leftover(point=key(14).point_name),)
 
 
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("launches", [1, 2])
+@pytest.mark.parametrize("damage", [Path.unlink, emptied])
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("attempts/{:04d}.parent.json", "attempts/{:04d}.parent.json"),
+        ("journal/a{:04d}/000001.jsonl", "journal/a{:04d}"),
+    ],
+)
+def test_a_piece_without_which_what_was_trained_has_no_history_ends_no_run_in_silence(
+    runner: Runner, launches: int, damage: Callable[[Path], None], file: str, named: str
+) -> None:
+    for _ in range(launches):
+        runner.launch()
+    damage(runner.folder / file.format(launches))
+    what = re.escape(named.format(launches))
+    for ask in (runner.plan, runner.begin):
+        with pytest.raises(OrchestratorError, match=what):
+            ask()
+    status = Run(runner.folder).status(0)
+    assert status.is_broken
+    assert any(named.format(launches) in piece for piece in status.missing)
+    assert "continues" not in status.verdict
+
+
+def test_a_plan_says_that_the_journal_lacks_steps_before_the_point(runner: Runner) -> None:
+    runner.launch()
+    assert not [note for note in runner.plan().notes if "lacks records" in note]
+    path = runner.folder / "journal/a0001/000001.jsonl"
+    *before, last, end = path.read_bytes().split(b'{"seq"')
+    assert b'"kind":"step"' in last
+    path.write_bytes(b'{"seq"'.join(before))
+    plan = runner.plan()
+    assert plan.action == "resume"
+    assert [note for note in plan.notes if "the journal lacks records of steps before" in note]
+
+
 @pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])
 def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     runner: Runner, file: str
 ) -> None:
     runner.launch()
-    runner.launch()
+    runner.begin()  # it dies before its journal
     path = runner.folder / file
     path.write_bytes(path.read_bytes()[:40])
     attempt = runner.begin()

@@ -5,6 +5,7 @@ Runs are made here by taking batches from the real feed and journalling them, wi
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -124,6 +125,16 @@ class TrainedRun:
         feed.close()
         journal.close()
 
+    def copied(self, storage: Path) -> TrainedRun:
+        """The run as it stands, in another storage folder."""
+        other = copy.copy(self)
+        run = self.job.run.model_copy(update={"storage": str(storage)})
+        other.job = self.job.model_copy(update={"run": run})
+        other.folder = starting.run_folder(other.job)
+        shutil.copytree(self.folder, other.folder)
+        other.store = RunStore(Storage(str(other.folder)))
+        return other
+
     def records(self) -> tuple[StepRecord, ...]:
         return survey(self.store).lineage.records
 
@@ -131,17 +142,42 @@ class TrainedRun:
         return orchestrator.open(self.folder).audit(steps)
 
 
-@pytest.fixture
-def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
+def made_in(folder: Path, tiny_config: Make) -> dict[str, Any]:
     """Two epochs of a small corpus in many fragments, blocks and windows."""
-    write_corpus(tmp_path / "data", some_texts(120), "jsonl")
-    source = {"name": "made", "path": str(tmp_path / "data"), "format": "jsonl"}
+    write_corpus(folder / "data", some_texts(120), "jsonl")
+    source = {"name": "made", "path": str(folder / "data"), "format": "jsonl"}
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
     return tiny_config({"data.sources": [source], **small})
 
 
-def test_a_run_that_was_trained_to_its_end_is_shown_whole(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+@pytest.fixture
+def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
+    """With files of its own, which the test may change."""
+    return made_in(tmp_path, tiny_config)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_config: Make) -> TrainedRun:
+    """A run that has trained nothing, only to be copied."""
+    return TrainedRun(made_in(tmp_path_factory.mktemp("made"), tiny_config))
+
+
+@pytest.fixture
+def run(prepared: TrainedRun, tmp_path: Path) -> TrainedRun:
+    """A new run on files that nobody changes."""
+    return prepared.copied(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def label_twice(prepared: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """Steps 1 to 6, then 4 to 9, only to be read."""
+    run = prepared.copied(tmp_path_factory.mktemp("twice"))
+    run.attempt(6)
+    run.attempt(6, label=3)
+    return run
+
+
+def test_a_run_that_was_trained_to_its_end_is_shown_whole(run: TrainedRun) -> None:
     run.attempt(7)
     run.attempt(1000, batch=16, seq_len=50)
     report = run.audit()
@@ -152,8 +188,7 @@ def test_a_run_that_was_trained_to_its_end_is_shown_whole(mapping: dict[str, Any
     assert report["last_step"] == str(report["steps"])
 
 
-def test_what_an_audit_leaves_open_it_says(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_what_an_audit_leaves_open_it_says(run: TrainedRun) -> None:
     run.attempt(12)
     (text,) = run.audit()["not_shown"]
     assert text == "completeness of epoch 0 (the audited steps end inside it); no duplicates found"
@@ -161,8 +196,7 @@ def test_what_an_audit_leaves_open_it_says(mapping: dict[str, Any]) -> None:
     assert text == "completeness of epoch 0 (the audited steps begin inside it); no duplicates found"
 
 
-def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_parts_begin_at_the_nearest_cursor_and_join(run: TrainedRun) -> None:
     run.attempt(21, wrong=2)
     assert run.audit()["first_difference"]["step"] == "2"
     for steps, exactly_once in (
@@ -181,9 +215,8 @@ def test_parts_begin_at_the_nearest_cursor_and_join(mapping: dict[str, Any]) -> 
 
 
 def test_a_wrong_step_right_before_a_cursor_is_found_by_an_audit_that_begins_with_it(
-    mapping: dict[str, Any],
+    run: TrainedRun,
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(9, wrong=4)  # a cursor stands behind step 4
     assert run.audit("4:5")["first_difference"]["step"] == "4"
     assert run.audit("5:")["exactly_once"]
@@ -195,9 +228,8 @@ def one_token_later(cursor: Cursor) -> Cursor:
 
 
 def test_a_cursor_that_is_not_the_streams_is_found_by_whoever_passes_it_or_begins_there(
-    mapping: dict[str, Any],
+    run: TrainedRun,
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(6, noted=one_token_later)
     found = run.audit()["first_difference"]
     assert (found["step"], "the journal's cursor after it" in found["reason"]) == ("4", True)
@@ -205,8 +237,7 @@ def test_a_cursor_that_is_not_the_streams_is_found_by_whoever_passes_it_or_begin
         run.audit("5:6")
 
 
-def test_a_label_that_occurs_twice_is_written_with_its_attempt(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_a_label_that_occurs_twice_is_written_with_its_attempt(run: TrainedRun) -> None:
     run.attempt(6)
     run.attempt(6, batch=16, label=3, wrong=9)
     report = run.audit("a1:2:a2:8")
@@ -237,19 +268,15 @@ def test_a_label_that_occurs_twice_is_written_with_its_attempt(mapping: dict[str
     ],
 )
 def test_steps_that_are_not_there_or_not_one_are_refused(
-    mapping: dict[str, Any], steps: str, text: str
+    label_twice: TrainedRun, steps: str, text: str
 ) -> None:
-    run = TrainedRun(mapping)
-    run.attempt(6)
-    run.attempt(6, label=3)
     with pytest.raises(RefusedError, match=re.escape(text)):
-        run.audit(steps)
+        label_twice.audit(steps)
 
 
 def test_the_command_audits_steps_and_says_what_it_leaves_open(
-    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    run: TrainedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(8, wrong=8)
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder), "--steps", "2:4"])
@@ -268,9 +295,8 @@ def test_the_command_audits_steps_and_says_what_it_leaves_open(
 
 # ---------------------------------------------------------------------------------------- planted faults
 def test_where_nothing_is_trained_no_proof_is_claimed(
-    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    run: TrainedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(0)
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(run.folder)])
@@ -403,10 +429,9 @@ def plant_in_both_packers(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> Non
 
 @pytest.mark.parametrize("wrong", [wrong for wrong, _ in PACKED_WRONG])
 def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_it(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch, wrong: Change
 ) -> None:
     plant_in_the_trainers_packer(monkeypatch, wrong)
-    run = TrainedRun(mapping)
     run.attempt(1000)
     found = run.audit()["first_difference"]
     assert found is not None
@@ -416,7 +441,7 @@ def test_what_the_trainers_packer_does_wrong_is_found_in_the_step_that_trained_i
 
 
 def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = Packer._gather
 
@@ -425,7 +450,6 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
         return np.concatenate([tokens[:9], tokens[8:9], tokens[10:]]), starts
 
     monkeypatch.setattr(Packer, "_gather", gather)
-    run = TrainedRun(mapping)
     run.attempt(1000)
     found = run.audit()["first_difference"]
     assert found is not None
@@ -439,10 +463,9 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
     + [(6, *planted) for planted in PACKED_WRONG if "padding" not in planted[0].__name__],
 )
 def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: Change, text: str
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: Change, text: str
 ) -> None:
     plant_in_both_packers(monkeypatch, wrong)
-    run = TrainedRun(mapping)
     run.attempt(num_steps)
     found = run.audit()["first_difference"]
     assert found is not None
@@ -450,15 +473,11 @@ def test_what_both_packers_do_wrong_is_found_in_the_samples_own_tokens(
 
 
 # ---------------------------------------------------------------------------------------- later pieces
-def in_small_pieces(
-    mapping: dict[str, Any], noted: Callable[[Cursor], Cursor] = lambda cursor: cursor
-) -> TrainedRun:
-    """A run of documents of up to a dozen pieces, some of which are cut into several chunks."""
-    run = TrainedRun(mapping)
+def in_small_pieces(run: TrainedRun, noted: Callable[[Cursor], Cursor] = lambda cursor: cursor) -> None:
+    """The run trains documents of up to a dozen pieces, some of which are cut into several chunks."""
     small = replace(run.spec.settings, piece_bytes=64, chunk_tokens=20, num_epochs=None)
     run.spec = replace(run.spec, settings=small)
     run.attempt(240, batch=1, seq_len=47, noted=noted)
-    return run
 
 
 def inside_later_pieces(run: TrainedRun) -> list[tuple[str, SourceCursor]]:
@@ -478,9 +497,9 @@ def as_older_versions_noted(cursor: Cursor) -> Cursor:
 
 @pytest.mark.parametrize("noted", [lambda cursor: cursor, as_older_versions_noted])
 def test_an_audit_begins_inside_any_later_piece_of_a_document(
-    mapping: dict[str, Any], noted: Callable[[Cursor], Cursor]
+    run: TrainedRun, noted: Callable[[Cursor], Cursor]
 ) -> None:
-    run = in_small_pieces(mapping, noted)
+    in_small_pieces(run, noted)
     seen, places = survey(run.store), inside_later_pieces(run)
     assert len(places) > 20
     assert {bool(source.token) for _, source in places} == {True, False}
@@ -495,10 +514,10 @@ def test_an_audit_begins_inside_any_later_piece_of_a_document(
     ("wrong", "text"), [planted for planted in PACKED_WRONG if "padding" not in planted[0].__name__]
 )
 def test_what_both_packers_do_wrong_is_found_where_the_audit_begins_inside_a_later_piece(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wrong: Change, text: str
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch, wrong: Change, text: str
 ) -> None:
     plant_in_both_packers(monkeypatch, wrong)
-    run = in_small_pieces(mapping)
+    in_small_pieces(run)
     seen = survey(run.store)
     for step, _ in inside_later_pieces(run)[:8]:
         found = audit_history(run.spec, seen, f"{step}:{int(step) + 12}")["first_difference"]
@@ -508,7 +527,7 @@ def test_what_both_packers_do_wrong_is_found_where_the_audit_begins_inside_a_lat
 
 @pytest.mark.parametrize("change", [{"earlier_tokens": 1}, {"earlier_digest": "0" * 16}, {"piece": 1}])
 def test_a_cursor_whose_earlier_pieces_are_not_the_documents_is_refused(
-    mapping: dict[str, Any], change: dict[str, Any]
+    run: TrainedRun, change: dict[str, Any]
 ) -> None:
     def wrong(cursor: Cursor) -> Cursor:
         source = cursor.sources["made"]
@@ -516,15 +535,14 @@ def test_a_cursor_whose_earlier_pieces_are_not_the_documents_is_refused(
             return cursor
         return replace(cursor, sources={"made": replace(source, **change)})
 
-    run = in_small_pieces(mapping, noted=wrong)
+    in_small_pieces(run, noted=wrong)
     places = inside_later_pieces(run)
     for step, _ in places[:3]:
         with pytest.raises(DataIdentityError, match="tokens of its document's earlier pieces had digest"):
             audit_history(run.spec, survey(run.store), step)
 
 
-def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(run: TrainedRun) -> None:
     run.attempt(5)
     seen = survey(run.store)
     records = [*seen.lineage.records]
@@ -535,7 +553,7 @@ def test_a_step_that_says_to_have_taken_what_makes_no_samples_is_found(mapping: 
 
 
 def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own(
-    mapping: dict[str, Any],
+    run: TrainedRun,
 ) -> None:
     cursors: list[Cursor] = []
 
@@ -543,7 +561,6 @@ def test_a_cursor_of_steps_that_the_history_left_is_not_taken_for_one_of_its_own
         cursors.append(cursor)
         return cursor if len(cursors) == 1 else one_token_later(cursor)
 
-    run = TrainedRun(mapping)
     run.attempt(9, noted=noted)  # the cursor after step 4, and after step 8 one of another stream
     run.key, run.cursor = run.records()[3].key, cursors[0]
     run.attempt(6, label=3)  # the history leaves attempt 1 after step 4, and notes none after its 8th step
@@ -577,9 +594,8 @@ def cut_the_journal(run: TrainedRun, kind: str, step: int) -> None:
 
 
 def test_records_that_are_missing_before_a_committed_point_are_a_gap_and_no_proof(
-    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    run: TrainedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(8)
     point = commit_point(run)
     assert run.audit()["exactly_once"]
@@ -603,8 +619,7 @@ def test_records_that_are_missing_before_a_committed_point_are_a_gap_and_no_proo
     assert "NOT exactly once" in told
 
 
-def test_one_record_that_is_missing_before_a_committed_point_is_a_gap(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_one_record_that_is_missing_before_a_committed_point_is_a_gap(run: TrainedRun) -> None:
     run.attempt(4)
     commit_point(run)
     cut_the_journal(run, "step", 4)
@@ -614,9 +629,8 @@ def test_one_record_that_is_missing_before_a_committed_point_is_a_gap(mapping: d
 
 
 def test_a_step_that_differs_is_named_before_the_records_that_are_missing_behind_it(
-    mapping: dict[str, Any],
+    run: TrainedRun,
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(8, wrong=2)
     commit_point(run)
     cut_the_journal(run, "step", 6)
@@ -625,9 +639,8 @@ def test_a_step_that_differs_is_named_before_the_records_that_are_missing_behind
 
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_committed_point_of_a_generation_that_the_journal_lost_is_a_gap(
-    mapping: dict[str, Any], capsys: pytest.CaptureFixture[str], attempts: int
+    run: TrainedRun, capsys: pytest.CaptureFixture[str], attempts: int
 ) -> None:
-    run = TrainedRun(mapping)
     for _ in range(attempts):
         run.attempt(4)
         point = commit_point(run)
@@ -642,8 +655,7 @@ def test_a_committed_point_of_a_generation_that_the_journal_lost_is_a_gap(
     assert "nothing is trained yet" not in capsys.readouterr().out
 
 
-def test_points_off_the_history_or_of_another_run_are_no_gap(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_points_off_the_history_or_of_another_run_are_no_gap(run: TrainedRun) -> None:
     run.attempt(4)
     commit_point(run)
     key, cursor = run.key, run.cursor
@@ -661,9 +673,8 @@ def test_points_off_the_history_or_of_another_run_are_no_gap(mapping: dict[str, 
 
 
 def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
-    mapping: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = TrainedRun(mapping)
     run.attempt(8)
     journal = run.folder / "journal" / "a0001"
     whole = {path: path.read_bytes() for path in journal.iterdir()}
@@ -871,8 +882,7 @@ def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_t
     assert f"not verified: {text}" in told
 
 
-def test_of_files_with_one_name_each_nothing_is_said_to_be_repeated(mapping: dict[str, Any]) -> None:
-    run = TrainedRun(mapping)
+def test_of_files_with_one_name_each_nothing_is_said_to_be_repeated(run: TrainedRun) -> None:
     run.attempt(3)
     assert run.audit()["repeated_files"] == 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from orchestrator.monitor.run import Run
 from orchestrator.records import SourceCursor
 from orchestrator.resume.commit_events import DeletePoints
 from orchestrator.resume.store_actions import PointCommitter
+from tests.conftest import TinyConfig
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
 from tests.monitor.test_status import Attempt
 from tests.resume.samples import cursor, key, write_vote
@@ -26,15 +28,22 @@ from tests.resume.samples import cursor, key, write_vote
 SHORT_S = 0.05
 
 
-@pytest.fixture
-def dead(runner: Runner) -> Runner:  # noqa: F811
-    """Three launches that ended, and a fourth that died after two steps."""
+@pytest.fixture(scope="module")
+def died(tiny_config: TinyConfig) -> Runner:
+    """Three launches that ended, and a fourth that died after two steps. It is only to be copied."""
+    runner = Runner(tiny_config({"train.max_steps": 1000}))  # noqa: F811
     for _ in range(3):
         runner.launch()
     attempt = Attempt(runner)
     attempt.begin()
     attempt.steps(31, 32)
     return runner
+
+
+@pytest.fixture
+def dead(died: Runner, tmp_path: Path) -> Runner:
+    """A copy, which the test damages."""
+    return died.copied(tmp_path / "runs")
 
 
 def remove(runner: Runner, path: str) -> None:  # noqa: F811
@@ -62,7 +71,7 @@ def test_what_is_gone_is_named_and_no_continuation_is_promised(dead: Runner, gon
     assert run.status(SHORT_S).missing == ()
     remove(dead, gone)
     view = run.status(SHORT_S)
-    says = f"missing in its folder: {told}; `orchestrator plan CONFIG` says what a start would do"
+    says = f"missing or damaged in its folder: {told}; `orchestrator plan CONFIG` says what a start would do"
     assert view.verdict.endswith(says)
     assert "continues" not in view.verdict
     assert view.is_broken
@@ -82,7 +91,7 @@ def test_a_stopped_run_without_its_commits_says_which_points_it_has_lost(
     with pytest.raises(SystemExit, match="1"):
         cli.main(["status", str(runner.folder)])
     first, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{runner.folder}: stopped: asked to; missing in its folder: ")
+    assert first.startswith(f"{runner.folder}: stopped: asked to; missing or damaged in its folder: ")
     assert [f"points/{name}/COMMIT" in first for name in names] == [False, True, True, True]
     assert "and 1 more like it" in first
 

@@ -233,6 +233,9 @@ class Trained:
         self.chunks = []
         packer = ReferencePacker(self._noted(endless(spec).chunks(Cursor())), SourceCursor())
         self.steps = [packer.samples(STEP_TOKENS, SEQ_LEN) for _ in range(num_steps)]
+        # so many chunks hold the tokens of the steps before each, and the label of their last input
+        ends = np.cumsum([len(chunk.tokens) for chunk in self.chunks])
+        self.num_chunks = [int((ends <= stop * STEP_TOKENS).sum()) + 1 for stop in range(num_steps + 1)]
 
     def _noted(self, chunks):
         for chunk in chunks:
@@ -242,7 +245,7 @@ class Trained:
     def count(self, wrong: Samples, at: int, stop: int) -> tuple[TrainedTokens, list[str | None]]:
         """All steps before `stop`, with `wrong` for step `at`; what was said of each."""
         counted = TrainedTokens(0)
-        for _ in counted.watch(self.chunks):
+        for _ in counted.watch(self.chunks[: self.num_chunks[stop]]):
             pass
         steps = [*self.steps[:at], wrong, *self.steps[at + 1 : stop]]
         return counted, [counted.add(step, STEP_TOKENS) for step in steps]

@@ -129,10 +129,13 @@ class ModelDisk:
 
     def fsync_folder(self, path: str) -> None:
         self.list(path)
-        mine = [change for change in self.pending if os.path.dirname(change[1]) == path]
-        for change in mine:
-            _apply(self.durable, change)
-            self.pending.remove(change)
+        others = []
+        for change in self.pending:
+            if os.path.dirname(change[1]) == path:
+                _apply(self.durable, change)
+            else:
+                others.append(change)
+        self.pending = others
         self._mark(f"fsync {path}")
 
     def is_folder(self, path: str) -> bool:
@@ -149,7 +152,9 @@ class ModelDisk:
     def list(self, path: str) -> list[str]:
         if not self.is_folder(path):
             raise _error(NotADirectoryError, errno.ENOTDIR, path)
-        return [os.path.basename(p) for p in self.live if p != "/" and os.path.dirname(p) == path]
+        start = path.rstrip("/") + "/"
+        inside = [p[len(start) :] for p in self.live if p.startswith(start)]
+        return [name for name in inside if name and "/" not in name]
 
     # ------------------------------------------------------------ power cuts
     def crashes(self) -> Iterator[tuple[int, str, Files]]:

@@ -213,7 +213,8 @@ def spawn(
     job: Job, cluster: Any, faults: FaultPlan, before: str = "", **changes: Any
 ) -> subprocess.Popen[str]:
     """A launch with a driver of its own, on a cluster that runs; it prints its outcome. `before`: a function
-    (module.name) that is called first in each process of the launch.
+    (module.name) that is called first in each process of the launch. What it starts as `python` is what this
+    process does.
     """
     path = Path(faults.folder) / "job.json"
     path.write_text(json.dumps(job.config(cluster__address=cluster.address, **changes).to_json()))
@@ -225,10 +226,11 @@ ray.init({cluster.address!r}, runtime_env={{"worker_process_setup_hook": {before
 """
     program = (setup if before else "") + (
         "import sys, json, orchestrator; from orchestrator.config.schema import parse_config; "
+        "sys.executable = sys.argv[3]; "
         "config = parse_config(json.load(open(sys.argv[1]))); "
         "result = orchestrator.train(config, fault_plan=sys.argv[2]); print(result.outcome, result.reason)"
     )
-    command = [sys.executable, "-c", program, str(path), faults.to_json()]
+    command = [sys.executable, "-c", program, str(path), faults.to_json(), sys.executable]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

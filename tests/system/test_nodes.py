@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.launch.api import RunResult
-from tests.conftest import python_is
+from tests.conftest import only_what_a_launch_needs, python_is
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, request_stop, when_step
 
 pytestmark = pytest.mark.system
@@ -27,7 +27,7 @@ def three_nodes(warm: str) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    with python_is(warm):
+    with python_is(warm), only_what_a_launch_needs():
         made = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 << 20},
