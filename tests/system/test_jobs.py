@@ -25,11 +25,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 480.0
 # it ends when it is stopped, and only a save on stop leaves a point
-SHAPE = {
-    "train.max_steps": 100_000,
-    "resume.every_steps": 100_000,
-    "model.factory": "tests.system.tiny_model:build",
-}
+SHAPE = {"train.max_steps": 100_000, "resume.every_steps": 100_000}
 
 # `ray start` whose workers begin as the first word says, and without what serves no job
 START = """
