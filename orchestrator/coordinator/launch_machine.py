@@ -253,8 +253,12 @@ class LaunchMachine:
             return []
         trained = self.last_step.key if self.last_step else None
         answer = self._requests.heard(request, trained, self._saved)
-        fields: dict[str, object] = {"what": request.what, "by": request.by, "request": request.number}
-        actions: list[Action] = [Note(kind=EventKind.CONTROL_REQUEST, fields=fields)]
+        actions: list[Action] = [
+            Note(
+                kind=EventKind.CONTROL_REQUEST,
+                fields={"what": request.what, "by": request.by, "request": request.number},
+            )
+        ]
         if request.what == STOP:
             self.request_stop()
         if request.what == STOP_NOW:
