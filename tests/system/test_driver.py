@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
 from orchestrator.monitor.asking import Reply
+from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step
 
 pytestmark = pytest.mark.system
@@ -42,7 +45,9 @@ def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_pa
     watch.join()
     assert driver.returncode == 0, err
     assert [reply.outcome for reply in saved] == ["done"]
-    assert saved[0].point in [point["name"] for point in job.run.points()]
+    events = read_journal(Storage(job.run.uri)).events
+    committed = [event.fields["point"] for event in events if event.kind == EventKind.POINT_COMMITTED]
+    assert saved[0].point in committed
     stopped = json.loads(out)
     assert stopped["outcome"] == "stopped"
     newest, last = job.run.points()[-1], job.run.steps()[-1]
