@@ -14,11 +14,13 @@ import pytest
 from orchestrator.cli.commands import main
 from orchestrator.cluster.ray_state import NO_ERROR
 from orchestrator.config.schema import load_config, resume_table
+from orchestrator.coordinator.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claim_files import AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
@@ -229,7 +231,9 @@ def test_every_event_that_the_code_journals_has_the_fields_of_its_kind() -> None
     wrong = [where for where, kind, names in written if names is not None and names != kind.fields]
     assert wrong == []
     # the fields of a value of its own are not written out
-    assert {kind for _, kind, names in written if names is None} == {EventKind.GROUP_FORMED}
+    values = {EventKind.GROUP_FORMED, EventKind.REQUEST_ANSWERED}
+    assert {kind for _, kind, names in written if names is None} == values
+    assert {field.name for field in fields(Answered)} == EventKind.REQUEST_ANSWERED.fields
     assert {kind for _, kind, _ in written} == set(EventKind)
 
 
@@ -356,6 +360,7 @@ FIELDS = {
         EncoderChoice,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
+    "requests/<launch>/000001.json": (Request,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor),
 }

@@ -22,6 +22,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.launch.screen import Screen, let_go
 
 if TYPE_CHECKING:
+    from orchestrator.monitor.asking import Reply
     from orchestrator.planning.resume_plan import ResumePlan
 
 app = typer.Typer(
@@ -209,6 +210,36 @@ def status(
         raise typer.Exit(1)
 
 
+NoWait = Annotated[bool, typer.Option("--no-wait", help="ask, and do not wait for the answer")]
+
+
+@app.command()
+def save(run: RunUri, no_wait: NoWait = False, json: Json = False) -> None:
+    """Ask the running launch for a resume point now; it trains on. Works from any machine that sees the run's
+    storage.
+    """
+    from orchestrator.monitor.run import open_run
+
+    _print_reply(open_run(run).save(wait=not no_wait), json)
+
+
+@app.command()
+def stop(
+    run: RunUri,
+    now: Annotated[
+        bool, typer.Option("--now", help="without saving: steps after the newest resume point are lost")
+    ] = False,
+    no_wait: NoWait = False,
+    json: Json = False,
+) -> None:
+    """Ask the running launch to save and stop; the command that started it continues it later. Works from any
+    machine that sees the run's storage.
+    """
+    from orchestrator.monitor.run import open_run
+
+    _print_reply(open_run(run).stop(now, wait=not no_wait), json)
+
+
 @app.command("sample-corpus")
 def sample_corpus(
     out: Annotated[Path, typer.Argument(help="folder to make")],
@@ -251,6 +282,15 @@ def _print_plan(found: ResumePlan, json: bool) -> None:
         _print_lines(plan_lines(found))
     if found.action == "refuse":
         raise typer.Exit(2)
+
+
+def _print_reply(reply: Reply, json: bool) -> None:
+    if json:
+        _print_json(reply.to_json())
+    else:
+        _print_lines([f"{reply.what}: {reply.text}"])
+    if reply.outcome in ("refused", "failed"):
+        raise typer.Exit(2 if reply.outcome == "refused" else 1)
 
 
 def _print_json(value: Any, lines: bool = False) -> None:

@@ -40,6 +40,7 @@ from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
+from orchestrator.history.request_files import STOP, RequestFiles
 from orchestrator.records import (
     ControlRequests,
     Cursor,
@@ -56,7 +57,7 @@ from orchestrator.records import (
     Vote,
     encode,
 )
-from orchestrator.resume.commit_driver import Commits
+from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 TICK_S = 0.05
 FLUSH_EVERY_S = 1.0
 HEARTBEAT_EVERY_S = 2.0
+REQUESTS_EVERY_S = 1.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 LIVENESS_EVERY_S = 0.05
 # an open call is answered at least this often: a dead caller does not leave it open, and a caller knows a
@@ -159,7 +161,10 @@ class Coordinator:
             infos=attempt.members,
             finished={member: (reason, step) for member, reason, step in attempt.finished},
             ended=attempt.ended,
+            saved=attempt.parent,
+            answered=attempt.answered,
         )
+        self._requests = RequestFiles(self._store.storage, attempt.launch, attempt.run_id)
         machine = CommitMachine(
             attempt=attempt.number,
             keep_latest=start.keep_latest,
@@ -347,16 +352,13 @@ class Coordinator:
         self._launch.rendezvous.expect(num_workers)
         self._wake.set()
 
-    async def request(self, what: str) -> None:
-        """`stop`: save and stop at the next step boundary; `save`: save."""
+    async def stop(self, by: str) -> None:
+        """Save and stop at the next step boundary; `by` is who wants it."""
         self._ensure_running()
-        if what == "stop" and self._launch.stopping:
+        if self._launch.stopping:
             return
-        self._journal.event(EventKind.CONTROL_REQUEST, what=what)
-        if what == "stop":
-            self._launch.request_stop()
-        else:
-            self._launch.request_save()
+        self._journal.event(EventKind.CONTROL_REQUEST, what=STOP, by=by, request=0)
+        self._launch.request_stop()
         self._wake.set()
         await self._notify()
 
@@ -388,7 +390,8 @@ class Coordinator:
     def _ensure_running(self) -> None:
         """The first call starts the loops: a restarted actor has no caller that would."""
         if not self._tasks:
-            writing = () if self._attempt.ended is not None else (self._keep_journal, self._beat)
+            at_work = (self._keep_journal, self._beat, self._hear_requests)
+            writing = () if self._attempt.ended is not None else at_work
             loops = (self._act, self._watch_members, *writing)
             self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop)) for loop in loops]
 
@@ -575,6 +578,17 @@ class Coordinator:
                 self._beating = self._pulse.submit(self._heartbeat.beat)
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
+    async def _hear_requests(self) -> None:
+        """Looks for what is asked by files in storage; while that fails nothing can be asked."""
+        while self._launch.ended is None:
+            with suppress(StorageError):
+                look = partial(self._requests.read, self._launch.next_request)
+                if request := await in_daemon_thread(look):
+                    await self._do(self._launch.asked(request))
+                    self._wake.set()
+                    continue
+            await asyncio.sleep(REQUESTS_EVERY_S)
+
     async def _write_end(self, action: End) -> None:
         newest = self._commits.newest
         if not await self._feeder_notes.last(newest.cursor.consumed_samples if newest else 0):
@@ -600,7 +614,7 @@ class Coordinator:
     # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: members may be given the newest one to load."""
-        self._launch.save_worked()
+        await self._do(self._launch.committed(point.key))
         if newest:
             self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
             self._feeder_notes.soon(point.cursor.consumed_samples)
@@ -609,8 +623,7 @@ class Coordinator:
     async def gave_up(self, text: str, by_storage: bool) -> None:
         """See `CommitListener`: goes out with the next status."""
         await self.warned(text)
-        if by_storage:
-            await self._do(self._launch.save_failed(text, time.monotonic()))
+        await self._do(self._launch.save_given_up(text, by_storage, time.monotonic()))
 
     async def warned(self, text: str) -> None:
         """See `CommitListener`: goes out with the next status."""

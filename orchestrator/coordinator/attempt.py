@@ -85,7 +85,7 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts; `run_id` is run.json's.
+    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's.
     """
 
     number: int
@@ -105,6 +105,7 @@ class Attempt:
     ended: tuple[str, str] | None = None
     failures: tuple[Failure, ...] = ()
     last_step: StepRecord | None = None
+    answered: tuple[int, ...] = ()
     run_id: str = ""
 
     @property
@@ -524,7 +525,9 @@ def _read_back(journal: Journal, first: int) -> dict[str, Any]:
     finished = [event.fields for event in mine if event.kind == EventKind.MEMBER_FINISHED]
     failures = [event.fields for event in mine if event.kind == EventKind.FAILURE]
     records = [record for record in journal.records if record.attempt >= first]
+    answered = [e.fields["request"] for e in mine if e.kind == EventKind.REQUEST_ANSWERED]
     return {
+        "answered": tuple(answered),
         "previous": last
         and PreviousGeneration(
             attempt=last.attempt, generation=last.generation, members=live, ended=live != last.members

@@ -12,12 +12,14 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.records import (
     ControlRequests,
     GenerationView,
@@ -88,7 +90,7 @@ class LaunchMachine:
     """One coordinator process's part of a launch. `previous` are the members of the generation that trains on
     while a restarted coordinator takes over, `infos` where they live, `finished` those whose part is over,
     with reason and step; `ended` is (outcome, reason) of a launch that had ended before; `last_step` the
-    newest step that was recorded.
+    newest step that was recorded, `saved` the newest resume point; `answered` are the requests that are.
 
     Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
     newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
@@ -105,6 +107,8 @@ class LaunchMachine:
         infos: Iterable[MemberInfo] = (),
         finished: Mapping[str, tuple[str, int]] | None = None,
         ended: tuple[str, str] | None = None,
+        saved: StateKey | None = None,
+        answered: Iterable[int] = (),
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
         self._saving = trouble.copy()  # of saves, which may fail although the journal does not
@@ -114,6 +118,7 @@ class LaunchMachine:
         self.last_step: StepRecord | None = None
         self.ended = ended
         self.stopping = False
+        self._saved, self._requests = saved, Requests(answered)
         self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
@@ -237,16 +242,35 @@ class LaunchMachine:
         ]
 
     # ---- what is asked of the run
+    @property
+    def next_request(self) -> int:
+        """The number of the request from outside that comes next."""
+        return self._requests.next_number
+
+    def asked(self, request: Request) -> list[Action]:
+        """A request from outside came; it is answered now or by a later action."""
+        if self.ended is not None:
+            return []
+        trained = self.last_step.key if self.last_step else None
+        answer = self._requests.heard(request, trained, self._saved)
+        actions: list[Action] = [
+            Note(
+                kind=EventKind.CONTROL_REQUEST,
+                fields={"what": request.what, "by": request.by, "request": request.number},
+            )
+        ]
+        if request.what == STOP:
+            self.request_stop()
+        if request.what == STOP_NOW:
+            behind = f"what was trained after {self._saved.point_name}" if self._saved else "all"
+            reason = f"stopped at once, as {request.by} asked: {behind} is trained again"
+            actions += self.end("stopped", reason)
+        return [*actions, *([_note(answer)] if answer else [])]
+
     def request_stop(self) -> None:
         """Save and stop at the next step boundary."""
         self.stopping = True
         self.rendezvous.request_stop()
-
-    def request_save(self) -> None:
-        """Save at the next step boundary."""
-        self._num_saves += 1
-        self._save = f"save-{self._num_saves}"
-        self.rendezvous.request_save(self._save)
 
     def voted(self) -> None:
         """A vote came: what was asked for as a save has begun."""
@@ -266,9 +290,10 @@ class LaunchMachine:
         if self.ended is not None:
             return []
         self.ended = (outcome, reason)
+        answers = [_note(answer) for answer in self._requests.ended(outcome, reason)]
         over: list[Action] = [Answer(member=m, answer=RunOver(reason=reason)) for m in sorted(self.waiting)]
         self.waiting.clear()
-        return [End(outcome=outcome, reason=reason), *over]
+        return [*answers, End(outcome=outcome, reason=reason), *over]
 
     def fence(self, reason: str) -> list[Action]:
         """A newer attempt exists: this one is over, and its end is not for it to write down."""
@@ -291,17 +316,22 @@ class LaunchMachine:
         text = self._trouble.worked()
         return [Warn(text=text)] if text else []
 
-    def save_failed(self, reason: str, now: float) -> list[Action]:
-        """A save was given up because a write failed. Saves that go on failing beyond the limit of storage
-        end the run: what it trains would be lost.
+    def save_given_up(self, reason: str, by_storage: bool, now: float) -> list[Action]:
+        """A save was given up. Saves that go on failing because a write failed (`by_storage`), beyond the
+        limit of storage, end the run: what it trains would be lost.
         """
+        self._requests.save_given_up(now)
+        if not by_storage:
+            return []
         self._saving.failed(reason, now)
         verdict = self._saving.verdict(now)
         return self.end("failed", verdict) if verdict else []
 
-    def save_worked(self) -> None:
+    def committed(self, key: StateKey) -> list[Action]:
         """A save was committed."""
         self._saving.worked()
+        self._saved = max(self._saved or key, key)
+        return [_note(answer) for answer in self._requests.committed(key)]
 
     # ---- time
     def tick(self, now: float) -> list[Action]:
@@ -313,6 +343,10 @@ class LaunchMachine:
         actions = self._over()
         if self.ended is not None:
             return actions
+        if self._requests.wants_save(now):
+            self._num_saves += 1
+            self._save = f"save-{self._num_saves}"
+            self.rendezvous.request_save(self._save)
         for action in self.rendezvous.tick(now):
             match action:
                 case LeaveOut():
@@ -384,3 +418,7 @@ class LaunchMachine:
             return []
         reason, step = next(iter(here.values()))
         return self.end(reason, f"{reason} at step {step}")
+
+
+def _note(answer: Answered) -> Note:
+    return Note(kind=EventKind.REQUEST_ANSWERED, fields=answer.fields)

@@ -168,7 +168,7 @@ class CoordinatorProcess:
             members=(),
             failures=(),
             warnings=tuple(self._warnings[num_seen:]),
-            stopping=("request", ("stop",)) in self._later,
+            stopping=any(method == "stop" for method, _ in self._later),
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -176,9 +176,9 @@ class CoordinatorProcess:
         if self._coordinator is not None:
             await self._coordinator.expect(num_workers)
 
-    async def request(self, what: str) -> None:
+    async def stop(self, by: str) -> None:
         """See `Coordinator`."""
-        await self._now_or_later("request", what)
+        await self._now_or_later("stop", by)
 
     async def group_failed(self, node: str, reason: str) -> None:
         """See `Coordinator`."""
@@ -252,9 +252,7 @@ class CoordinatorProcess:
 
         def attempt() -> Coordinator:
             self._tried_at = time.monotonic()
-            return Coordinator(
-                self._start, self._why_dead, self._feeder_notes, self._store, self._claimed
-            )
+            return Coordinator(self._start, self._why_dead, self._feeder_notes, self._store, self._claimed)
 
         self._tried_at = time.monotonic()
         made = in_daemon_thread(

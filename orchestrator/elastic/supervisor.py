@@ -106,7 +106,7 @@ class Supervisor:
                 seen = (status.attempt, status.version)
                 self._watch_steps(status)
                 if self._stop_wanted and not status.stopping:
-                    self._coordinator.request.remote("stop")  # again, for a restarted coordinator
+                    self._coordinator.stop.remote("a signal")  # again, for a restarted coordinator
                 nodes = self._look_at_nodes(nodes)
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     self._asked_nodes.ask()

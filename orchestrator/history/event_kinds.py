@@ -31,7 +31,8 @@ class EventKind(StrEnum):
     ATTEMPT = "attempt", "launch", "why", "pid", "machine", "pid_start", "config"
     END = "end", "outcome", "reason"
     FAILURE = "failure", "step", "reason"
-    CONTROL_REQUEST = "wish", "what"
+    CONTROL_REQUEST = "wish", "what", "by", "request"
+    REQUEST_ANSWERED = "request answered", "request", "what", "outcome", "text", "point"
     UNREADABLE_FILE = "unreadable file", "file", "reason"
 
     # ---- members of the training group, and their node groups

@@ -18,9 +18,11 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
+from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.tail import Tail, read_tail
-from orchestrator.monitor.view import AttemptFacts, RunView, view_of
+from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
@@ -86,6 +88,30 @@ class Run:
         part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
         return self._look(WATCH_S if watch_s is None else watch_s, None)
+
+    def save(self, wait: bool = True) -> Reply:
+        """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
+        trained by now; waits until that is committed. It trains on.
+
+        Raises `RefusedError` if none works on it.
+        """
+        return self._ask(SAVE, wait)
+
+    def stop(self, now: bool = False, wait: bool = True) -> Reply:
+        """Asks the launch that works on the run, wherever it is, to save and stop at the next step boundary;
+        waits until it has. With `now` it does not save: what it has trained since its newest resume point is
+        trained again when the run is started again.
+
+        Raises `RefusedError` if none works on it.
+        """
+        return self._ask(STOP_NOW if now else STOP, wait)
+
+    def _ask(self, what: str, wait: bool) -> Reply:
+        asking = Asking(self._store, what)
+        if wait:
+            return asking.answer(lambda: self.status().state != DEAD)
+        text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
+        return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 
     def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step

@@ -41,6 +41,9 @@ class Disk(Protocol):
     def read(self, handle: int, num_bytes: int) -> bytes:
         """At most `num_bytes` next bytes, empty at the end."""
 
+    def skip(self, handle: int, num_bytes: int) -> None:
+        """The next `read` begins so many bytes after the file's begin."""
+
     def link(self, old: str, new: str) -> None:
         """A second name for a file; FileExistsError if it is taken."""
 
@@ -98,6 +101,10 @@ class OsDisk:
     def read(self, handle: int, num_bytes: int) -> bytes:
         """See `Disk`."""
         return os.read(handle, num_bytes)
+
+    def skip(self, handle: int, num_bytes: int) -> None:
+        """See `Disk`."""
+        os.lseek(handle, num_bytes, os.SEEK_SET)
 
     def link(self, old: str, new: str) -> None:
         """See `Disk`."""

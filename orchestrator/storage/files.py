@@ -134,12 +134,12 @@ class Storage:
         return self._try("create", full, lambda: AppendHandle(self._disk, full, lambda: self.sync(folder)))
 
     # ---------------------------------------------------------------------- reading
-    def read(self, path: str) -> bytes:
-        """A file's bytes. Raises `FileNotFoundError` if it is surely absent, `StorageError` if that cannot be
-        determined.
+    def read(self, path: str, start: int = 0) -> bytes:
+        """A file's bytes from `start` on. Raises `FileNotFoundError` if it is surely absent, `StorageError`
+        if that cannot be determined.
         """
         pieces: list[bytes] = []
-        self._each_piece(path, pieces.append, pieces.clear)
+        self._each_piece(path, pieces.append, pieces.clear, start)
         return b"".join(pieces)
 
     def entry(self, path: str) -> FileEntry:
@@ -322,13 +322,17 @@ class Storage:
         except FileNotFoundError:
             return
 
-    def _each_piece(self, path: str, take: Callable[[bytes], None], reset: Callable[[], None]) -> None:
+    def _each_piece(
+        self, path: str, take: Callable[[bytes], None], reset: Callable[[], None], start: int = 0
+    ) -> None:
         full = self._full(path)
 
         def whole() -> None:
             reset()
             handle = self._disk.open(full)
             try:
+                if start:
+                    self._disk.skip(handle, start)
                 while piece := self._disk.read(handle, READ_BYTES):
                     take(piece)
             finally:

@@ -70,6 +70,9 @@ class Recorder(Protocol):
     def acknowledged_step(self) -> int:
         """The label up to which all records are durable; −1: none."""
 
+    def asked(self) -> tuple[bool, bool]:
+        """Whether a save, and whether a stop, was asked for from outside."""
+
     def vote(self, vote: Vote) -> Future[bool]:
         """A rank's vote; True: committed, False: given up. The answer is the same for all ranks."""
 
@@ -152,11 +155,14 @@ class StaticMembership:
         return PrefixStore(f"group/{view.launch}/{view.attempt}/{view.generation}", self._rendezvous.store)
 
     def control_requests(self, view: GenerationView) -> ControlRequests:
-        """See `Membership`: nothing but a stop is ever requested."""
+        """See `Membership`: what is asked of rank 0."""
         del view
-        acknowledged = self._recorder.acknowledged_step() if self._recorder is not None else -1
+        save, stop, acknowledged = False, False, -1
+        if self._recorder is not None:
+            (save, stop), acknowledged = self._recorder.asked(), self._recorder.acknowledged_step()
+        stop = stop or self._stop.is_set()
         return ControlRequests(
-            ended=False, save=False, stop=self._stop.is_set(), reform=False, acknowledged_step=acknowledged
+            ended=False, save=save, stop=stop, reform=False, acknowledged_step=acknowledged
         )
 
     def when_ended(self, view: GenerationView, act: Callable[[], None]) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
+from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
@@ -23,9 +25,10 @@ from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
+from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.launch import start as starting
 from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
-from orchestrator.resume.commit_driver import Commits
+from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import Point
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 GENERATION = 1  # the only one of the attempt
 FLUSH_EVERY_S = 0.5
 HEARTBEAT_EVERY_S = 2.0
+REQUESTS_EVERY_S = 1.0
 VOTE_LIMIT_S = 600.0  # how long a save waits for the votes that are missing
 END_WRITTEN_S = 15.0  # how long the end of a group that failed is tried to be written down
 SETTLE_LIMIT_S = 300.0  # how long a run that is over waits for older points to be read or deleted
@@ -81,6 +85,9 @@ class RankZeroRecorder:
         )
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
         self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
+        self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
+        self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
+        self._wants_save = self._wants_stop = False
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -152,8 +159,13 @@ class RankZeroRecorder:
         """The label up to which all records are durable."""
         return self._acknowledged
 
+    def asked(self) -> tuple[bool, bool]:
+        """Whether a save, and whether a stop, was asked for from outside."""
+        return self._wants_save, self._wants_stop
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Hands it to the commit machine; True: the point is committed, False: the save was given up."""
+        self._wants_save = False  # it has begun
         assert self._loop is not None, "a group votes after it has begun"
         if self._failure is None:
             with suppress(RuntimeError):  # the loop has just ended
@@ -210,6 +222,7 @@ class RankZeroRecorder:
 
     # ---------------------------------------------------------------------- inside
     def _end(self, outcome: str, reason: str, limit_s: float) -> None:
+        self._note_answers(self._requests.ended(outcome, reason))
         try:
             write_down_end(self._store, self._journal, self._attempt, outcome, reason, limit_s, self._warn)
         finally:
@@ -238,6 +251,7 @@ class RankZeroRecorder:
         """The writing thread: votes as they come, journal and time in between."""
         self._loop = asyncio.get_running_loop()
         began.set()
+        hearing = asyncio.create_task(self._hear_requests())
         try:
             await self._commits.notify(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
             while self._failure is None and not self._stopping.is_set():
@@ -253,9 +267,33 @@ class RankZeroRecorder:
                 )
         except Exception as error:  # noqa: BLE001  whatever it is, the votes must be answered
             self._fail(error)
+        hearing.cancel()
         if self._voting:
             self._fail(ElasticError("the group ended before this save was decided"))
             await asyncio.wait(self._voting)
+
+    async def _hear_requests(self) -> None:
+        """Looks for what is asked by files in storage; while that fails nothing can be asked."""
+        while True:
+            with suppress(StorageError):
+                look = partial(self._request_files.read, self._requests.next_number)
+                if request := await in_daemon_thread(look):
+                    self._hear(request)
+            self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
+            await asyncio.sleep(REQUESTS_EVERY_S)
+
+    def _hear(self, request: Request) -> None:
+        self._journal.event(
+            EventKind.CONTROL_REQUEST, what=request.what, by=request.by, request=request.number
+        )
+        trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
+        answer = self._requests.heard(request, trained, newest.key if newest else None)
+        self._note_answers([answer] if answer else [])
+        self._wants_stop = self._wants_stop or request.what == STOP
+
+    def _note_answers(self, answers: Iterable[Answered]) -> None:
+        for answer in answers:
+            self._journal.event(EventKind.REQUEST_ANSWERED, **answer.fields)
 
     async def _vote(self, vote: Vote) -> bool:
         answer = asyncio.create_task(self._commits.vote(vote))
@@ -296,12 +334,14 @@ class RankZeroRecorder:
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: the next status says so."""
         self._saving.worked()
+        self._note_answers(self._requests.committed(point.key))
 
     async def gave_up(self, text: str, by_storage: bool) -> None:
         """See `CommitListener`. Saves that go on failing beyond the limit of storage end the group."""
         await self.warned(text)
+        now = self._clock()
+        self._requests.save_given_up(now)
         if by_storage:
-            now = self._clock()
             self._saving.failed(text, now)
             if reason := self._saving.verdict(now):
                 self._fail(StorageError(reason))

@@ -21,6 +21,7 @@ from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.lineage import Lineage, effective_history
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records import (
     ControlRequests,
     Cursor,
@@ -171,7 +172,11 @@ class World:
         self.highest = 0
         self.num = {"steps": 0, "commits": 0, "restarts": 0, "ends": 0, "generations": 0, "rewinds": 0}
         self.num["saves failed"] = 0
-        self.stop_asked = False
+        self.stop_asked = self.supervisor_stops = False
+        self.requests: list[str] = []  # to this launch: what is asked for, by number
+        self.heard: dict[int, StateKey | None] = {}  # by number: what was trained when it was heard last
+        self.answered: set[int] = set()  # durably
+        self.num["answered"] = self.num["saved as asked"] = 0
         self.all_have_come = False  # since time went on last, those who can
         self.coordinator = self.new_launch(rewind=False)
 
@@ -193,7 +198,9 @@ class World:
             names = names[: self.random.randint(1, len(names) - 1)]
             # what lies after the point that is gone back to is off the lineage from here on
             self.acknowledged = [name for name in self.acknowledged if name in names]
-        self.stop_asked, self.saves_fail_since = False, None
+        self.stop_asked = self.supervisor_stops = False
+        self.requests, self.heard, self.answered = [], {}, set()
+        self.saves_fail_since = None
         self.members, self.groups = [], {}
         self.messages = []
         self.deaths, self.highest, self.finished = {}, 0, {}
@@ -234,6 +241,8 @@ class World:
             previous=previous.members if previous else (),
             finished=self.finished,
             infos=[info_of(m) for m in self.members if previous and m.name in previous.members],
+            saved=key,
+            answered=self.answered,
         )
         commits = self.commits_class(
             attempt=number, keep_latest=self.keep, vote_limit_s=1e9, points=tuple(names), pinned=point
@@ -293,9 +302,7 @@ class World:
                             self.die(member)
                 case End():
                     self.check_end(action)
-                    shell.written_end = self.flush()
-                    if shell.written_end:
-                        self.ends[shell.attempt] = (action.outcome, action.reason)
+                    self.write_end(shell)
                 case Fenced():
                     raise BrokenError("fenced although nobody else claimed")
                 case commit.VoterGone():
@@ -314,6 +321,8 @@ class World:
     def note(self, attempt: int, note: Note) -> None:
         """A line of the journal that a restarted coordinator reads back."""
         match note.fields:
+            case {"request": int() as number, "outcome": str() as outcome, "point": str() as point}:
+                self.check_answer(number, outcome, point)
             case {"member": str() as member, "reason": str() as reason, "step": int() as step}:
                 self.finished[member] = (reason, step)
             case {"member": _} if note.kind != EventKind.MEMBER_DEAD:
@@ -322,6 +331,20 @@ class World:
                 self.failures.append((attempt, Failure(step=step, reason=reason)))
             case {"member": str() as member}:
                 self.known_dead.add(member)
+
+    def check_answer(self, number: int, outcome: str, point: str) -> None:
+        need(number not in self.answered, f"request {number} is answered twice")
+        self.answered.add(number)
+        self.num["answered"] += 1
+        trained = self.heard[number]
+        if self.requests[number - 1] != SAVE or outcome != "done":
+            return
+        self.num["saved as asked"] += 1
+        need(point in self.points or point in self.deleted, f"request {number} is met by no point: {point}")
+        lineage, _ = self.survey()
+        if trained is not None and lineage.on_lineage(trained) and point in self.points:
+            content, held = self.contents[trained], self.points[point][1]
+            need(held[: len(content)] == content, f"{point} lacks what was trained before request {number}")
 
     def answer(self, action: Answer) -> None:
         member = next(m for m in self.members if m.name == action.member)
@@ -341,7 +364,8 @@ class World:
 
     def check_end(self, end: End) -> None:
         self.num["ends"] += 1
-        if end.outcome in ("done", "stopped") and "nothing is to be saved" not in end.reason:
+        unsaved = any(text in end.reason for text in ("nothing is to be saved", "stopped at once"))
+        if end.outcome in ("done", "stopped") and not unsaved:
             there = [m for m in self.members if m.alive and m.name not in self.left_out]
             holders = [m for m in there if m.key and m.mode != "over"]
             saved = {content for _, content in self.points.values()}
@@ -415,11 +439,12 @@ class World:
         """Saves that go on failing for as long as storage may end the run, and not before."""
         machine = self.coordinator.machine
         if not action.by_storage:
+            self.carry_out(machine.save_given_up(action.reason, False, self.now))
             return
         if self.saves_fail_since is None:
             self.saves_fail_since = self.now
         for_s, went_on = self.now - self.saves_fail_since, machine.ended is None
-        self.carry_out(machine.save_failed(f"saves fail: {action.reason}", self.now))
+        self.carry_out(machine.save_given_up(f"saves fail: {action.reason}", True, self.now))
         over = machine.ended is not None
         need(over or for_s < STORAGE_LIMIT_S, f"saves have failed for {for_s} s, and the run goes on")
         if went_on and over:
@@ -457,7 +482,7 @@ class World:
             self.acknowledged.append(name)
         if not action.late:
             self.saves_fail_since = None
-            shell.machine.save_worked()
+            self.carry_out(shell.machine.committed(action.key))
         if shell.newest is None or action.key > shell.newest:
             shell.newest = action.key
             shell.machine.rendezvous.set_newest_point(action.key, Cursor(), name)
@@ -487,11 +512,28 @@ class World:
         shell = self.coordinator
         if shell.machine.ended is None:
             self.beat(shell)
-        elif not shell.written_end and self.flush():
-            shell.written_end = True
+        elif not shell.written_end:
+            self.write_end(shell)
+
+    def write_end(self, shell: Coordinator) -> None:
+        shell.written_end = self.flush()
+        if shell.written_end:
+            assert shell.machine.ended is not None
             self.ends[shell.attempt] = shell.machine.ended
+            left = set(range(1, shell.machine.next_request)) - self.answered
+            need(not left, f"the run has ended, and the requests {left} were never answered")
+
+    def hear(self, shell: Coordinator) -> None:
+        """What the coordinator reads in storage."""
+        number = shell.machine.next_request
+        if self.storage_works and number <= len(self.requests) and shell.machine.ended is None:
+            self.heard[number] = shell.machine.last_step.key if shell.machine.last_step else None
+            what = self.requests[number - 1]
+            asked = Request(number=number, launch=shell.launch, what=what, by="u@h", created="")
+            self.carry_out(shell.machine.asked(asked))
 
     def beat(self, shell: Coordinator) -> None:
+        self.hear(shell)
         for action in shell.machine.tick(self.now):
             if isinstance(action, Form):
                 shell.forming, shell.forming_since = action.formation, self.now
@@ -845,15 +887,18 @@ class World:
                 member.frozen = member.frozen and self.random.random() < 0.5
         elif x < 0.85 and self.num["restarts"] < 4:
             self.restart()
-        elif x < 0.92:
+        elif x < 0.90:
             self.storage_works = not self.storage_works
-        elif x < 0.95:
+        elif x < 0.94:
             self.points_work = not self.points_work
-        elif x < 0.97 and machine.ended is None:
+        elif x < 0.95 and machine.ended is None:
             machine.request_stop()
+            self.stop_asked = self.supervisor_stops = True
+        elif x < 0.96:
+            self.requests.append(STOP_NOW if self.random.random() < 0.2 else STOP)
             self.stop_asked = True
-        elif machine.ended is None:
-            machine.request_save()
+        else:
+            self.requests.append(SAVE)
 
     def look_for_the_dead(self) -> None:
         machine = self.coordinator.machine
@@ -881,7 +926,7 @@ class World:
             member.frozen = False
         if machine.stopping and not self.stop_asked:
             raise BrokenError("a stop that nobody asked for")
-        if self.stop_asked and not machine.stopping:
+        if self.supervisor_stops and not machine.stopping:
             machine.request_stop()  # as the supervisor does until it hears that it is known
         self.look_for_the_dead()
         alive = [m for m in self.members if m.alive and m.mode != "over"]

@@ -151,7 +151,7 @@ def test_a_member_hears_of_the_end_of_its_generation_at_once_and_of_nothing_else
             assert isinstance(await joined, GenerationView)
         watch = asyncio.create_task(actor.ended(LAUNCH, 1, 1))
         await actor.report(LAUNCH, "a", 1, 1, (record(key(1)),))
-        await actor.request("save")
+        await actor.warned("something else")
         await status(actor)
         assert not watch.done()
         leaving = asyncio.create_task(actor.join(replace(JOIN, member="a", leaves=(1, 1))))
@@ -491,7 +491,7 @@ def test_what_the_supervisor_must_hear_is_said_again_until_it_has_heard(store: R
         again = await actor.status((first.attempt, first.version), 0.0)
         assert lost.warnings == again.warnings == ("a save was given up",)
         assert (await actor.status((again.attempt, again.version), 0.0)).warnings == ()
-        await actor.request("stop")
+        await actor.stop("a signal")
         assert (await status(actor)).stopping
         await actor.end("stopped", "enough")
 

@@ -5,12 +5,15 @@ coordinator, storage that fails, ends) keep every rule, and each wrong version p
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.launch_machine import Action, LaunchMachine
+from orchestrator.coordinator.launch_machine import Action, LaunchMachine, Note
+from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
-from orchestrator.records import MemberInfo, StepRecord
+from orchestrator.elastic.storage_trouble import StorageTrouble
+from orchestrator.records import MemberInfo, StateKey, StepRecord
 from orchestrator.resume.commit_events import Action as CommitAction
 from orchestrator.resume.commit_events import DiscardSave, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
@@ -40,7 +43,7 @@ def test_no_random_history_breaks_a_rule_and_each_comes_to_its_end(seeds: range)
         outcomes[outcome] += 1
         seen.update(world.num)
     assert set(outcomes) == {"done", "stopped", "failed"}
-    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves failed")
+    what = ("steps", "commits", "restarts", "ends", "rewinds", "saves failed", "answered", "saved as asked")
     assert min(seen[each] for each in what) > 0, seen
 
 
@@ -84,15 +87,49 @@ class AsksOnlyWhoForms(LaunchMachine):
 class SavesForEver(LaunchMachine):
     """Nobody minds that every save fails."""
 
-    def save_failed(self, reason: str, now: float) -> list[Action]:
+    def save_given_up(self, reason: str, by_storage: bool, now: float) -> list[Action]:
         return []
 
 
 class NeverForgivesASave(LaunchMachine):
     """A save that is committed does not make good for those that failed."""
 
-    def save_worked(self) -> None:
-        pass
+    def committed(self, key: StateKey) -> list[Action]:
+        trouble, self._saving = self._saving, StorageTrouble(1e9)
+        try:
+            return super().committed(key)
+        finally:
+            self._saving = trouble
+
+
+class MetByAnyPoint(Requests):
+    """The next point meets a request to save, also one that was under way before."""
+
+    def committed(self, key: StateKey) -> list[Answered]:
+        self._saves = dict.fromkeys(self._saves, StateKey(attempt=0, generation=0, step=0))
+        return super().committed(key)
+
+
+class MeetsRequestsWithAnyPoint(LaunchMachine):
+    """See `MetByAnyPoint`."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._requests = MetByAnyPoint(named["answered"])
+
+
+class EndsWithoutAnswers(LaunchMachine):
+    """Who has asked for something does not hear that the run has ended."""
+
+    def end(self, outcome: str, reason: str) -> list[Action]:
+        return [action for action in super().end(outcome, reason) if not isinstance(action, Note)]
+
+
+class AnswersAgain(LaunchMachine):
+    """A restarted coordinator does not know what was answered."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **{**named, "answered": ()})
 
 
 class DiscardsAtOnce(CommitMachine):
@@ -121,14 +158,17 @@ class NobodyHears(World):
 @pytest.mark.parametrize(
     ("wrong", "rule", "seed"),
     [
-        (WaitsForNewcomers, "the run does not end", 9),
-        (ForgetsProgress, "a healthy run is stopped", 7),
-        (ForgetsWhoWasLeftOut, "the run does not end", 8406),
-        (TakesTheSilentForQuiet, "are deleted while", 891),
+        (WaitsForNewcomers, "the run does not end", 81),
+        (ForgetsProgress, "a healthy run is stopped", 10),
+        (ForgetsWhoWasLeftOut, "the run does not end", 238),
+        (TakesTheSilentForQuiet, "are deleted while", 483),
         (AsksOnlyWhoForms, "the run does not end", 822),
-        (SavesForEver, "and the run goes on", 42),
-        (NeverForgivesASave, "and the run ends", 238),
-        (DiscardsAtOnce, "are deleted while", 68),
+        (SavesForEver, "and the run goes on", 58),
+        (NeverForgivesASave, "and the run ends", 2583),
+        (MeetsRequestsWithAnyPoint, "lacks what was trained before request", 1969),
+        (EndsWithoutAnswers, "were never answered", 0),
+        (AnswersAgain, "is answered twice", 3),
+        (DiscardsAtOnce, "are deleted while", 0),
         (BusyIgnored, "is given up and killed", 68),
         (NobodyHears, "is given up and killed", 99),
     ],

@@ -116,7 +116,7 @@ def test_an_outage_while_a_coordinator_restarts_is_waited_for_and_nothing_said_i
         ):
             assert isinstance(answer, StillWaiting)
         for _ in range(3):
-            await actor.request("stop")  # as the supervisor does until it hears that it is known
+            await actor.stop("a signal")  # as the supervisor does until it hears that it is known
         await actor.note(EventKind.GROUP_STARTED, {"node": "n", "num_workers": 1})
         news = await actor.status((-1, -1), 0.1)
         while not news.warnings:

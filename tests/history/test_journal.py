@@ -100,7 +100,7 @@ def test_no_kind_of_event_is_read_as_a_record_or_writes_over_what_every_line_has
 def test_kinds_and_fields_that_only_a_newer_version_knows_are_read_as_they_stand(storage, tmp_path) -> None:
     journal = writer(storage)
     journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
-    journal.event(EventKind.CONTROL_REQUEST, what="save")
+    journal.event(EventKind.CONTROL_REQUEST, what="save", by="ada@desk", request=0)
     journal.close()
     path = tmp_path / "quickstart" / "journal" / "a0001" / "000001.jsonl"
     path.write_bytes(
@@ -111,14 +111,14 @@ def test_kinds_and_fields_that_only_a_newer_version_knows_are_read_as_they_stand
     for read in (read_journal, read_outline):
         assert [(event.kind, event.fields) for event in read(storage).events] == [
             ("quarantined", {"member": "a", "reason": "it did not answer"}),
-            ("wish", {"what": "save", "who": "somebody"}),
+            ("wish", {"what": "save", "who": "somebody", "by": "ada@desk", "request": 0}),
         ]
     assert read_tail(storage).faults == []
 
 
 def test_nothing_is_on_disk_before_flush_and_an_empty_run_has_an_empty_journal(storage) -> None:
     journal = writer(storage)
-    journal.event(EventKind.CONTROL_REQUEST, what="save")
+    journal.event(EventKind.CONTROL_REQUEST, what="save", by="ada@desk", request=0)
     assert read_journal(storage).events == ()
     journal.flush()
     assert len(read_journal(storage).events) == 1
@@ -188,7 +188,7 @@ def test_anything_else_that_is_no_journal_names_file_and_line(storage, tmp_path,
 
 def test_an_outline_decodes_only_the_newest_step_records_and_says_all_else(storage, monkeypatch) -> None:
     journal = writer(storage, segment_bytes=1500)
-    journal.event(EventKind.CONTROL_REQUEST, what="save")
+    journal.event(EventKind.CONTROL_REQUEST, what="save", by="ada@desk", request=0)
     journal.generation(start(1, None))
     for step in range(1, 9):
         journal.step(record(key(step)))
@@ -198,7 +198,7 @@ def test_an_outline_decodes_only_the_newest_step_records_and_says_all_else(stora
     journal.generation(start(3, key(8, generation=2)))
     journal.close()
     later = writer(storage, attempt=2)
-    later.event(EventKind.CONTROL_REQUEST, what="stop")
+    later.event(EventKind.CONTROL_REQUEST, what="stop", by="ada@desk", request=0)
     later.step(record(key(8, generation=2)))  # brought by members that outlived the first coordinator
     later.step(record(key(9, generation=2)))
     later.close()
@@ -386,15 +386,15 @@ def test_a_close_that_fails_loses_no_line_and_leaves_a_journal_that_can_be_read(
     disk = FailsOnClose()
     storage = Storage("/run", disk, no_sleep)
     journal = JournalWriter(storage, 1)
-    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    journal.event(EventKind.CONTROL_REQUEST, what="a", by="ada@desk", request=0)
     journal.flush()
     disk.broken = True
-    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    journal.event(EventKind.CONTROL_REQUEST, what="b", by="ada@desk", request=0)
     for _ in range(2):
         with pytest.raises(StorageError, match="cannot sync .*Input/output error"):
             journal.flush()
     disk.broken = False
-    journal.event(EventKind.CONTROL_REQUEST, what="c")
+    journal.event(EventKind.CONTROL_REQUEST, what="c", by="ada@desk", request=0)
     journal.flush()
     assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b", "c"]
 
@@ -409,11 +409,11 @@ def test_lines_of_a_full_segment_that_could_not_be_closed_come_again_and_are_rea
     storage = Storage("/run", disk, no_sleep)
     journal = JournalWriter(storage, 1, segment_bytes=10)
     disk.broken = True
-    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    journal.event(EventKind.CONTROL_REQUEST, what="a", by="ada@desk", request=0)
     with pytest.raises(StorageError, match="cannot close"):
         journal.flush()
     disk.broken = False
-    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    journal.event(EventKind.CONTROL_REQUEST, what="b", by="ada@desk", request=0)
     journal.close()
     assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b"]
 
@@ -431,11 +431,11 @@ def test_whatever_ends_a_flush_its_lines_are_written_by_the_next_one() -> None:
     disk = OutOfMemory()
     storage = Storage("/run", disk, no_sleep)
     journal = JournalWriter(storage, 1)
-    journal.event(EventKind.CONTROL_REQUEST, what="a")
+    journal.event(EventKind.CONTROL_REQUEST, what="a", by="ada@desk", request=0)
     disk.broken = True
     with pytest.raises(MemoryError):
         journal.flush()
     disk.broken = False
-    journal.event(EventKind.CONTROL_REQUEST, what="b")
+    journal.event(EventKind.CONTROL_REQUEST, what="b", by="ada@desk", request=0)
     journal.flush()
     assert [event.fields["what"] for event in read_journal(storage).events] == ["a", "b"]

@@ -95,6 +95,9 @@ class ModelDisk:
         self.handles[handle] = (node, offset + len(piece))
         return piece
 
+    def skip(self, handle: int, num_bytes: int) -> None:
+        self.handles[handle] = (self.handles[handle][0], num_bytes)
+
     def link(self, old: str, new: str) -> None:
         node = self._file(old)
         self._need_folder(new)

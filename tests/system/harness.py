@@ -255,10 +255,3 @@ def _living(prefix: str) -> dict[str, Any]:
 def feeder_pid() -> int:
     """The process of the feeder that lives now."""
     return int(_living("feeder-")["Pid"])
-
-
-def request_stop() -> None:
-    """Asks the launch that runs now to save and stop."""
-    import ray
-
-    ray.get(ray.get_actor(_living("coordinator-")["Name"]).request.remote("stop"))

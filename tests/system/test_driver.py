@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.monitor.asking import Reply
+from orchestrator.storage.files import Storage
 from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step
 
 pytestmark = pytest.mark.system
@@ -30,10 +34,20 @@ def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
 def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_path: Path) -> None:
     driver = start(job, cluster, tmp_path)
     job.drivers.append(driver)
-    watch = when_step(job, 5, lambda: driver.send_signal(signal.SIGINT))
+    saved: list[Reply] = []
+
+    def save_and_interrupt() -> None:
+        saved.append(job.run.save())
+        driver.send_signal(signal.SIGINT)
+
+    watch = when_step(job, 5, save_and_interrupt)
     out, err = driver.communicate(timeout=LIMIT_S)
     watch.join()
     assert driver.returncode == 0, err
+    assert [reply.outcome for reply in saved] == ["done"]
+    events = read_journal(Storage(job.run.uri)).events
+    committed = [event.fields["point"] for event in events if event.kind == EventKind.POINT_COMMITTED]
+    assert saved[0].point in committed
     stopped = json.loads(out)
     assert stopped["outcome"] == "stopped"
     newest, last = job.run.points()[-1], job.run.steps()[-1]

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.launch.api import RunResult
 from tests.conftest import only_what_a_launch_needs, python_is
-from tests.system.harness import LIMIT_S, Job, assert_exactly_once, request_stop, when_step
+from tests.system.harness import LIMIT_S, Job, assert_exactly_once, when_step
 
 pytestmark = pytest.mark.system
 
@@ -54,7 +54,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     alone = wait_for_world(job, 1)
     three_nodes.workers.append(three_nodes.add_node(num_cpus=2, object_store_memory=100 << 20))
     together = wait_for_world(job, 2, after=alone)
-    request_stop()
+    assert job.run.stop().outcome == "done"
     training.join(timeout=LIMIT_S)
     assert results, "the run did not end"
     assert results[0].outcome == "stopped", results[0].reason

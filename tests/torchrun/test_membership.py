@@ -53,6 +53,9 @@ class NotingRecorder:
         if self.stop_at in self.steps and self.membership is not None:
             self.membership.ask_stop()
 
+    def asked(self) -> tuple[bool, bool]:
+        return False, False
+
     def acknowledged_step(self) -> int:
         return max(self.steps, default=-1)
 

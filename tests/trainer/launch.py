@@ -177,8 +177,8 @@ class Launch:
             status = self.run(self.coordinator.status((status.attempt, status.version), 1.0))
         return status
 
-    def request(self, what: str) -> None:
-        self.run(self.coordinator.request(what))
+    def request_stop(self) -> None:
+        self.run(self.coordinator.stop("a test"))
 
     def restart_coordinator(self) -> None:
         """Its process dies and Ray starts it anew: what it knew is what stands in storage."""

@@ -253,7 +253,7 @@ def test_a_newcomer_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(tmp
         let_in(group, "b", Plan(unreachable=1), held="a")
         launch = group.launch
         launch.wait_for(lambda: [view.world_size for view in launch.views] == [1, 2, 1, 2])
-        launch.request("stop")
+        launch.request_stop()
         group.finish()
         assert killed(group) == set()
     alone, tried, without, together = launch.views

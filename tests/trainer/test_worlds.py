@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
+from orchestrator.monitor.asking import Asking
 from orchestrator.records import StateKey
+from orchestrator.resume.store import RunStore
 from orchestrator.trainer.job import LEFT
 from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import Launch
@@ -85,13 +88,38 @@ def test_fast_numerics_train_nearly_the_same(tmp_path, alone):
     assert fast.last_point().state_digest != alone.last_point().state_digest
 
 
-def test_saves_come_every_n_steps_and_when_wished_for_and_each_is_committed(tmp_path):
-    job = tiny_job(resume__every_steps=3)
+def test_saves_come_every_n_steps_and_each_is_committed(tmp_path):
+    launch = run_to_end(tmp_path, 2, job=tiny_job(resume__every_steps=3))
+    assert {point.key.step for point in launch.points.values()} == {3, 6, 8}
+
+
+def test_what_is_asked_for_from_outside_is_done_and_answered(tmp_path):
+    job = tiny_job(resume__every_steps=None, train__max_steps=100_000)
     with members(tmp_path, ["a", "b"], job=job) as group:
-        group.launch.request("save")
+        launch, store = group.launch, RunStore(group.launch.storage)
+        launch.wait_for(lambda: len(launch.records) >= 2)
+        saved = Asking(store, SAVE).answer(lambda: True)
+        (point,) = launch.points
+        stopped = Asking(store, STOP).answer(lambda: True)
         group.finish()
-        steps = {point.key.step for point in group.launch.points.values()}
-    assert steps >= {3, 6, 8}
+    assert (saved.request, saved.outcome, saved.point) == (1, "done", point)
+    last = launch.last_point().key
+    assert last == launch.outcomes["a"].key
+    assert (stopped.request, stopped.outcome) == (2, "done")
+    assert stopped.text == f"stopped: stopped at step {last.step}"
+
+
+def test_a_stop_now_ends_the_run_without_a_save(tmp_path):
+    job = tiny_job(resume__every_steps=None, train__max_steps=100_000)
+    with members(tmp_path, ["a", "b"], job=job) as group:
+        launch = group.launch
+        launch.wait_for(lambda: len(launch.records) >= 2)
+        stopped = Asking(RunStore(launch.storage), STOP_NOW).answer(lambda: True)
+        group.finish()
+    assert stopped.outcome == "done"
+    assert "all is trained again" in stopped.text
+    assert launch.points == {}
+    assert {outcome.reason for outcome in launch.outcomes.values()} == {LEFT}
 
 
 def test_saves_come_every_so_many_minutes(tmp_path):
@@ -102,7 +130,7 @@ def test_saves_come_every_so_many_minutes(tmp_path):
 def test_a_wished_stop_saves_and_leaves(tmp_path):
     with members(tmp_path, ["a", "b"], job=tiny_job(train__max_steps=1000)) as group:
         group.launch.wait_for(lambda: len(group.launch.records) >= 2)
-        group.launch.request("stop")
+        group.launch.request_stop()
         group.finish()
         launch = group.launch
     key, reason = launch.finished["a"]

@@ -1,0 +1,97 @@
+"""Asks a running launch for something, by a file in its storage, and waits for the answer in its journal.
+
+It decides nothing: what is asked for is done, refused or left by the launch itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from orchestrator.errors import RefusedError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import RequestFiles
+from orchestrator.monitor.follow import JournalFollower
+from orchestrator.resume.store import RunStore
+
+LOOK_EVERY_S = 0.5
+QUIET_S = 10.0  # without an answer for so long it is looked whether the run lives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What became of a request: `outcome` is done, refused, failed, or open (nobody waited for the answer);
+    `text` says it to people. `point` is the resume point that meets a request to save, "" for none.
+    """
+
+    request: int
+    what: str
+    outcome: str
+    text: str
+    point: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+class Asking:
+    """One request to the launch that works on a run now."""
+
+    def __init__(self, store: RunStore, what: str) -> None:
+        """Writes the request. Raises `RefusedError` if no launch works on the run, as far as its claims say;
+        `StorageError`.
+        """
+        self._store, self._what = store, what
+        claim, root = store.newest_claim(), store.storage.root
+        if claim is None:
+            raise RefusedError(f"{root}: nothing has been started here yet, so there is nobody to ask")
+        self._refuse_if_over(claim.number)
+        self._launch, self._attempt = claim.launch, claim.number
+        self._journal = JournalFollower(store.storage, claim.number)
+        run = store.read_run()
+        self.request = RequestFiles(store.storage, claim.launch, run.id if run else "").ask(what)
+
+    def answer(self, is_alive: Callable[[], bool]) -> Reply:
+        """Waits for the answer. `is_alive` looks whether the run gives a sign of life. Raises `RefusedError`
+        if it has ended, was taken over, or gives none: then nobody will do what was asked for.
+        """
+        asked_at = time.monotonic()
+        while True:
+            # looked at before the journal is read: the answer stands there before the end does
+            over = self._why_over()
+            for fields in self._answers():
+                if fields["request"] == self.request.number:
+                    return Reply(**{name: fields[name] for name in Reply.__slots__})
+            if over:
+                raise RefusedError(f"{over}; what was asked for ({self._what}) is done by nobody")
+            if time.monotonic() - asked_at > QUIET_S:
+                if not is_alive():
+                    raise RefusedError(
+                        f"{self._store.storage.root}: no answer, and no sign of life: what was asked for "
+                        f"({self._what}) is done by nobody, also not when the run is started again; "
+                        "`orchestrator status` says where it stands"
+                    )
+                asked_at = time.monotonic()
+            time.sleep(LOOK_EVERY_S)
+
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        return (line for line in self._journal.lines() if line["kind"] == EventKind.REQUEST_ANSWERED)
+
+    def _refuse_if_over(self, number: int) -> None:
+        if end := self._store.read_end(number):
+            raise RefusedError(
+                f"{self._store.storage.root} is not running: attempt {number} has ended ({end.outcome}: "
+                f"{end.reason})"
+            )
+
+    def _why_over(self) -> str:
+        claim, root = self._store.newest_claim(), self._store.storage.root
+        if claim is None:
+            return f"{root}: the run's claims are gone"
+        if claim.launch != self._launch:
+            return f"{root}: another launch has taken the run over (attempt {claim.number}, {claim.host})"
+        end = self._store.read_end(claim.number)
+        return f"{root}: the run has ended ({end.outcome}: {end.reason})" if end else ""
