@@ -170,21 +170,21 @@ def _unknown(path: Path, root: type[BaseModel]) -> str:
     section = ".".join("0" if isinstance(part, int) else str(part) for part in around)
     here = dotted(tuple(around))
     names = [p.rpartition(".")[2] for p in known if p.rpartition(".")[0] == section]
-    inside = _near(str(last), names)
+    inside = near(str(last), names)
     if str(last) in OTHER_NAMES:
         close = [OTHER_NAMES[str(last)]]
     elif inside:
         close = [dotted((*around, name)) for name in inside]
     else:
-        near = _near(str(last), sorted({p.rpartition(".")[2] for p in known}), cutoff=0.8)
-        close = [p for p in known if p.rpartition(".")[2] in near]
+        alike = near(str(last), sorted({p.rpartition(".")[2] for p in known}), cutoff=0.8)
+        close = [p for p in known if p.rpartition(".")[2] in alike]
     if close:
         return f"is not a known field; did you mean {' or '.join(close)}?"
     what = f"{here} has {', '.join(names)}" if here else f"sections are {', '.join(names)}"
     return f"is not a known field; {what}"
 
 
-def _near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
+def near(name: str, names: list[str], cutoff: float = 0.6) -> list[str]:
     """Those of `names` that contain `name` as a whole word; without any the one that is spelt alike."""
     by_word = [other for other in names if name == other or f"_{name}_" in f"_{other}_"]
     if 0 < len(by_word) <= _FEW:

@@ -17,8 +17,21 @@ _WORKER_BYTES, _TOKENIZER_BYTES, _FEEDER_BYTES = 1 << 30, 700 << 20, 300 << 20
 _TOKENIZER_OBJECT_BYTES = 16 << 20
 # Weights, gradients and AdamW's two moments while training; all but the gradients in a point.
 _COPIES, _POINT_COPIES = 4, 3
-# Dense models with the three matrices of a gated feed-forward in every layer.
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3")
+# Dense models with the three matrices of a gated feed-forward in every layer, and what transformers takes for
+# each where a configuration leaves it out, as far as it is not: an LM head of its own, heads of hidden_size /
+# num_attention_heads, no heads shared.
+_GATED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,20 +70,27 @@ def needs_of(job: JobConfig) -> Needs:
 
 
 def count_parameters(shape: Mapping[str, Any]) -> int:
-    """How many parameters a model of this transformers configuration has at least; 0 where the configuration
-    does not say it.
+    """How many parameters a model of this transformers configuration has at least: all but norms and biases;
+    0 where the configuration does not say it.
+
+    The LM head counts where it is not tied to the embeddings. Whether it is where `tie_word_embeddings` is
+    left out, and how many heads there are of which size, is known by heart of a few types of model
+    (`_GATED`); tests/trainer/test_model.py compares it with transformers.
     """
+    kind = shape.get("model_type")
+    if kind not in _GATED:
+        return 0
+    shape = {**_GATED[kind], **shape}
     hidden, vocab, layers = (
         _whole(shape, name) for name in ("hidden_size", "vocab_size", "num_hidden_layers")
     )
-    if shape.get("model_type") not in _GATED:
-        return 0
     heads = _whole(shape, "num_attention_heads")
     width = heads * _whole(shape, "head_dim") or hidden
     shared = _whole(shape, "num_key_value_heads") or heads
     keys = width * shared // heads if heads else 0
     layer = 2 * hidden * width + 2 * hidden * keys + 3 * hidden * _whole(shape, "intermediate_size")
-    return vocab * hidden + layers * layer
+    tables = 1 if shape.get("tie_word_embeddings") else 2
+    return tables * vocab * hidden + layers * layer
 
 
 def memory_problems(

@@ -1,5 +1,6 @@
-"""What a launch says while it runs: a line that is kept up to date on a terminal, one plain line every few
-seconds elsewhere, with time stamps, on stderr; all of it and more goes into the run's log file.
+"""What a launch says while it runs: a line that is kept up to date on a terminal that can do that, one plain
+line every few seconds elsewhere, with time stamps, on stderr; all of it and more goes into the run's log
+file.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ class Progress:
             from rich.console import Console
             from rich.status import Status
 
-            self._live = Status("starting", console=Console(file=cast(IO[str], self._screen)))
-            self._live.start()
+            console = Console(file=cast(IO[str], self._screen))
+            if console.is_terminal and not console.is_dumb_terminal:  # on any other it would draw nothing
+                self._live = Status("starting", console=console)
+                self._live.start()
 
     @classmethod
     @contextmanager

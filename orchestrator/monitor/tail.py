@@ -1,13 +1,15 @@
 """The newest part of a run's journal: the last steps, the last group, the last fault, the last point.
 
-For a look at a run of any length: it reads at most two segments (16 MiB each), decodes the lines that it
-shows, and checks nothing; proofs read the whole journal (`journal_reader`).
+For a look at a run of any length: it reads at least the newest 16 MiB, where there are so many, and at most
+about twice that, decodes the lines that it shows, and checks nothing; proofs read the whole journal
+(`journal_reader`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +18,13 @@ import orjson
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import FOLDER, GENERATION, OWN_FIELDS, STEP
+from orchestrator.history.journal import FOLDER, GENERATION, OWN_FIELDS, SEGMENT_BYTES, STEP
 from orchestrator.records import GroupChange, GroupMember, Loss, decode
 from orchestrator.storage.files import Storage
 
-SEGMENTS = 2  # that are read
+# Segments are read until it is so many: with the one that reaches it about two full ones, but any number of
+# those that writes which failed have left small or empty.
+LEAST_BYTES = SEGMENT_BYTES
 STEPS = 50  # that speed is computed from
 _ATTEMPT = re.compile(r"a(\d{4,})")
 _SEGMENT = re.compile(r"\d{6,}\.jsonl")
@@ -96,19 +100,26 @@ class Tail:
 
 def read_tail(storage: Storage) -> Tail:
     """The newest part of the run's journal; empty if there is none. Lines that are not as the journal writes
-    them (the last one may be in the middle of being written) are passed over.
+    them (the last one may be in the middle of being written) are passed over. A line that stands in several
+    segments, because a write of it failed, is taken once.
     """
     segments, whole_from = _newest_segments(storage)
     tail = Tail(whole_from=whole_from)
-    for line in _lines_backwards(storage, segments):
+    oldest: dict[str, int] = {}  # of each attempt's lines the least number that was taken
+    for segment, line in _lines_backwards(storage, segments):
         kind = _KIND.search(line)
         if kind is None:
             continue
         name = kind.group(1).decode(errors="replace")
         if name == STEP and len(tail.steps) >= STEPS:
             continue
+        folder = segment.rpartition("/")[0]
         try:
-            _take(tail, name, orjson.loads(line))
+            fields = orjson.loads(line)
+            if folder in oldest and fields["seq"] >= oldest[folder]:
+                continue
+            _take(tail, name, fields)
+            oldest[folder] = fields["seq"]
         except (orjson.JSONDecodeError, OrchestratorError, KeyError, TypeError):
             continue
     return tail
@@ -146,19 +157,31 @@ def _change(line: dict[str, Any]) -> GroupChange:
 def _newest_segments(storage: Storage) -> tuple[list[str], int]:
     """The segments to read, newest first, and the attempt from which on these are all there are (0: all)."""
     newest: list[str] = []
+    num_bytes = 0
     attempts = [name for name in storage.list(FOLDER) if _ATTEMPT.fullmatch(name)]
     for attempt in sorted(attempts, key=lambda name: int(name[1:]), reverse=True):
         segments = [name for name in storage.list(f"{FOLDER}/{attempt}") if _SEGMENT.fullmatch(name)]
         for segment in sorted(segments, key=lambda name: int(name[:-6]), reverse=True):
-            if len(newest) == SEGMENTS:
+            if num_bytes >= LEAST_BYTES:
                 return newest, int(attempt[1:]) + 1
             newest.append(f"{FOLDER}/{attempt}/{segment}")
+            with _there(newest[-1]):
+                num_bytes += storage.size(newest[-1])
     return newest, 0
 
 
-def _lines_backwards(storage: Storage, segments: Sequence[str]) -> Iterator[bytes]:
+def _lines_backwards(storage: Storage, segments: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    """Every line and the segment in which it stands."""
     for segment in segments:
-        try:
-            yield from reversed(storage.read(segment).split(b"\n"))
-        except FileNotFoundError as error:
-            raise StorageError(f"{segment} vanished while it was read; look again") from error
+        with _there(segment):
+            content = storage.read(segment)
+        for line in reversed(content.split(b"\n")):
+            yield segment, line
+
+
+@contextmanager
+def _there(segment: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StorageError(f"{segment} vanished while it was read; look again") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.config.schema import ModelConfig
 from orchestrator.errors import ConfigError
 from orchestrator.paused_gc import paused_gc
+from orchestrator.trainer.known_keys import require_known_keys
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -47,7 +48,8 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
 
 
 def try_model(job: JobConfig) -> ModelFacts:
-    """Builds the job's model on the meta device. Raises `ConfigError` if that is impossible.
+    """Builds the job's model on the meta device. Raises `ConfigError` if that is impossible, or if
+    `model.config` has keys that no model would read.
 
     A factory that does not work on the meta device is left to the workers, and `note` says so. Pretrained
     weights are not read, but looked for.
@@ -112,6 +114,8 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
     with torch.device("meta"):
         if config.factory is None:
             settings, attention = models.transformers_settings(config, device_type, invariant)
+            if config.config is not None:
+                require_known_keys(config.config, settings)
             model = models.shape_only(config, settings, attention)
             return ModelFacts(num_embeddings=_num_embeddings(model))
         function = models.find_factory(config)

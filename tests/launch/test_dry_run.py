@@ -76,6 +76,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[OrchestratorError], str]] = {
         ConfigError,
         "hidden_size",
     ),
+    "a key that no model would read": (
+        {"model.config": {**GEMMA2, "vocab_size": 1000, "hidden_sise": 64}},
+        ConfigError,
+        "model.config.hidden_sise .*did you mean model.config.hidden_size",
+    ),
     "attention that the model has not": (
         {"model.config": {**GEMMA2, "vocab_size": 1000}, "model.attn_implementation": "sdpa"},
         ConfigError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from orchestrator.launch.needs import Needs, count_parameters, memory_problems, needs_of
@@ -17,6 +19,7 @@ SMALL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
+    "tie_word_embeddings": True,
 }
 NEEDS = Needs(
     worker_bytes=3 * GIB, feed_bytes=2 * GIB, point_bytes=0, object_store_bytes=0, text="as the test says"
@@ -27,6 +30,7 @@ NEEDS = Needs(
     ("change", "expected"),
     [
         ({}, 100 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 96)),
+        ({"tie_word_embeddings": False}, 2 * 100 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 96)),
         ({"num_key_value_heads": 8}, 100 * 64 + 3 * (4 * 64 * 64 + 3 * 64 * 96)),
         ({"head_dim": 16}, 100 * 64 + 3 * (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 96)),
         ({"intermediate_size": None}, 100 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 16)),
@@ -42,7 +46,7 @@ def test_parameters_are_counted_where_the_configuration_says_them_and_never_too_
 
 def test_a_worker_holds_weights_gradients_and_two_moments_unless_a_gpu_does() -> None:
     count = count_parameters(SMALL)
-    model = '{"config": ' + str(SMALL).replace("'", '"') + "}"
+    model = json.dumps({"config": SMALL})
     base = needs_of(job("model=" + model, "cluster.use_gpu=true")).worker_bytes
     assert needs_of(job("model=" + model)).worker_bytes - base == 16 * count
     assert needs_of(job("model=" + model, "train.precision=bf16")).worker_bytes - base == 16 * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -58,6 +59,46 @@ def test_every_line_has_a_time_stamp_and_the_log_file_has_them_all_and_more(
     )
     assert all(text in kept for text in said)
     assert re.match(STAMP + r"\.\d{3}[+-]\d\d:\d\d before there", kept)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> str:
+    """What it gets while steps 7 and 8 are shown, where the environment has these settings."""
+    for name in ("TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress.shown(0.0) as progress:
+        for step in (7, 8):
+            progress.show(status(step))
+    return screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"TERM": "dumb"}, {"TERM": "unknown"}, {"TERM": "xterm", "TTY_COMPATIBLE": "0"}]
+)
+def test_a_terminal_that_cannot_redraw_a_line_is_given_plain_ones(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    lines = shown_on_a_terminal(monkeypatch, settings).splitlines()
+    assert [
+        bool(re.match(rf"{STAMP} step {step}  loss 0.5000", line))
+        for step, line in zip((7, 8), lines, strict=True)
+    ] == [True, True]
+
+
+def test_a_terminal_that_can_is_given_one_line_that_is_kept_up_to_date(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = shown_on_a_terminal(monkeypatch, {"TERM": "xterm"})
+    assert " step 8  loss 0.5000" in shown
+    assert "\x1b[" in shown
 
 
 def test_a_log_file_is_only_added_to_and_keeps_what_ended_the_launch(tmp_path: Path) -> None:

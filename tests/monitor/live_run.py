@@ -34,6 +34,7 @@ from tests.resume.samples import no_sleep, record, start, write_vote
 from tests.storage.crashfs import ModelDisk
 
 ROOT = "/run"
+SEGMENT_BYTES = 6000
 READS = ("open", "read", "size", "list", "is_folder")
 WRITES = ("create", "write", "link", "unlink", "make_folder", "remove_folder")
 LIMIT_S = 60.0
@@ -134,7 +135,7 @@ class LiveRun:
     def _begin(self, attempt: Attempt, parent: StateKey | None, brought: list[StateKey]) -> None:
         number = attempt.number
         journal = JournalWriter(
-            self.store.storage, number, run="run", segment_bytes=6000, run_id=attempt.run_id
+            self.store.storage, number, run="run", segment_bytes=SEGMENT_BYTES, run_id=attempt.run_id
         )
         note_beginning(journal, attempt, self.job.flat())
         for key in brought:

@@ -16,13 +16,14 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.launch import start as starting
 from orchestrator.monitor import run as monitor
+from orchestrator.monitor import tail
 from orchestrator.monitor.run import Run
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import newest_first
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS, point_path
 from orchestrator.storage.disk import Disk
-from tests.monitor.live_run import Aside, LiveRun, reader
+from tests.monitor.live_run import SEGMENT_BYTES, Aside, LiveRun, reader
 
 SEEDS = range(24)
 READINGS = 6  # in each history
@@ -36,6 +37,11 @@ def job(tiny_config: Any) -> JobConfig:
 @pytest.fixture(scope="module")
 def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+
+
+@pytest.fixture(autouse=True)
+def _looks_read_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "LEAST_BYTES", SEGMENT_BYTES)
 
 
 class WrongError(AssertionError):

@@ -16,6 +16,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.history.claim_files import RESUME
 from orchestrator.history.claims import ClaimParent
 from orchestrator.monitor import run as history
+from orchestrator.monitor import tail
 from orchestrator.monitor.run import Run
 from orchestrator.records import SourceCursor
 from orchestrator.resume.commit_events import DeletePoints
@@ -129,6 +130,7 @@ def test_a_look_that_does_not_reach_back_to_the_beginning_promises_no_beginning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(history, "WATCH_S", SHORT_S)
+    monkeypatch.setattr(tail, "LEAST_BYTES", 1 << 14)
     attempt = Attempt(runner, segment_bytes=1 << 14)
     attempt.begin()
     attempt.steps(1, 10)

@@ -16,13 +16,17 @@ import pytest
 
 from orchestrator.cli import commands as cli
 from orchestrator.elastic.roster import Roster
+from orchestrator.errors import StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor import run as history
+from orchestrator.monitor import tail
 from orchestrator.monitor.run import Run
 from orchestrator.records import JoinRequest, encode
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture
-from tests.resume.samples import key, record, start
+from tests.resume.samples import key, no_sleep, record, start
 
 SHORT_S = 0.3
 LONG_S = 120.0  # until somebody who lives has shown it, however slow the machine is
@@ -44,12 +48,17 @@ JOIN = JoinRequest(
 class Attempt:
     """An attempt that somebody works on, without a model."""
 
-    def __init__(self, runner: Runner, segment_bytes: int = 16 << 20) -> None:  # noqa: F811
+    def __init__(
+        self,
+        runner: Runner,  # noqa: F811
+        segment_bytes: int = 16 << 20,
+        disk: OsDisk | None = None,
+    ) -> None:
+        """`disk`: that its journal is written to, if not the store's."""
         attempt = runner.begin()
         self.store, self.number, self.run_id = runner.store, attempt.number, attempt.run_id
-        self.journal = JournalWriter(
-            self.store.storage, self.number, segment_bytes=segment_bytes, run_id=self.run_id
-        )
+        storage = Storage(str(runner.folder), disk, no_sleep) if disk is not None else self.store.storage
+        self.journal = JournalWriter(storage, self.number, segment_bytes=segment_bytes, run_id=self.run_id)
         self._runner = runner
 
     def begin(self) -> None:
@@ -181,15 +190,62 @@ def test_an_end_is_told_at_once_with_its_reason(runner: Runner) -> None:  # noqa
     assert run.status().is_broken
 
 
-def test_a_look_reads_only_the_newest_segments_of_a_long_journal(runner: Runner) -> None:  # noqa: F811
+def test_a_look_reads_only_the_newest_segments_of_a_long_journal(
+    runner: Runner,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tail, "LEAST_BYTES", 1 << 16)
     attempt = Attempt(runner, segment_bytes=1 << 16)
     attempt.begin()
     attempt.steps(1, 900)
     segments = sorted((runner.folder / "journal" / "a0001").iterdir())
     assert len(segments) > 4
-    segments[1].unlink()  # whoever read it all would miss it
+    segments[-3].unlink()
+    segments[-3].mkdir()  # whoever read it would fail
     view = run_of(runner).status(SHORT_S)
     assert (view.step, view.tokens_per_s is not None) == (900, True)
+    segments[-2].unlink()
+    segments[-2].mkdir()
+    with pytest.raises(StorageError, match="vanished"):
+        run_of(runner).status(SHORT_S)
+
+
+class FailingDisk(OsDisk):
+    """While it is broken a sync fails after the bytes were written, or nothing can be written at all."""
+
+    broken = ""
+
+    def write(self, handle: int, data: memoryview) -> int:
+        if self.broken == "write":
+            raise OSError(28, "No space left on device")
+        return super().write(handle, data)
+
+    def fsync(self, handle: int) -> None:
+        if self.broken == "sync":
+            raise OSError(5, "Input/output error")
+        super().fsync(handle)
+
+
+@pytest.mark.parametrize("how", ["sync", "write"])
+def test_while_storage_fails_and_after_it_a_run_is_seen_as_it_is(runner: Runner, how: str) -> None:  # noqa: F811
+    disk = FailingDisk()
+    attempt = Attempt(runner, disk=disk)
+    attempt.begin()
+    attempt.steps(1, 2, step_s=0.5)
+    disk.broken = how
+    for step in range(3, 33):
+        with pytest.raises(StorageError):
+            attempt.steps(step, step, step_s=0.5)
+    assert len(list((runner.folder / "journal" / "a0001").iterdir())) == 30
+    with attempt.alive():
+        assert run_of(runner).status(LONG_S).state == "running"
+        disk.broken = ""
+        attempt.steps(33, 33, step_s=0.5)
+        view = run_of(runner).status(LONG_S)
+    assert (view.state, view.workers, view.step) == ("running", 2, 33)
+    per_step = record(key(2)).consumed_tokens - record(key(1)).consumed_tokens
+    assert view.tokens_per_s == per_step / 0.5
+    assert len(tail.read_tail(runner.store.storage).steps) == 33
 
 
 def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_no_harm(

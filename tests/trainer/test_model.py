@@ -251,18 +251,34 @@ def test_a_buffer_that_is_no_part_of_the_state_may_change():
     assert state.optimizer_steps == 1
 
 
-def test_the_count_that_a_start_goes_by_is_that_of_the_model_but_for_its_norms() -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"num_key_value_heads": 2, "tie_word_embeddings": True},
+        {"num_key_value_heads": 2, "tie_word_embeddings": False, "head_dim": 16},
+    ],
+    ids=["little", "tied", "untied"],
+)
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3"],
+)
+def test_the_count_that_a_start_goes_by_is_that_of_the_model_but_for_its_norms_and_biases(
+    kind: str, said: dict[str, int]
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
-        "model_type": "llama",
+        "model_type": kind,
         "hidden_size": 64,
         "vocab_size": 100,
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
-        "num_key_value_heads": 2,
         "intermediate_size": 96,
-        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        **said,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
-    assert sum(p.numel() for p in model.parameters()) - count_parameters(shape) == (2 * 3 + 1) * 64
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    assert count_parameters(shape) == sum(p.numel() for p in model.parameters() if p.ndim > 1)

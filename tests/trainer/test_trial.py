@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from orchestrator.config.schema import JobConfig, ModelConfig
 from orchestrator.errors import ConfigError
+from orchestrator.trainer.known_keys import require_known_keys
 from orchestrator.trainer.model import build_model
 from orchestrator.trainer.trial import ModelFacts, require_vocabulary, try_model
 from tests.conftest import python_is
@@ -71,6 +73,77 @@ def test_a_process_without_torch_stays_without_it():
 def test_what_gives_no_model_is_refused(model, message, warm):
     with python_is(warm), pytest.raises(ConfigError, match=message):
         try_model(with_model(**model))
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {**LLAMA, "hidden_sise": 64},
+            "hidden_sise is not a known field of transformers' llama, no model would read it; did you mean "
+            "model.config.hidden_size?",
+        ),
+        (
+            {**LLAMA, "zzzz": 1},
+            "zzzz is not a known field of transformers' llama, no model would read it; leave",
+        ),
+        ({**LLAMA, "n_embd": 64}, "n_embd is not a known field of transformers' llama"),
+        ({"model_type": "gpt2", "hidden_sise": 64}, "; did you mean model.config.hidden_size?"),
+        ({"model_type": "gpt2", "rope_theta": 1e4}, "rope_theta is not a known field of transformers' gpt2"),
+        (
+            {"model_type": "gemma3", "hidden_size": 64},
+            "hidden_size is not a known field of transformers' gemma3, no model would read it; did you mean "
+            "model.config.text_config.hidden_size or model.config.vision_config.hidden_size?",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"hidden_sise": 64}},
+            "text_config.hidden_sise is not a known field of transformers' gemma3_text, no model would read "
+            "it; did you mean model.config.text_config.hidden_size?",
+        ),
+    ],
+)
+def test_a_key_that_no_model_would_read_is_refused_and_a_similar_one_named(config, line, warm):
+    with python_is(warm), pytest.raises(ConfigError) as refused:
+        try_model(with_model(config=config))
+    first, second = str(refused.value).splitlines()
+    assert (first, second[:15]) == ("model.config: 1 problem", "  model.config.")
+    assert line in second
+
+
+def test_all_keys_that_no_model_would_read_are_named_at_once():
+    with pytest.raises(ConfigError) as refused:
+        try_model(with_model(config={**LLAMA, "hidden_sise": 64, "layers": 2}))
+    first, *rest = str(refused.value).splitlines()
+    assert first == "model.config: 2 problems"
+    assert "did you mean model.config.hidden_size?" in rest[0]
+    assert "did you mean model.config.num_hidden_layers?" in rest[1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {**LLAMA, "torch_dtype": "float32", "architectures": ["LlamaForCausalLM"], "_name_or_path": "x"},
+        {**LLAMA, "transformers_version": "4.40.0", "num_labels": 3, "output_attentions": False},
+        {**LLAMA, "gradient_checkpointing": True, "use_cache": False, "max_length": 20, "num_beams": 1},
+        {**LLAMA, "model_type": "qwen2", "head_dim": 16},  # read by the model, declared nowhere
+        {"model_type": "gpt2", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY},
+        {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 10000},
+        {**LLAMA, "model_type": "gemma3_text", "sliding_window_pattern": 6},
+        {"model_type": "modernbert-decoder", "global_attn_every_n_layers": 3},
+        {"model_type": "gemma3", "eos_token_id": 1, "text_config": {"hidden_size": 64, "head_dim": 16}},
+    ],
+    ids=lambda config: f"{config['model_type']} {' '.join(config.keys() - LLAMA.keys())}",
+)
+def test_keys_that_a_class_translates_or_its_model_asks_for_are_known(config):
+    assert try_model(with_model(config=config)).num_embeddings
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3n", "gpt2", "qwen3_moe", "mixtral", "mamba2", "opt"])
+def test_what_a_class_says_of_itself_it_knows(kind):
+    settings = AutoConfig.for_model(kind)
+    require_known_keys(settings.to_dict(), AutoConfig.for_model(**settings.to_dict()))
 
 
 def test_a_pretrained_folder_is_tried_with_its_own_configuration_and_must_hold_safetensors(tmp_path):

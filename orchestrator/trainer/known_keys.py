@@ -1,0 +1,91 @@
+"""The keys of a `model.config` that no model would read. transformers keeps any key as an attribute, so that
+with a misspelt width a model of the default width would be trained.
+
+It knows how transformers declares and reads its configurations, and no type of model by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from orchestrator.config.problems import near
+from orchestrator.config.text import Path, Problem, dotted
+from orchestrator.errors import ConfigError
+
+# What any model reads or any published configuration says, though not every class declares it.
+_OF_ALL = frozenset(
+    {"gradient_checkpointing", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
+)
+_READ_BY_ALL = frozenset({"initializer_range"})  # by a model of this configuration, not of one inside it
+# How the code of a configuration or a model names a key that the class does not declare.
+_READS = re.compile(r'\bconfig\.(\w+)|config, "(\w+)"|\bkwargs\.(?:get|pop)\("(\w+)"')
+
+
+def require_known_keys(shape: Mapping[str, Any], settings: Any) -> None:
+    """Raises `ConfigError`, naming all of them, if `model.config`, `shape`, has keys that the transformers
+    configuration made of it, `settings`, does not know: its class neither has nor translates them, and its
+    model does not ask for them. Those inside configurations within it count, too.
+    """
+    lines = [
+        f"  {dotted(problem.path)} {problem.text}"
+        for problem in _problems(settings, shape, ("model", "config"))
+    ]
+    if lines:
+        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+        raise ConfigError("\n".join([f"model.config: {count}", *lines]))
+
+
+def _problems(settings: Any, shape: Mapping[str, Any], path: Path) -> Iterator[Problem]:
+    inner = {name: getattr(settings, name, None) for name in getattr(settings, "sub_configs", {})}
+    inner = {name: each for name, each in inner.items() if each is not None}
+    unknown = _unknown(settings, shape, inner)
+    names = {*settings.to_dict(), *settings.attribute_map}.difference(unknown)
+    for key in unknown:
+        meant: list[Path] = [(name, key) for name, each in inner.items() if key in vars(each)]
+        meant = meant or [(name,) for name in near(key, sorted(n for n in names if n[0] != "_"))]
+        close = " or ".join(dotted((*path, *each)) for each in meant)
+        yield Problem(
+            path=(*path, key),
+            text=f"is not a known field of transformers' {settings.model_type}, no model would read it; "
+            + (f"did you mean {close}?" if close else "leave it out"),
+        )
+    for name, each in inner.items():
+        if isinstance(shape.get(name), Mapping):
+            yield from _problems(each, shape[name], (*path, name))
+
+
+def _unknown(settings: Any, shape: Mapping[str, Any], inner: Mapping[str, Any]) -> list[str]:
+    """Those that the class has only put aside, as an attribute of the same name; what it has another name
+    for, or translates, it has not.
+    """
+    kind = type(settings)
+    aside = [k for k in shape if k in vars(settings) and not hasattr(kind, k) and k not in _OF_ALL]
+    if aside:
+        of_inner = {key for each in inner.values() for key in vars(each)}
+        read = _read_by_code(kind) - of_inner
+        aside = [key for key in aside if key not in read]
+    if not aside:
+        return []
+    try:
+        without = kind(**{key: value for key, value in shape.items() if key not in aside})
+    except Exception:  # noqa: BLE001  what it cannot be made without it does read
+        return []
+    return [key for key in aside if key not in vars(without) and key not in without.to_dict()]
+
+
+def _read_by_code(kind: type) -> set[str]:
+    """The keys that the modules of a configuration's class and of its models ask for."""
+    found = set(_READ_BY_ALL)
+    beside = kind.__module__.replace("configuration_", "modeling_")
+    with suppress(ModuleNotFoundError):
+        import_module(beside)
+    for module in {kind.__module__, beside} & sys.modules.keys():
+        for names in _READS.findall(inspect.getsource(sys.modules[module])):
+            found.update(name for name in names if name)
+    return found
