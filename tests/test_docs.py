@@ -39,6 +39,7 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
+from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
@@ -360,6 +361,7 @@ FIELDS = {
         EncoderChoice,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
+    "pins/<point>.json": (Hold,),
     "requests/<launch>/000001.json": (Request,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor),

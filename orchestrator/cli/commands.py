@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,12 +121,32 @@ def plan(config: Config, overrides: Overrides = None, json: Json = False) -> Non
 
 
 @app.command()
-def points(run: RunUri, json: Json = False) -> None:
-    """List the run's resume points: where each stands, whether it is whole, and whether it belongs to the
-    history.
+def points(
+    run: RunUri,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="delete the orphans: points off the history, unless pinned")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="with --prune: only say what it would do")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the run's resume points: where each stands, whether it is whole, whether it belongs to the
+    history, and whether it is pinned.
     """
     from orchestrator.monitor.run import open_run
 
+    if prune:
+        from orchestrator.cli.tables import pruned_lines
+
+        pruned = open_run(run).prune(dry_run)
+        if json:
+            _print_json([asdict(each) for each in pruned])
+        else:
+            _print_lines(pruned_lines(pruned))
+        return
+    if dry_run:
+        raise typer.BadParameter("--dry-run goes with --prune")
     rows = open_run(run).points()
     if json:
         _print_json(rows)
@@ -133,6 +154,8 @@ def points(run: RunUri, json: Json = False) -> None:
         from orchestrator.cli.tables import points_lines
 
         _print_lines(points_lines(rows))
+    if not all(row["healthy"] for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -208,6 +231,32 @@ def status(
             _print_lines(status_lines(seen))
     if seen.is_broken:
         raise typer.Exit(1)
+
+
+PointName = Annotated[str, typer.Argument(help="a point's name, e.g. 00000480-a0003-g0007")]
+
+
+@app.command()
+def pin(
+    run: RunUri,
+    point: PointName,
+    why: Annotated[str, typer.Option("--why", help="for whoever finds the pin")] = "",
+    json: Json = False,
+) -> None:
+    """Keep a resume point: neither retention nor --prune deletes it until it is unpinned."""
+    from orchestrator.monitor.run import open_run
+
+    hold = open_run(run).pin(point, why)
+    _print_json(asdict(hold)) if json else _print_lines([f"{point} is pinned by {hold.by}"])
+
+
+@app.command()
+def unpin(run: RunUri, point: PointName, json: Json = False) -> None:
+    """Give a pin back: the point may be deleted again."""
+    from orchestrator.monitor.run import open_run
+
+    hold = open_run(run).unpin(point)
+    _print_json(asdict(hold)) if json else _print_lines([f"{point} is no longer pinned"])
 
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="ask, and do not wait for the answer")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.monitor.orphans import Pruned
 from orchestrator.monitor.view import RunView, skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
 
@@ -119,9 +120,21 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _point_row(row: Mapping[str, Any]) -> list[str]:
     state = "damaged" if not row["healthy"] else "healthy" if row["on_lineage"] else "orphan"
+    state += ", pinned" if row["pin"] else ""
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
     sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
     return [row["name"], state, *counts, *sizes, str(row["weights_digest"])[:16] or "-"]
+
+
+def pruned_lines(pruned: Sequence[Pruned]) -> list[str]:
+    """What `points --prune` did or would do, a line for each orphan."""
+    if not pruned:
+        return ["there are no orphans: every resume point belongs to the history"]
+    return [f"{each.point}: {_fate(each)}" for each in pruned]
+
+
+def _fate(each: Pruned) -> str:
+    return f"kept: {each.kept}" if each.kept else "deleted" if each.deleted else "would be deleted"
 
 
 def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

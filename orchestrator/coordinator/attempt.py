@@ -247,11 +247,13 @@ def require_journals(store: RunStore, seen: Survey) -> None:
 
 
 def has_its_steps(seen: Survey, point: Point) -> bool:
-    """Whether the journal has a record of every step that led to the point."""
+    """Whether the journal has a record of every step that led to the point; if the journal was read before
+    the point was committed, it may not have them.
+    """
     starts = {(start.attempt, start.generation): start.step for start in seen.journal.generations}
     begun = starts.get((point.key.attempt, point.key.generation))
     at_begin = point.key.step == begun  # saved before the generation's first step
-    return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.lineage.records})
+    return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.journal.records})
 
 
 def require_frozen(seen: Survey, data: DataSpec) -> None:

@@ -12,6 +12,7 @@ that is gone are read by nobody: a new launch has another id, so that an old "st
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ class Request:
     unreadable: str = ""
 
 
+def asker() -> str:
+    """Who asks for something in this process, for people: user@host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
 class RequestFiles:
     """The requests to one launch."""
 
@@ -59,7 +69,7 @@ class RequestFiles:
                 number=number,
                 launch=self._launch,
                 what=what,
-                by=f"{getpass.getuser()}@{socket.gethostname()}",
+                by=asker(),
                 created=now_text(),
                 run_id=self._run_id,
             )

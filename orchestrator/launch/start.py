@@ -188,7 +188,8 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
-    if point is not None and not has_its_steps(seen, point):
+    # twice: they are durable before the point is, but it may have come after the journal was read
+    if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
         notes.append(
             f"warning: the journal lacks records of steps before {point.name}: the run can go on, but "
             "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"

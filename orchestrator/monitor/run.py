@@ -18,13 +18,15 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.fates import point_fates
+from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -88,6 +90,33 @@ class Run:
         part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
         return self._look(WATCH_S if watch_s is None else watch_s, None)
+
+    def pin(self, point: str, reason: str = "") -> Hold:
+        """Keeps a resume point, whatever retention and `prune` would do, until `unpin`; also of a run that
+        nobody works on. Returns the pin, or that which stood there before. Raises `RefusedError` if there is
+        no such point, or the run is deleting it.
+        """
+        return self._store.pin(point, asker(), reason, self._run_id())
+
+    def unpin(self, point: str) -> Hold:
+        """Gives a pin back. Raises `RefusedError` if the point is not pinned."""
+        if (pin := self._store.unpin(point)) is None:
+            pinned = ", ".join(sorted(self._store.pins())) or "none"
+            raise RefusedError(f"{self.uri}: resume point {point} is not pinned; pinned are: {pinned}")
+        return pin
+
+    def prune(self, dry_run: bool = False) -> list[Pruned]:
+        """Deletes the resume points that are off the history (orphans) and not pinned; `dry_run` says which
+        these are. See `monitor.orphans`.
+        """
+        seen = survey(self._store, with_steps=False)
+        keys = {name: parse_point_name(name) for name in self._names(seen)}
+        orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
+        return prune(self._store, orphans, asker(), self._run_id(), dry_run)
+
+    def _run_id(self) -> str:
+        run = self._store.read_run()
+        return run.id if run is not None else ""
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -275,7 +304,7 @@ class Run:
         return point, []
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
-        rows = []
+        rows, pins = [], self._store.pins()
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -287,7 +316,8 @@ class Run:
                 "step": key.step,
             }
             on_lineage = seen.lineage.on_lineage(key)
-            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage})
+            pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
+            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin})
         return rows
 
     def _verified(self, name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ elsewhere.
                                    parent (a key or null), world_size, optimizer_steps, weights_digest,
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id
+    pins/<point>.json              see resume.pins; requests/<launch>/000001.json: see history.request_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
@@ -44,6 +45,7 @@ from orchestrator.errors import BusyError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import encode
+from orchestrator.resume.pins import PinFiles
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import FORMAT
 from orchestrator.resume.run_file import RUN_FILE, RunFile, read_run
@@ -51,9 +53,9 @@ from orchestrator.resume.verify import POINTS
 from orchestrator.storage.sealed import seal
 
 
-class RunStore(ClaimFiles, PointFiles):
-    """One run's files: run.json, claims (`ClaimFiles`) and resume points (`PointFiles`). Holds no state;
-    pickles as its storage does.
+class RunStore(ClaimFiles, PointFiles, PinFiles):
+    """One run's files: run.json, claims (`ClaimFiles`), resume points (`PointFiles`) and who holds these
+    (`PinFiles`). Has no state; pickles as its storage does.
     """
 
     def create_run(self, name: str, identity: RunIdentity) -> RunFile:

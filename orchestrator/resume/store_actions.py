@@ -163,18 +163,27 @@ class PointCommitter:
     def _delete(self, action: DeletePoints) -> Event:
         gone: list[str] = []
         try:
+            names = [name for name in action.names if self._may_delete(name)]
+            if not names:
+                return Deleted(names=(), failed=action.names)
             # a kill in the middle must not look as if points had vanished
-            self._journal.event(EventKind.DELETING_POINTS, points=list(action.names))
+            self._journal.event(EventKind.DELETING_POINTS, points=names)
             self._journal.flush()
         except StorageError:
             return Deleted(names=(), failed=action.names)
-        for name in action.names:
+        for name in names:
             try:
                 self._store.delete_point(name)
+                self._store.deleted(name)
             except StorageError as error:
                 self._journal.event(EventKind.POINT_NOT_DELETED, point=name, reason=str(error))
                 break  # tried again after the next commit; the order, oldest first, is kept
             gone.append(name)
         if gone:
             self._journal.event(EventKind.POINTS_DELETED, points=gone)
-        return Deleted(names=tuple(gone), failed=action.names[len(gone) :])
+        return Deleted(names=tuple(gone), failed=tuple(name for name in action.names if name not in gone))
+
+    def _may_delete(self, name: str) -> bool:
+        """Whether nobody has pinned it: before the deletion is journalled, which a pin comes before."""
+        by = f"attempt {self._attempt}"
+        return self._store.may_delete(name, by, "resume.keep_latest", self._run_id)

@@ -19,6 +19,7 @@ import ray
 import ray.data
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.data_share import take_own_share
@@ -101,6 +102,8 @@ class Tokenizer:
         slot = int(batch["slot"][0].as_py())
         try:
             yield from self._slot(slot)
+        except TaskCancelledError:
+            raise  # the dataset is being closed: whoever does that knows why, and says it
         except Exception as error:
             ray.get(self._feeder.failed.remote(self._run_id, _of_ours(error)))
             raise

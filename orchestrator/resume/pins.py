@@ -1,0 +1,122 @@
+"""Who holds a resume point: whoever wants to keep it (a pin), or whoever deletes it.
+
+    pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
+
+Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
+hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
+That holds on dead runs, too, for no process of the run is needed. It knows no lineage and no retention.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.history.claim_files import now_text
+from orchestrator.records import decode, encode
+from orchestrator.resume.points import COMMIT, parse_point_name
+from orchestrator.resume.verify import point_path
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal, unseal
+
+FOLDER = "pins"
+PIN, DELETION = "pin", "deletion"
+_NAME = re.compile(r"(.+)\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hold:
+    """`what` is pin or deletion; `by` is who holds the point, `reason` why, `created` since when (ISO 8601),
+    all for people.
+    """
+
+    point: str
+    what: str
+    by: str
+    reason: str
+    created: str
+    run_id: str = ""
+
+
+class PinFiles:
+    """The holds of one run. Every method may raise `StorageError`; then nothing was decided."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def read_hold(self, point: str) -> Hold | None:
+        """Who holds the point; None: nobody. A file that is not as it was written counts as a pin."""
+        path = _path(point)
+        try:
+            found = decode(Hold, unseal(self.storage.read(path)), path)
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            reason = f"{path} is not as it was written: {error}"
+            return Hold(point=point, what=PIN, by="", reason=reason, created="")
+        return found
+
+    def pins(self) -> dict[str, Hold]:
+        """The pins by point."""
+        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
+        holds = [self.read_hold(match[1]) for match in matches if parse_point_name(match[1])]
+        return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
+
+    def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
+        """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
+        `RefusedError` if there is no such point, or it is being deleted.
+        """
+        hold = self._take(point, PIN, by, reason, run_id)
+        if hold.what != PIN:
+            raise RefusedError(
+                f"resume point {point} cannot be pinned: {hold.by} has begun to delete it ({hold.reason}); "
+                "pin another one"
+            )
+        if not self.storage.exists(point_path(point, COMMIT)):  # from now on nobody takes it away
+            self.unpin(point)
+            raise RefusedError(
+                f"there is no resume point {point} to pin; `orchestrator points` lists those that there are"
+            )
+        return hold
+
+    def unpin(self, point: str) -> Hold | None:
+        """Give the pin back: the point may be deleted from now on. Returns the pin; None: there was none."""
+        hold = self.read_hold(point)
+        if hold is None or hold.what != PIN:
+            return None
+        self._remove(point)
+        return hold
+
+    def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
+        """Whether nobody has pinned the point; then nobody can until `deleted`. One whose deletion somebody
+        has begun may be deleted by another one, too.
+        """
+        return self._take(point, DELETION, by, reason, run_id).what == DELETION
+
+    def deleted(self, point: str) -> None:
+        """The point is gone, and nobody holds it."""
+        self._remove(point)
+
+    def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:
+        """The hold on the point: that which stands there, or this one."""
+        while True:
+            if (there := self.read_hold(point)) is not None:
+                return there
+            hold = Hold(
+                point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id
+            )
+            if self.storage.create(_path(point), seal(encode(hold))):
+                return hold
+
+    def _remove(self, point: str) -> None:
+        self.storage.delete(_path(point))
+        self.storage.sync(FOLDER)
+
+
+def _path(point: str) -> str:
+    if parse_point_name(point) is None:
+        raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
+    return f"{FOLDER}/{point}.json"

@@ -1,0 +1,150 @@
+"""`points --prune` deletes what is off the history, and nothing else, whatever happens in the middle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import commands as cli
+from orchestrator.errors import RefusedError, StorageError
+from orchestrator.monitor import run as monitor
+from orchestrator.monitor.orphans import Pruned
+from orchestrator.monitor.run import Run
+from orchestrator.resume.points import COMMIT
+from orchestrator.storage.disk import OsDisk
+from orchestrator.storage.files import Storage
+from tests.launch.test_start import Runner, rewind, runner  # noqa: F401  a fixture
+from tests.resume.samples import no_sleep
+
+
+@pytest.fixture
+def rewound(runner: Runner) -> tuple[Runner, list[str], list[str]]:  # noqa: F811
+    """A run that went back behind two of its points, with the names of its points, and of these two."""
+    kept, *orphans = (runner.launch().point_name for _ in range(3))
+    (to,) = (point.key for point in [runner.store.read_point(kept)])
+    rewind(runner, to)
+    newest = runner.launch().point_name
+    return runner, [kept, newest], orphans
+
+
+def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[str], list[str]]) -> None:
+    runner, history, orphans = rewound  # noqa: F811
+    run = Run(runner.folder)
+    assert run.prune(dry_run=True) == [Pruned(point=name) for name in orphans]
+    assert {row["name"] for row in run.points()} == {*history, *orphans}
+    assert run.prune() == [Pruned(point=name, deleted=True) for name in orphans]
+    rows = run.points()
+    assert [(row["name"], row["on_lineage"], row["healthy"]) for row in rows] == [
+        (name, True, True) for name in history
+    ]
+    assert run.prune() == []
+    assert runner.plan().point == history[-1]
+    assert run.status(0).missing == ()
+    assert sorted(path.name for path in (runner.folder / "points").iterdir()) == sorted(history)
+
+
+def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, list[str], list[str]]) -> None:
+    runner, _, (first, second) = rewound  # noqa: F811
+    run = Run(runner.folder)
+    pin = run.pin(second, "the loss was lower there")
+    assert run.prune() == [
+        Pruned(point=first, deleted=True),
+        Pruned(point=second, kept=f"pinned by {pin.by}: the loss was lower there"),
+    ]
+    (row,) = (row for row in run.points() if row["name"] == second)
+    assert row["pin"] == {"by": pin.by, "reason": pin.reason, "created": pin.created}
+    assert run.unpin(second) == pin
+    with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
+        run.unpin(second)
+    assert run.prune() == [Pruned(point=second, deleted=True)]
+
+
+class FailsAt(OsDisk):
+    """From its `number`-th change on nothing can be changed, as after a kill."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def _change(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise PermissionError(1, "killed")
+
+    def create(self, path: str) -> int:
+        self._change()
+        return super().create(path)
+
+    def link(self, old: str, new: str) -> None:
+        self._change()
+        super().link(old, new)
+
+    def unlink(self, path: str) -> None:
+        self._change()
+        super().unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._change()
+        super().remove_folder(path)
+
+
+def test_after_a_kill_anywhere_the_same_command_goes_on(
+    rewound: tuple[Runner, list[str], list[str]], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, history, orphans = rewound  # noqa: F811
+    number, was_cut_off = 0, True
+    while was_cut_off:
+        copy = runner.copied(tmp_path / str(number))
+        disk = FailsAt(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(monitor, "Storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
+            try:
+                Run(copy.folder).prune()
+            except StorageError:
+                was_cut_off = True
+            else:
+                was_cut_off = False
+        assert copy.plan().point == history[-1]
+        found = {pruned.point for pruned in Run(copy.folder).prune() if pruned.deleted}
+        assert found <= {*orphans}
+        assert [row["name"] for row in Run(copy.folder).points()] == history
+        assert sorted(path.name for path in (copy.folder / "points").iterdir()) == sorted(history)
+        number += 1
+    assert number > 10
+
+
+def test_a_point_of_another_run_is_left_alone(rewound: tuple[Runner, list[str], list[str]]) -> None:
+    runner, _, (first, second) = rewound  # noqa: F811
+    commit = runner.folder / "points" / first / COMMIT
+    other = commit.read_bytes()
+    content = json.loads(other)["content"]
+    from orchestrator.storage.sealed import seal
+
+    commit.write_bytes(seal({**content, "run_id": "another"}))
+    kept, deleted = Run(runner.folder).prune()
+    assert (kept.point, kept.kept, deleted.point) == (first, "it belongs to another run", second)
+    assert commit.exists()
+
+
+def test_the_commands_say_what_they_did(
+    rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, history, (first, second) = rewound  # noqa: F811
+
+    def said(*words: str) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([words[0], str(runner.folder), *words[1:]])
+        return capsys.readouterr().out
+
+    assert f"{history[0]} is pinned by " in said("pin", history[0], "--why", "a milestone")
+    assert json.loads(said("points", "--json"))[0]["pin"]["reason"] == "a milestone"
+    assert "healthy, pinned" in said("points")
+    assert said("points", "--prune", "--dry-run") == (
+        f"{first}: would be deleted\n{second}: would be deleted\n"
+    )
+    assert [each["deleted"] for each in json.loads(said("points", "--prune", "--json"))] == [True, True]
+    assert said("points", "--prune") == "there are no orphans: every resume point belongs to the history\n"
+    assert said("unpin", history[0]) == f"{history[0]} is no longer pinned\n"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["points", str(runner.folder), "--dry-run"])
