@@ -8,10 +8,12 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.data.tokens.encoder import installed_encoders
@@ -419,6 +421,8 @@ def note_beginning(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
+        host=socket.gethostname(),
+        version=__version__,
         pid=by.pid,
         machine=by.machine,
         pid_start=by.start,

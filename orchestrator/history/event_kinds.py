@@ -28,7 +28,7 @@ class EventKind(StrEnum):
         return kind
 
     # ---- the attempt
-    ATTEMPT = "attempt", "launch", "why", "pid", "machine", "pid_start", "config"
+    ATTEMPT = "attempt", "launch", "why", "host", "version", "pid", "machine", "pid_start", "config"
     END = "end", "outcome", "reason"
     FAILURE = "failure", "step", "reason"
     CONTROL_REQUEST = "wish", "what", "by", "request"
@@ -48,7 +48,8 @@ class EventKind(StrEnum):
     GROUP_ENDED = "group ended", "node", "reason"
 
     # ---- resume points
-    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "cursor"
+    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"
+    POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
     SAVE_GIVEN_UP = "save given up", "point", "reason"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
     POINTS_DELETED = "points deleted", "points"

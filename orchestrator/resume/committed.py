@@ -1,6 +1,7 @@
-"""What ranks read and write of points: as storage has it, but nothing is read that COMMIT does not list.
+"""What ranks read and write of points: as storage has it, but no document is read that COMMIT does not list.
 
-It knows files and their digests; what the tensors in them mean is for the loader.
+It knows files and their digests; what the tensors in them mean, and whether each has the digest that
+parts.json says, is for the loader.
 """
 
 from __future__ import annotations

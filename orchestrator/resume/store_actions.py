@@ -45,6 +45,7 @@ def note_committed(journal: JournalWriter, point: Point) -> None:
         point=point.name,
         bytes=point.num_bytes,
         save_s=point.commit.save_s,
+        save_blocked_s=point.commit.save_blocked_s,
         cursor=encode(point.cursor),
     )
 
@@ -153,11 +154,19 @@ class PointCommitter:
         return CommitWritten(key=action.key)
 
     def _verify(self, action: VerifyPoint) -> Event:
+        began = self._clock()
         try:
             damages = self._store.verify_point(action.name)
         except OrchestratorError:
             return Verified(name=action.name, healthy=False)  # not known now; the next commit asks again
         self._damages += damages
+        self._journal.event(
+            EventKind.POINT_VERIFIED,
+            point=action.name,
+            checked="digests",
+            healthy=not damages,
+            seconds=self._clock() - began,
+        )
         return Verified(name=action.name, healthy=not damages)
 
     def _delete(self, action: DeletePoints) -> Event:

@@ -48,6 +48,7 @@ from tests.resume.samples import CONFIG, cursor, key, no_sleep, record, write_vo
 
 LIMIT_S = 60.0
 LAUNCH = "aaaa"
+GONE = key(7).point_name
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +256,7 @@ def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobod
         assert any(
             "FlushJournal failed: RuntimeError: not foreseen" in w for w in (await status(actor)).warnings
         )
-        actor._commits._in_background(partial(actor._commits._perform_aside, DeletePoints(names=("p",))))
+        actor._commits._in_background(partial(actor._commits._perform_aside, DeletePoints(names=(GONE,))))
         assert await actor._commits.settle(LIMIT_S)
         assert any("DeletePoints failed: RuntimeError" in w for w in (await status(actor)).warnings)
         disk.broken = False

@@ -89,7 +89,15 @@ class TrainedRun:
         )
         journal = JournalWriter(self.store.storage, self.number, run_id=self.run_id)
         journal.event(
-            EventKind.ATTEMPT, launch="", why="", pid=1, machine="", pid_start="", config=self.job.flat()
+            EventKind.ATTEMPT,
+            launch="",
+            why="",
+            host="",
+            version="",
+            pid=1,
+            machine="",
+            pid_start="",
+            config=self.job.flat(),
         )
         first = (self.key.step if self.key else 0) if label is None else label
         journal.generation(

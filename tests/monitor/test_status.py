@@ -65,7 +65,15 @@ class Attempt:
         """A generation of two workers of two, `a` and `b`."""
         config = self._runner.config().flat()
         self.journal.event(
-            EventKind.ATTEMPT, launch="l", why="start", pid=1, machine="", pid_start="", config=config
+            EventKind.ATTEMPT,
+            launch="l",
+            why="start",
+            host="",
+            version="",
+            pid=1,
+            machine="",
+            pid_start="",
+            config=config,
         )
         roster = Roster(2)
         for member in "ab":
