@@ -99,7 +99,7 @@ class Requests:
         ]
 
     def save_given_up(self, now: float) -> None:
-        """A save came to nothing: another one is asked for after a while (seconds)."""
+        """A save was given up: another one is asked for after `SAVE_AGAIN_S`. `now` is in seconds."""
         self._under_way, self._not_before = False, now + SAVE_AGAIN_S
 
     def wants_save(self, now: float) -> bool:

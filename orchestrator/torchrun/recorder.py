@@ -274,13 +274,16 @@ class RankZeroRecorder:
 
     async def _hear_requests(self) -> None:
         """Looks for what is asked by files in storage; while that fails nothing can be asked."""
-        while True:
-            with suppress(StorageError):
-                look = partial(self._request_files.read, self._requests.next_number)
-                if request := await in_daemon_thread(look):
-                    self._hear(request)
-            self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
-            await asyncio.sleep(REQUESTS_EVERY_S)
+        try:
+            while True:
+                with suppress(StorageError):
+                    look = partial(self._request_files.read, self._requests.next_number)
+                    if request := await in_daemon_thread(look):
+                        self._hear(request)
+                self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
+                await asyncio.sleep(REQUESTS_EVERY_S)
+        except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
+            self._fail(error)
 
     def _hear(self, request: Request) -> None:
         self._journal.event(

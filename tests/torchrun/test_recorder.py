@@ -16,6 +16,7 @@ import orchestrator
 from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
@@ -140,6 +141,37 @@ def test_a_part_that_a_rank_could_not_write_gives_that_save_up_alone(runner: Run
     given_up = [text for text in said if "was given up" in text]
     assert len(given_up) == 1
     assert "rank 1 could not save its part: No space left on device" in given_up[0]
+
+
+def comes_true(holds: Callable[[], bool]) -> bool:
+    never = threading.Event()
+    return any(holds() or never.wait(0.01) for _ in range(int(LIMIT_S / 0.01)))
+
+
+def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "REQUESTS_EVERY_S", 0.01)
+    made, store = on_disk(runner, OsDisk())
+    made.begin(2)
+    made.records([record(key(step)) for step in range(1, 11)])
+    claim = store.newest_claim()
+    assert claim is not None
+    files = RequestFiles(store.storage, claim.launch, claim.run_id)
+    for what in (STOP_NOW, SAVE):
+        files.ask(what)
+    assert comes_true(lambda: made.asked() == (True, False))
+    assert save(made, store, key(10)) == [True, True]
+    assert comes_true(lambda: made.asked() == (False, False))
+    files.ask(STOP)
+    assert comes_true(lambda: made.asked() == (False, True))
+    made.finished(key(10), "stopped")
+    events = [e.fields for e in read_journal(store.storage).events if e.kind == "request answered"]
+    assert [(e["request"], e["what"], e["outcome"], e["point"]) for e in events] == [
+        (1, "stop now", "refused", ""),
+        (2, "save", "done", key(10).point_name),
+        (3, "stop", "done", ""),
+    ]
 
 
 def test_saves_that_fail_for_longer_than_the_limit_of_storage_end_the_group(
