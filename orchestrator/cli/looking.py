@@ -1,0 +1,124 @@
+"""The commands that read a run: `points`, `verify`, `audit`, `status`. Nothing is decided here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines
+
+
+@app.command()
+def points(
+    run: RunUri,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="delete the orphans: points off the history, unless pinned")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="with --prune: only say what it would do")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List the run's resume points: where each stands, whether it is whole, whether it belongs to the
+    history, and whether it is pinned.
+    """
+    from orchestrator.monitor.run import open_run
+
+    if prune:
+        from orchestrator.cli.tables import pruned_lines
+
+        pruned = open_run(run).prune(dry_run)
+        if json:
+            print_json([asdict(each) for each in pruned])
+        else:
+            print_lines(pruned_lines(pruned))
+        return
+    if dry_run:
+        raise typer.BadParameter("--dry-run goes with --prune")
+    rows = open_run(run).points()
+    if json:
+        print_json(rows)
+    else:
+        from orchestrator.cli.tables import points_lines
+
+        print_lines(points_lines(rows))
+    if not all(row["healthy"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    run: RunUri,
+    point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None,
+    json: Json = False,
+) -> None:
+    """Read every byte of the resume points and compare the digests; names each damaged file."""
+    from orchestrator.monitor.run import open_run
+
+    rows = open_run(run).verify(point)
+    if json:
+        print_json(rows)
+    else:
+        from orchestrator.cli.tables import verify_lines
+
+        print_lines(verify_lines(rows))
+    if not all(row["healthy"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(
+    run: RunUri,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:B",
+            help="only these steps, both included, e.g. 100:250, 100: or 7; attempt 2's step: a2:7",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Recompute the token stream from the files and compare it, step by step, with what the journal says was
+    trained.
+    """
+    from orchestrator.monitor.run import open_run
+
+    report = open_run(run).audit(steps)
+    if json:
+        print_json(report)
+    else:
+        from orchestrator.cli.tables import audit_lines
+
+        print_lines(audit_lines(report))
+    if report["first_difference"] is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    run: RunUri,
+    json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="again and again, until the run has ended; --json: a line each")
+    ] = False,
+) -> None:
+    """Say whether the run is alive, where it stands, how many workers it has, what went wrong last, and when
+    it will be done. Reads storage only.
+    """
+    from orchestrator.monitor.run import open_run
+
+    opened = open_run(run)
+    for seen in opened.watch() if watch else [opened.status()]:
+        if json:
+            print_json(seen.to_json(), lines=watch)
+        else:
+            from orchestrator.cli.tables import status_lines
+
+            if watch and sys.stdout.isatty():
+                sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it
+            print_lines(status_lines(seen))
+    if seen.is_broken:
+        raise typer.Exit(1)

@@ -1,0 +1,107 @@
+"""What all commands share: the program itself, the arguments that recur, and how a result is printed.
+
+Exit codes: 0 done, 1 failure, 2 bad configuration or refusal, 130 interrupted. Logs and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+
+from orchestrator import __version__
+from orchestrator.launch.screen import Screen
+
+if TYPE_CHECKING:
+    from orchestrator.monitor.asking import Reply
+    from orchestrator.planning.resume_plan import ResumePlan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Elastic LLM training on Ray: a run survives anything and continues at exactly the next unread "
+    "token.",
+)
+
+Config = Annotated[str, typer.Argument(help="YAML file of the job, e.g. configs/quickstart.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, e.g. train.global_batch_size=24", show_default=False)
+]
+RunUri = Annotated[str, typer.Argument(help="the run's folder or URI, e.g. runs/quickstart")]
+Json = Annotated[
+    bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")
+]
+PointName = Annotated[str, typer.Argument(help="a point's name, e.g. 00000480-a0003-g0007")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        others = ", ".join(f"{name} {_version_of(name)}" for name in ("ray", "torch"))
+        sys.stdout.write(f"orchestrator {__version__} ({others}, Python {platform.python_version()})\n")
+        raise typer.Exit
+
+
+def _version_of(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="print the versions and exit"),
+    ] = False,
+) -> None:
+    """See the commands."""
+    del version  # the callback has acted on it
+
+
+def print_plan(found: ResumePlan, json: bool) -> None:
+    """For people, or as JSON; a refusal ends with 2."""
+    if json:
+        print_json(found.to_json())
+    else:
+        from orchestrator.cli.tables import plan_lines
+
+        print_lines(plan_lines(found))
+    if found.action == "refuse":
+        raise typer.Exit(2)
+
+
+def print_reply(reply: Reply, json: bool) -> None:
+    """What became of a request; a refusal ends with 2, a failure with 1."""
+    if json:
+        print_json(reply.to_json())
+    else:
+        print_lines([f"{reply.what}: {reply.text}"])
+    if reply.outcome in ("refused", "failed"):
+        raise typer.Exit(2 if reply.outcome == "refused" else 1)
+
+
+def print_json(value: Any, lines: bool = False) -> None:
+    """One document on stdout, indented, or on one line."""
+    if not sys.stdout:
+        raise OSError("the command was started without it")
+    sys.stdout.write(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n")
+    sys.stdout.flush()
+
+
+def print_lines(lines: list[str]) -> None:
+    """Lines for people on stdout."""
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """A message for people on stderr."""
+    Screen(sys.stderr).write(text + "\n")

@@ -1,0 +1,71 @@
+"""The commands that train, and that look ahead: `train`, `plan`, `sample-corpus`. Nothing is decided here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.shared import Config, Json, Overrides, app, print_json, print_plan, say
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="look at all that needs no cluster (plan, model, disk), write nothing, and end"
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Start the run, or continue it where it stands; the same command does both."""
+    if dry_run:
+        from orchestrator.launch.api import dry_run as rehearse
+
+        print_plan(rehearse(config, overrides or []), json)
+        return
+    from orchestrator.launch.api import train as start
+
+    try:
+        result = start(config, overrides or [])
+    except KeyboardInterrupt as interrupt:  # typer would end without a message
+        say(str(interrupt) or "interrupted; the same command starts again")
+        raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
+    if json:
+        try:
+            print_json(result.to_json())
+        except (OSError, ValueError) as error:  # the run has ended as it has, whoever reads that
+            say(
+                f"cannot write the result to stdout ({error}); the run is {result.outcome}, and "
+                f"`orchestrator status {result.run_uri} --json` says so, too"
+            )
+    if result.outcome == "failed":  # the reason was shown when the run ended
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, json: Json = False) -> None:
+    """Say what `train` would do with this configuration, without Ray, torch or a GPU."""
+    from orchestrator.launch.api import plan as look_ahead
+
+    print_plan(look_ahead(config, overrides or []), json)
+
+
+@app.command("sample-corpus")
+def sample_corpus(
+    out: Annotated[Path, typer.Argument(help="folder to make")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="folder of text files; the Python standard library without it"),
+    ] = None,
+) -> None:
+    """Make a real corpus (jsonl) and an 8k byte-level BPE tokenizer from text that is on this machine."""
+    from orchestrator.data.sample_corpus import build_sample_corpus
+
+    say(str(build_sample_corpus(out, source)))
