@@ -87,7 +87,8 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's.
+    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
+    is the command line that would continue the run, without secrets ("": nobody typed one).
     """
 
     number: int
@@ -109,6 +110,7 @@ class Attempt:
     last_step: StepRecord | None = None
     answered: tuple[int, ...] = ()
     run_id: str = ""
+    command: str = ""
 
     @property
     def parent(self) -> StateKey | None:
@@ -421,6 +423,7 @@ def note_beginning(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
+        command=attempt.command,
         host=socket.gethostname(),
         version=__version__,
         pid=by.pid,

@@ -260,10 +260,11 @@ def claimed(
     watched: int,
     fault_plan: str = "",
     process: Process | None = None,
+    command: str = "",
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive;
-    `process` is the one in whose name it claims, itself if not given.
+    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -276,7 +277,8 @@ def claimed(
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
         try:
             hook(fault_plan)("claim_made", -1, -1)
-            yield begin_launch(store, job, made, run, spec)
+            attempt, plan = begin_launch(store, job, made, run, spec)
+            yield replace(attempt, command=command), plan
         except BaseException as error:
             _end_unbegun(store, made, error)
             raise
