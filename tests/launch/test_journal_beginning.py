@@ -51,3 +51,18 @@ def test_under_torchrun_the_command_is_torchruns(
     assert torchrun._command("job.yaml", ["run.name=a"]) == (
         f"torchrun {said}--nproc-per-node 4 jobs/torchrun_train.py job.yaml run.name=a"
     )
+
+
+def test_an_attempt_says_how_each_source_stands_where_it_begins(runner: Runner) -> None:
+    at = runner.launch()
+    (sources,) = [event for event in begun(runner) if event.kind == EventKind.SOURCES]
+    (name,) = {source.name for source in runner.config().data.sources}
+    (plan,) = runner.prepared().plans
+    point = runner.store.read_point(at.point_name)
+    assert sources.fields == {
+        "counts": {name: point.cursor.consumed_samples},
+        "tokens": {name: point.cursor.consumed_tokens},
+        "num_blocks": {name: plan.num_blocks},
+        "weights": {name: 1.0},
+    }
+    assert point.cursor.consumed_samples > 0
