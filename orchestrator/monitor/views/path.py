@@ -200,7 +200,8 @@ def _check(columns: Columns, path: Path) -> None:
         parent, known = segment.start.parent, dict[StateKey, StepRecord]()
         if parent is not None and previous is not None and parent.step != previous.start.step:
             piece = pieces.get(columns.index[(parent.attempt, parent.generation)])
-            row = piece.rows[columns["step"][piece.rows] == parent.step] if piece is not None else ()
+            rows = piece.rows if piece is not None else np.zeros(0, "i8")
+            row = rows[columns["step"][rows] == parent.step]
             if len(row):
                 known[parent] = columns.record(int(row[0]))
             errors += discontinuity(segment.start, previous, known)
