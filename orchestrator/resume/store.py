@@ -13,7 +13,7 @@ elsewhere.
                                    encoders; written after the claim
     attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
                                    0003.heartbeat-2, … in its place when a write has failed
-    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id. Absent
+    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
                                    after a crash
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
         model/…, optimizer/…       tensors, written and synced by the ranks before they vote

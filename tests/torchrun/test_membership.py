@@ -74,7 +74,7 @@ class NotingRecorder:
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
         self.given_up[key.step] = (rank, reason)
 
-    def finished(self, key: StateKey, reason: str) -> None:
+    def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
         noted = {
             "given up": {step: list(why) for step, why in self.given_up.items()},
             "key": key.point_name,
