@@ -79,7 +79,7 @@ class Planner:
         Raises `ConfigError` for values that the command line refuses to read, `RefusedError` for an unknown
         point or a run that has not begun.
         """
-        with self._lock, self._run.reading() as views:
+        with self._lock, self._run.readable() as views:
             flat = self._newest_config()
             wanted = asked.point or "latest"
             job = parse_config(nested(in_todays_fields(flat)), [*asked.overrides, f"resume.from={wanted}"])

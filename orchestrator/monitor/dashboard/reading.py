@@ -39,12 +39,12 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
     @app.get("/api/runs/{run}")
     def summary(run: RunName) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.summary(full=True))
 
     @app.get("/api/runs/{run}/timeline")
     def timeline(run: RunName, px: Annotated[int | None, Query(ge=40, le=8000)] = None) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.timeline(px))
 
     @app.get("/api/runs/{run}/series")
@@ -57,7 +57,7 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         px: Annotated[int, Query(ge=40, le=4000)] = 800,
     ) -> Response:
         names = [name for name in metrics.split(",") if name]
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return json_response(views.series(axis, names, start, stop, px))
 
     @app.get("/api/runs/{run}/points")
@@ -69,12 +69,12 @@ def add_views(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         offset: Offset = 0,
         limit: Limit = 100,
     ) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.points(state, sort, q, offset, limit))
 
     @app.get("/api/runs/{run}/points/{point}")
     def point(run: RunName, point: PointName) -> Response:
-        with runs.open(run).reading() as views, named("no_point"):
+        with runs.open(run).readable() as views, named("no_point"):
             return shown(views.point(point))
 
 
@@ -85,17 +85,17 @@ def add_records(app: FastAPI, runs: Runs) -> None:
     def attempts(
         run: RunName, routine: Literal["0", "1"] = "0", offset: Offset = 0, limit: Limit = 200
     ) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.attempts(routine == "1", offset, limit))
 
     @app.get("/api/runs/{run}/sources")
     def sources(run: RunName) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.sources())
 
     @app.get("/api/runs/{run}/goodput")
     def goodput(run: RunName) -> Response:
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.goodput())
 
     @app.get("/api/runs/{run}/events")
@@ -111,12 +111,12 @@ def add_records(app: FastAPI, runs: Runs) -> None:
         limit: Limit = 100,
     ) -> Response:
         levels, kinds = ([each for each in text.split(",") if each] for text in (level, kind))
-        with runs.open(run).reading() as views:
+        with runs.open(run).readable() as views:
             return shown(views.events(levels, kinds, attempt, q, start, stop, offset, limit))
 
     @app.get("/api/runs/{run}/events/{event}")
     def event(run: RunName, event: Annotated[str, InPath(max_length=60)]) -> Response:
-        with runs.open(run).reading() as views, named("no_event"):
+        with runs.open(run).readable() as views, named("no_event"):
             return shown(views.event(event))
 
 

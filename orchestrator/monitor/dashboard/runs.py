@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestrator.config.schema import NAME
 from orchestrator.errors import StorageError
-from orchestrator.monitor.dashboard.answers import not_found
+from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
@@ -45,6 +45,28 @@ class OpenRun:
                 self.views.refresh()
                 self._read_at = self.clock()
             yield self.views
+
+    @contextmanager
+    def readable(self) -> Iterator[RunViews]:
+        """The same of a run that can be read. Raises `RouteError` of one that cannot."""
+        with self.reading() as views:
+            if (error := views.unreadable) is not None:
+                raise RouteError(
+                    Problem(
+                        status=UNANSWERABLE,
+                        code="unreadable",
+                        text=str(error),
+                        do="Restore the file from a copy of the storage; until then nothing of this run is shown, because "
+                        "what comes after that place cannot be trusted.",
+                        more={
+                            "file": error.file,
+                            "line": error.line or None,
+                            "reason": error.reason,
+                            "points": self.store.point_names()[-3:],
+                        },
+                    )
+                )
+            yield views
 
 
 class Runs:

@@ -19,7 +19,7 @@ import orjson
 
 from orchestrator.config.redaction import redacted
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.dashboard.answers import problem_of
+from orchestrator.monitor.dashboard.answers import RouteError, problem_of
 from orchestrator.monitor.dashboard.runs import OpenRun
 
 EVERY_S = 2.0
@@ -65,8 +65,9 @@ async def events(
     while not closing.is_set():
         try:
             look = await anyio.to_thread.run_sync(_look, run, before.last_id if before else last_id)
-        except OrchestratorError as error:
-            yield _event("", "error", problem_of(error).to_json())
+        except (OrchestratorError, RouteError) as error:
+            problem = error.problem if isinstance(error, RouteError) else problem_of(error)
+            yield _event("", "error", problem.to_json())
             return
         found = list(_changes(before, look))
         for kind, id_, data in found:
@@ -80,7 +81,7 @@ async def events(
 
 
 def _look(run: OpenRun, last_id: str) -> _Look:
-    with run.reading() as views:
+    with run.readable() as views:
         happened = tuple(views.happenings_since(last_id)) if last_id else ()
         return _Look(last_id=views.last_id, happened=happened, summary=redacted(views.summary(full=True)))
 
