@@ -216,7 +216,8 @@ def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
     """What leaves the history; see `coordinator.attempt.rewind_sentence`."""
     aside = views.point(wanted)["aside"]
     names = _on_history(views)
-    after = [name for name in names if name not in up_to(names, point)]
+    kept = {*up_to(names, point)}
+    after = [name for name in names if name not in kept]
     steps = aside["steps"] if aside else 0
     return rewind_text(wanted, steps, _labels_after(views, point) if steps else (0, 0), after)
 
