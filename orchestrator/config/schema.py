@@ -275,6 +275,8 @@ class MonitorConfig(_Section):
 
     progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
     """Time between two lines of progress, in seconds."""
+    dashboard: Annotated[bool, free("true or false")] = False
+    """Serve the run's page beside it, on the driver's machine, and print its link."""
 
 
 class JobConfig(_Section):

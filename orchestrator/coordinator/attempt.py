@@ -9,7 +9,7 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -301,9 +301,16 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
         )
     steps = [record.step for record in seen.lineage.records if record.key > point.key]
     points = [name for name in seen.points if name not in up_to(seen.points, point)]
-    if not steps and not points:
+    return rewind_text(wanted, len(steps), (steps[0], steps[-1]) if steps else (0, 0), points)
+
+
+def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Sequence[str]) -> str:
+    """What leaves the history with a rewind: so many steps, labelled so from the first to the last, and these
+    points, oldest first; empty if nothing does.
+    """
+    if not num_steps and not points:
         return ""
-    left = [f"{len(steps)} steps after it, {steps[0]} to {steps[-1]}"] if steps else []
+    left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
     left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
@@ -314,14 +321,23 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
 def choose_point(
     store: RunStore, seen: Survey, wanted: str, fast: bool = False
 ) -> tuple[Point | None, tuple[Damage, ...]]:
+    """See `choose_among`, of what was seen."""
+    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast)
+
+
+def choose_among(
+    store: RunStore, points: Sequence[str], unfit: Sequence[str], wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
     """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
 
-    A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
+    `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
+    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` trusts
+    sizes (for `plan`).
     """
     if wanted == "latest":
-        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
-    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
-        listed = ", ".join(seen.points) or "none"
+        return store.healthy_newest((*points, *unfit), fast=fast)
+    if wanted not in (*points, *unfit):
+        listed = ", ".join(points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
             "or latest"
