@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator.cli import following, looking, steering, submit, training
+from orchestrator.cli import doctor, following, looking, steering, submit, training
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
 from orchestrator.launch.screen import let_go
 
 # the modules declare the commands
-__all__ = ["app", "following", "looking", "main", "steering", "submit", "training"]
+__all__ = ["app", "doctor", "following", "looking", "main", "steering", "submit", "training"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

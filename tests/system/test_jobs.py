@@ -122,6 +122,7 @@ class JobServer:
         words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
         return subprocess.run(
             [*words, f"--address={self.url}", "--stop-wait=300"],
+            check=False,
             cwd=ROOT,
             env=self.environment,
             capture_output=True,
