@@ -9,13 +9,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator.cli import dashboard, looking, steering, training
+from orchestrator.cli import (
+    dashboard,
+    doctor,
+    following,
+    looking,
+    steering,
+    submit,
+    training,
+)
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
 from orchestrator.launch.screen import let_go
 
-__all__ = ["app", "dashboard", "looking", "main", "steering", "training"]  # the modules declare the commands
+# the modules declare the commands
+__all__ = [
+    "app",
+    "dashboard",
+    "doctor",
+    "following",
+    "looking",
+    "main",
+    "steering",
+    "submit",
+    "training",
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -47,7 +47,12 @@ def free(expected: str, **constraints: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+        defer_build=True,  # who only reads a run parses no configuration
     )
 
 
@@ -287,9 +292,9 @@ class JobConfig(_Section):
     pack: PackConfig
     model: ModelConfig
     train: TrainConfig
-    cluster: ClusterConfig = ClusterConfig()
-    resume: ResumeConfig = ResumeConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     def to_json(self) -> dict[str, Any]:
         """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
-from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -376,6 +375,8 @@ def decide(
     identities: tuple[RunIdentity, RunIdentity] | None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    from orchestrator.data.tokens.encoder import installed_encoders
+
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point), point.config) if point else (None, None)
     return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())

@@ -174,6 +174,14 @@ class Run:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
+        `RefusedError` if there is none.
+        """
+        from orchestrator.monitor import logs
+
+        return logs.follow(self._store) if follow else iter([logs.LogFollower(self._store.storage).read()])
+
     def __repr__(self) -> str:
         try:
             view = self._look(0.0, None)

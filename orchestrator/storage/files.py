@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-import tenacity
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, StorageError
@@ -230,6 +229,8 @@ class Storage:
         except OSError as error:
             if error.errno in _LASTING:
                 raise
+        import tenacity
+
         self._sleep(FIRST_WAIT_S)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
