@@ -118,6 +118,14 @@ class Run:
         run = self._store.read_run()
         return run.id if run is not None else ""
 
+    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
+        the document of `export --json`. See `resume.export.export_point`.
+        """
+        from orchestrator.monitor.weights import export
+
+        return export(self.uri, self._store, out, point, dtype)
+
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
         trained by now; waits until that is committed. It trains on.
