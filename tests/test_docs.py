@@ -39,6 +39,7 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
+from orchestrator.resume.export_files import Exported
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
@@ -364,6 +365,7 @@ FIELDS = {
     "pins/<point>.json": (Hold,),
     "requests/<launch>/000001.json": (Request,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "exports/…/EXPORT": (Exported, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor),
 }
 

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,39 +23,17 @@ from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
 from orchestrator.data.tokens.tokenizer_files import examine
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claim_files import now_text
-from orchestrator.records import FileEntry, TensorEntry, decode, encode
+from orchestrator.records import TensorEntry, encode
+from orchestrator.resume.export_files import FORMAT, MARKER, Exported
 from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.tensor_files import SHARD_BYTES, Buffer, Form, Piece, write_file, write_tensors
 from orchestrator.storage.files import TEMPORARY, Storage
-from orchestrator.storage.sealed import seal, unseal
+from orchestrator.storage.sealed import seal
 
-MARKER, RUN_CONFIG = "EXPORT", "run_config.json"
+RUN_CONFIG = "run_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
-FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """The content of EXPORT: which weights these are, and every other file with its size and digest. `dtype`
-    is empty where numbers are as they were trained; `weights_digest` is the point's, of the weights before
-    any `dtype`.
-    """
-
-    format: int
-    run: str
-    run_id: str
-    point: str
-    weights_digest: str
-    dtype: str
-    created: str
-    files: tuple[FileEntry, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all its files but EXPORT."""
-        return sum(entry.bytes for entry in self.files)
 
 
 def export_point(
@@ -130,17 +107,6 @@ def write_export(
             f"{storage.root}/{path} exists already: another process exports the same point there"
         )
     return exported
-
-
-def read_marker(storage: Storage, folder: str) -> Exported | None:
-    """What `folder` of `storage` says to be; None without EXPORT. Raises `SealError` or `OrchestratorError`
-    if that is not as it was written.
-    """
-    try:
-        content = unseal(storage.read(f"{folder}/{MARKER}" if folder else MARKER))
-    except FileNotFoundError:
-        return None
-    return decode(Exported, content, MARKER)
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:

@@ -24,6 +24,7 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
+from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
@@ -120,7 +121,10 @@ def _lead(
     starting.announce(progress.say, job, attempt, plan)
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
-    with _shown(progress, recorder, job.monitor.progress_s, members):
+    with (
+        exporting(store, attempt.number, job.resume.export_every, progress.say),
+        _shown(progress, recorder, job.monitor.progress_s, members),
+    ):
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
     status = recorder.status()
     why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""

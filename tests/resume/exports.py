@@ -57,10 +57,15 @@ def state_of(config: JobConfig, steps: int = 1) -> TrainState:
 
 
 def commit(
-    store: RunStore, config: JobConfig, state: TrainState, step: int = 1, world_size: int = 2
+    store: RunStore,
+    config: JobConfig,
+    state: TrainState,
+    step: int = 1,
+    world_size: int = 2,
+    attempt: int = 1,
 ) -> Point:
     """The state as a committed point."""
-    key = StateKey(attempt=1, generation=1, step=step)
+    key = StateKey(attempt=attempt, generation=1, step=step)
     votes = []
     for rank in range(world_size):
         files, tensors = write_share(state.items(), key.point_name, rank, world_size, store.storage)

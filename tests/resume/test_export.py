@@ -18,7 +18,8 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.resume import export as exporting
-from orchestrator.resume.export import MARKER, export_point, read_marker
+from orchestrator.resume.export import export_point
+from orchestrator.resume.export_files import MARKER, read_marker
 from orchestrator.storage.files import Storage
 from tests.resume.exports import FACTORY, LLAMA, SMALL, commit, job, logits, state_of, store_at
 
