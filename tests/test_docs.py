@@ -40,6 +40,7 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
+from orchestrator.resume.export_files import Exported
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
@@ -366,6 +367,7 @@ FIELDS = {
     "requests/<launch>/000001.json": (Request,),
     "findings/000001.json": (Finding,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "exports/…/EXPORT": (Exported, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor),
 }
 

@@ -17,6 +17,7 @@ from orchestrator.cli import (
     steering,
     submit,
     training,
+    weights,
 )
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
@@ -34,6 +35,7 @@ __all__ = [
     "steering",
     "submit",
     "training",
+    "weights",
 ]
 
 

@@ -260,6 +260,9 @@ class ResumeConfig(_Section):
     """Save a resume point every so many minutes; null: not by time."""
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
+    export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Copy the weights of every so many-th resume point to `exports/`, as transformers opens them; null: no.
+    """
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[

@@ -90,12 +90,16 @@ def train(
             newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
             from orchestrator.launch.dashboard_beside import dashboard_beside
+            from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
             with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt.encoders)
-                with dashboard_beside(job, folder, progress):
+                with (
+                    dashboard_beside(job, folder, progress),
+                    exporting(store, attempt.number, job.resume.export_every, progress.say),
+                ):
                     status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 

@@ -26,6 +26,7 @@ from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
+from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
@@ -133,6 +134,14 @@ class Run:
 
     def _findings(self) -> FindingFiles:
         return FindingFiles(self._store.storage, self._run_id())
+
+    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
+        the document of `export --json`. See `resume.export.export_point`.
+        """
+        from orchestrator.monitor.weights import export
+
+        return export(self.uri, self._store, out, point, dtype)
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -328,7 +337,7 @@ class Run:
         return point, []
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
-        rows, pins = [], self._store.pins()
+        rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -341,7 +350,8 @@ class Run:
             }
             on_lineage = seen.lineage.on_lineage(key)
             pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin})
+            row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
+            rows.append({**row, "export": exports.get(name)})
         return rows
 
     def _verified(self, name: str) -> dict[str, Any]:

@@ -158,6 +158,23 @@ class Storage:
         self._each_piece(path, take, reset)
         return FileEntry(path=path, bytes=num_bytes, digest=hasher.hexdigest())
 
+    def read_part(self, path: str, start: int, num_bytes: int) -> bytearray:
+        """`num_bytes` bytes of a file from `start` on; fewer, where it ends before. Raises as `read`."""
+        full, part = self._full(path), bytearray()
+
+        def whole() -> None:
+            part.clear()
+            handle = self._disk.open(full)
+            try:
+                self._disk.skip(handle, start)
+                while piece := self._disk.read(handle, min(READ_BYTES, num_bytes - len(part))):
+                    part.extend(piece)
+            finally:
+                self._disk.close(handle)
+
+        self._find("read", full, whole)
+        return part
+
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
         try:

@@ -26,6 +26,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
+from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
@@ -139,6 +140,7 @@ def _lead(
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
         dashboard_beside(job, folder, progress),
+        exporting(store, attempt.number, job.resume.export_every, progress.say),
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
