@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.cli import (
+    branching,
     dashboard,
     doctor,
     following,
@@ -27,6 +28,7 @@ from orchestrator.launch.screen import let_go
 # the modules declare the commands
 __all__ = [
     "app",
+    "branching",
     "dashboard",
     "doctor",
     "following",

@@ -319,6 +319,15 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     return now
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
     """What a field means and what a resume may do with it. `default` is a JSON value, None if `required`."""

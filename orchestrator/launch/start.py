@@ -275,12 +275,25 @@ def claimed(
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
-    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id, process)
+    with claiming(store, run.id, watched + 1, why, process) as made:
+        hook(fault_plan)("claim_made", -1, -1)
+        attempt, plan = begin_launch(store, job, made, run, spec)
+        yield replace(attempt, command=command), plan
+
+
+@contextmanager
+def claiming(
+    store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
+) -> Iterator[Claim]:
+    """Claims the attempt `number` for a launch of its own. Inside, this process shows other starts that the
+    attempt is alive. What goes wrong inside before the attempt's journal is begun ends the attempt.
+
+    Raises `BusyError` if another start was quicker.
+    """
+    made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
         try:
-            hook(fault_plan)("claim_made", -1, -1)
-            attempt, plan = begin_launch(store, job, made, run, spec)
-            yield replace(attempt, command=command), plan
+            yield made
         except BaseException as error:
             _end_unbegun(store, made, error)
             raise

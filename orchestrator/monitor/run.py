@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
@@ -32,6 +32,9 @@ from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.launch.rewind import RewindPlan
 
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
@@ -115,6 +118,29 @@ class Run:
         keys = {name: parse_point_name(name) for name in self._names(seen)}
         orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
         return prune(self._store, orphans, asker(), self._run_id(), dry_run)
+
+    def rewind(
+        self,
+        to: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[RewindPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> RewindPlan:
+        """Goes back to the point `to`, or to the newest whole one at or before a step, a number of samples or
+        of tokens: the next start continues from there. Nothing is deleted. `agree` hears the plan first, and
+        may say no. See `launch.rewind`.
+
+        Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.rewind import rewind
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
+        return rewind(self._store, wanted, asker(), agree, say, self.uri)
 
     def _run_id(self) -> str:
         run = self._store.read_run()
@@ -410,12 +436,3 @@ class Run:
             "parent": commit.parent.point_name if commit.parent else None,
             "weights_digest": commit.weights_digest,
         }
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A flat configuration (`section.field`) as sections and fields."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        section, _, field = path.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections
