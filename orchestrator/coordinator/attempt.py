@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
@@ -43,7 +43,7 @@ from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import PointInfo, ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
@@ -87,7 +87,9 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's.
+    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
+    is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
+    the number of blocks of each source.
     """
 
     number: int
@@ -109,6 +111,8 @@ class Attempt:
     last_step: StepRecord | None = None
     answered: tuple[int, ...] = ()
     run_id: str = ""
+    command: str = ""
+    num_blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def parent(self) -> StateKey | None:
@@ -406,6 +410,7 @@ def begin_launch(
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
+        num_blocks={plan.source: plan.num_blocks for plan in data.plans},
     )
     return attempt, plan
 
@@ -421,6 +426,7 @@ def note_beginning(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
+        command=attempt.command,
         host=socket.gethostname(),
         version=__version__,
         pid=by.pid,
@@ -428,6 +434,16 @@ def note_beginning(
         pid_start=by.start,
         config=dict(config),
     )
+    if attempt.num_blocks:
+        (name,) = attempt.num_blocks  # this version trains one source, so all that was trained is of that
+        cursor = attempt.point.cursor if attempt.point else Cursor()
+        journal.event(
+            EventKind.SOURCES,
+            counts={name: cursor.consumed_samples},
+            tokens={name: cursor.consumed_tokens},
+            num_blocks=dict(attempt.num_blocks),
+            weights={source["name"]: source["weight"] for source in config["data.sources"]},
+        )
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
@@ -445,19 +461,20 @@ def write_down_end(
     attempt: Attempt,
     outcome: str,
     reason: str,
+    by: str,
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Journals the end and writes the end record. Each is tried again for `limit_s`, and the record, from
-    which others see at once that nobody is at work, waits for the journal no longer. `tell` hears of what
-    is tried again. Raises `StorageError`.
+    """Journals the end, which `by` caused, and writes the end record. Each is tried again for `limit_s`, and
+    the record, from which others see at once that nobody is at work, waits for the journal no longer. `tell`
+    hears of what is tried again. Raises `StorageError`.
     """
-    journal.event(EventKind.END, outcome=outcome, reason=reason)
+    journal.event(EventKind.END, outcome=outcome, reason=reason, by=by)
     try:
         until_storage_works(journal.flush, limit_s, "Training is over", tell)
     finally:
         until_storage_works(
-            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id),
+            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id, by),
             limit_s,
             "Training is over",
             tell,
