@@ -151,6 +151,8 @@ class ModelConfig(_Section):
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
+    init_from: Annotated[str | None, same("a folder, or null", min_length=1)] = None
+    """Folder that the first weights of a new run come from: exported ones, or a point of another run."""
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )
@@ -261,8 +263,7 @@ class ResumeConfig(_Section):
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
-    """Copy the weights of every so many-th resume point to `exports/`, as transformers opens them; null: no.
-    """
+    """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[

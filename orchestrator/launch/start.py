@@ -187,7 +187,12 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
         raise moved_on(store)
     run = run or find_run(store)
     found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
-    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    notes = []
+    if point is None and job.model.init_from is not None:
+        from orchestrator.resume.init_weights import weights_sentence
+
+        notes.append(weights_sentence(job.model.init_from))
+    notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     # twice: they are durable before the point is, but it may have come after the journal was read
@@ -271,9 +276,9 @@ def claimed(
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
     """
-    run = find_run(store)
+    run, first_weights = find_run(store), first_weights_of(store, job)
     if run is None:
-        run = store.create_run(job.run.name, spec.identity())
+        run = store.create_run(job.run.name, spec.identity(), first_weights)
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
@@ -297,6 +302,27 @@ def claiming(
         except BaseException as error:
             _end_unbegun(store, made, error)
             raise
+
+
+def first_weights_of(store: RunStore, job: JobConfig) -> str:
+    """The identity of what `model.init_from` holds, for a run that has no point yet; empty otherwise. All of
+    it is read. Raises `ConfigError`, and `RefusedError` if an earlier start of the run found other weights
+    there.
+    """
+    if job.model.init_from is None or store.point_names():
+        return ""
+    from orchestrator.resume.init_weights import weights_identity
+
+    found, run = weights_identity(job.model.init_from), store.read_run()
+    if run is not None and run.first_weights != found:
+        raise RefusedError(
+            f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
+            "and "
+            f"model.init_from={job.model.init_from} holds {found} now; it has no resume point yet, so it "
+            "would "
+            "start from these: put the files back, or start a new run under another run.name"
+        )
+    return found
 
 
 def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:

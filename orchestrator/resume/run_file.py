@@ -20,7 +20,8 @@ RUN_FILE = "run.json"
 class RunFile:
     """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
     end record, journal line and COMMIT of the run; empty in runs that were begun before there were ids,
-    and in their pieces.
+    and in their pieces. `first_weights` identifies what `model.init_from` held (see `resume.init_weights`);
+    empty without it.
     """
 
     format: int
@@ -28,6 +29,7 @@ class RunFile:
     created: str
     identity: RunIdentity
     id: str = ""
+    first_weights: str = ""
 
 
 def read_run(storage: Storage) -> RunFile | None:

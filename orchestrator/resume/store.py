@@ -4,7 +4,7 @@ written.
 It knows names, contents and the order of writing; when something is committed, deleted or claimed is decided
 elsewhere.
 
-    run.json                       sealed; RunFile: name, created, format, id, identity
+    run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
                                    (planning.identity.RunIdentity)
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
@@ -59,10 +59,15 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
     (`PinFiles`). Has no state; pickles as its storage does.
     """
 
-    def create_run(self, name: str, identity: RunIdentity) -> RunFile:
+    def create_run(self, name: str, identity: RunIdentity, first_weights: str = "") -> RunFile:
         """Write run.json, once. Raises `BusyError` if it exists: then another start was quicker."""
         run = RunFile(
-            format=FORMAT, name=name, created=now_text(), identity=identity, id=secrets.token_hex(8)
+            format=FORMAT,
+            name=name,
+            created=now_text(),
+            identity=identity,
+            id=secrets.token_hex(8),
+            first_weights=first_weights,
         )
         if not self.storage.create(RUN_FILE, seal(encode(run))):
             raise BusyError(
