@@ -280,6 +280,8 @@ class MonitorConfig(_Section):
 
     progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
     """Time between two lines of progress, in seconds."""
+    tensorboard: Annotated[bool, free("true or false")] = True
+    """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
 
 
 class JobConfig(_Section):
