@@ -286,6 +286,8 @@ class MonitorConfig(_Section):
     """Time between two lines of progress, in seconds."""
     dashboard: Annotated[bool, free("true or false")] = False
     """Serve the run's page beside it, on the driver's machine, and print its link."""
+    tensorboard: Annotated[bool, free("true or false")] = True
+    """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
 
 
 class JobConfig(_Section):
