@@ -28,7 +28,10 @@ class EventKind(StrEnum):
         return kind
 
     # ---- the attempt
-    ATTEMPT = "attempt", "launch", "why", "host", "version", "pid", "machine", "pid_start", "config"
+    ATTEMPT = (
+        *("attempt", "launch", "why", "host", "version", "pid", "machine", "pid_start", "config"),
+        "forked_from",
+    )
     END = "end", "outcome", "reason"
     FAILURE = "failure", "step", "reason"
     CONTROL_REQUEST = "wish", "what", "by", "request"
