@@ -269,12 +269,14 @@ class ResumeConfig(_Section):
     from_: Annotated[
         str,
         may_change(
-            "latest, or a point's name such as 00000480-a0003-g0007",
+            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point "
+            "such as runs/other/points/00000480-a0003-g0007",
             alias="from",
-            pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
+            pattern=r"^(latest|(.*/)?[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,}/?)$",
         ),
     ] = "latest"
-    """Point to resume from: `latest`, or a name; an older one rewinds the run."""
+    """Point to resume from: `latest`, or a name; an older one rewinds the run. The folder of another run's
+    point begins a new run with it (a fork)."""
     accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 

@@ -35,6 +35,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
+    from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.rewind import RewindPlan
 
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
@@ -142,6 +143,30 @@ class Run:
 
         wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
         return rewind(self._store, wanted, asker(), agree, say, self.uri)
+
+    def fork(
+        self,
+        new_uri: str | Path,
+        at: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[ForkPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> ForkPlan:
+        """Makes a new run at `new_uri` that begins with the point `at` of this one (`latest`: the newest
+        whole one), or with the newest whole one at or before a step, a number of samples or of tokens. The
+        point is pinned here. `agree` hears the plan first, and may say no. See `launch.fork`.
+
+        Raises `RefusedError` if there is another run, and for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.fork import fork
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=at, step=step, samples=samples, tokens=tokens)
+        return fork(self._store, str(new_uri), wanted, asker(), agree, say, self.uri)
 
     def _run_id(self) -> str:
         run = self._store.read_run()

@@ -74,6 +74,7 @@ class Attempt:
             pid=1,
             machine="",
             pid_start="",
+            forked_from=None,
             config=config,
         )
         roster = Roster(2)
