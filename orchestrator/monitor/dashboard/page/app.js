@@ -455,7 +455,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		pickPoint(el) { const list = this.points; el.replaceChildren(h('option', { value: '' }, 'the newest healthy one'), ...list.map(p => h('option', { value: p.name, selected: p.name === this.point }, 'step ' + int(p.step) + ' · ' + f.pointWord(p) + ' · ' + p.name)), ...(this.point && !list.some(p => p.name === this.point) ? [h('option', { value: this.point, selected: true }, this.point)] : [])); el.value = this.point; },
 		reset(first) {
-			const c = this.run.config, w = c['cluster.num_workers'], now = { num_workers: Array.isArray(w) ? w[0] : w, global_batch_size: c['train.global_batch_size'], micro_batch_size: c['train.micro_batch_size'], seq_len: c['pack.seq_len'] };
+			const c = this.run.config, w = c['cluster.num_workers'], now = { num_workers: Array.isArray(w) ? '[' + w.join(', ') + ']' : w, global_batch_size: c['train.global_batch_size'], micro_batch_size: c['train.micro_batch_size'], seq_len: c['pack.seq_len'] };
 			this.fields.forEach(x => { x.was = now[x.id] ?? null; x.value = String((first && this.params[x.id]) || (now[x.id] ?? '')); }); this.ask();
 		},
 		edit(field, value) { field.value = value; clearTimeout(this.late); this.late = setTimeout(() => this.ask(), 160); },
