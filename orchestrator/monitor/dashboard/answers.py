@@ -88,8 +88,8 @@ def shown(value: Any, status: int = 200) -> Response:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """`config.redaction.redacted` for documents with many numbers; a source's cursor, where `token` is a place,
-    is left as it is.
+    """`config.redaction.redacted` for documents with many numbers; a source's cursor, where `token` is a
+    place, is left as it is.
     """
     if isinstance(value, str):
         return redacted(value, key)

@@ -8,9 +8,9 @@ import { VTable } from './vtable.js';
 
 const words = () => import('./words.js').then(m => m.WORDS), drawer = () => import('./drawer.js');
 const { h, s, icon, int, count, span, ago, pct, when, full } = f;
-const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', unreadable: 'Unreadable' };
+const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', open: 'Looking for a sign of life', unreadable: 'Unreadable' };
 const ALIVE = new Set(['running', 'waiting', 'starting']);
-const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'running', 'starting', 'stopped', 'done'];
+const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'open', 'running', 'starting', 'stopped', 'done'];
 const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker frozen error nosave waiting', 'crash fault': 'crash failed', 'damaged fault': 'damaged', 'rewind rewind': 'rewind', 'change accent': 'resize change join', 'start muted': 'start', 'done muted': 'done', 'resume orphan': 'resume', 'coordinator orphan': 'coordinator reform' }).flatMap(([look, kinds]) => kinds.split(' ').map(k => [k, look.split(' ')])));
 export const PARTS = [['productive', 'Productive'], ['data_wait', 'Waiting for data'], ['saving', 'Saving'], ['reforming', 'Re-forming'], ['starting', 'Starting'], ['waiting', 'Waiting for workers'], ['lost', 'Lost work'], ['rewound', 'Rewound'], ['down', 'Down'], ['other', 'Not accounted for']];
 const css = x => (Math.max(0, Math.min(1, x || 0)) * 100).toFixed(3) + '%';
