@@ -343,11 +343,13 @@ def first_weights_of(store: RunStore, job: JobConfig) -> str:
     it is read. Raises `ConfigError`, and `RefusedError` if an earlier start of the run found other weights
     there.
     """
-    if job.model.init_from is None or store.point_names():
+    run = store.read_run()
+    is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
+    if job.model.init_from is None or store.point_names() or is_fork:
         return ""
     from orchestrator.resume.init_weights import weights_identity
 
-    found, run = weights_identity(job.model.init_from), store.read_run()
+    found = weights_identity(job.model.init_from)
     if run is not None and run.first_weights != found:
         raise RefusedError(
             f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
