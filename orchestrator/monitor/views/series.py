@@ -16,7 +16,7 @@ from orchestrator.monitor.views.facts import Along, Facts, shorts
 from orchestrator.monitor.views.path import FATES, HISTORY, REWOUND, Piece
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
-METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
+METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s")
 # of two sums: what of it, what by, and its name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
 LEAST_PX, MOST_PX = 40, 4000
@@ -114,10 +114,8 @@ def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[
         of, by = (along.pyramid(name).over(starts, stops)[2] for name in RATIOS[metric])
         return {"mean": shorts(of / np.maximum(by, 1e-9))}
     low, high, total, count = along.pyramid(metric).over(starts, stops)
-    if metric == "peak_memory_bytes":
-        low = np.where(low < 0, np.nan, low)  # some were not recorded
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(np.isnan(low), np.nan, total / np.where(count > 0, count, np.nan))
+        mean = total / np.where(count > 0, count, np.nan)
     if not with_bands:
         return {"mean": shorts(mean)}
     return {"mean": shorts(mean), "min": shorts(low), "max": shorts(high)}
