@@ -106,6 +106,12 @@ def lost(facts: Facts) -> frozenset[str]:
     return fates(facts).kept.difference(facts.files.points)
 
 
+def of_no_generation(facts: Facts) -> frozenset[str]:
+    """Points whose generation the journal does not have."""
+    keys = {name: parse_point_name(name) for name in facts.files.points}
+    return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
+
+
 def _is(row: Row, state: str) -> bool:
     if state == PINNED:
         return bool(row["pinned"] or row["held"])
