@@ -123,7 +123,7 @@ def _table(facts: Facts) -> list[Row]:
     findings = _findings(facts)
     held = facts.parent(facts.files.begun)
     names = set(facts.files.points)
-    gone = {name for name in lost(facts) if _is_missed(facts, name)}
+    gone = {name for name in facts.missing if _is_missed(facts, name)}
     rows = []
     for name in newest_first({*names, *gone})[::-1]:
         row = _row(facts, name, facts.files.points.get(name), committed.get(name), findings.get(name))

@@ -107,9 +107,14 @@ class RunViews:
                 reading.lines = JournalLines(self._store.storage, run_id)
             columns.refresh(reading.lines)
             files.refresh_points()
-            if points_table.lost(facts) or points_table.of_no_generation(facts):  # it may say why by now
+            missing = points_table.lost(facts)
+            if missing or points_table.of_no_generation(facts):  # the journal may say why by now
                 columns.refresh(reading.lines)
+            # what it says was committed since is not missed: the list of points is older
+            missing &= points_table.lost(facts)
             if before == self._store.attempt_files():
+                files.points_seen += missing != facts.missing
+                facts.missing = missing
                 return self._take(reading)
         raise StorageError(
             f"{self._store.storage.root} went on each of the {LOOKS} times that it was read, so that what "
