@@ -47,7 +47,12 @@ def free(expected: str, **constraints: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+        defer_build=True,  # who only reads a run parses no configuration
     )
 
 
@@ -264,12 +269,14 @@ class ResumeConfig(_Section):
     from_: Annotated[
         str,
         may_change(
-            "latest, or a point's name such as 00000480-a0003-g0007",
+            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point "
+            "such as runs/other/points/00000480-a0003-g0007",
             alias="from",
-            pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
+            pattern=r"^(latest|(.*/)?[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,}/?)$",
         ),
     ] = "latest"
-    """Point to resume from: `latest`, or a name; an older one rewinds the run."""
+    """Point to resume from: `latest`, or a name; an older one rewinds the run. The folder of another run's
+    point begins a new run with it (a fork)."""
     accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 
@@ -281,6 +288,10 @@ class MonitorConfig(_Section):
     """Time between two lines of progress, in seconds."""
     digest_every_steps: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """Journal the digest of the weights every so many steps, for `replay`; null: only points have it."""
+    dashboard: Annotated[bool, free("true or false")] = False
+    """Serve the run's page beside it, on the driver's machine, and print its link."""
+    tensorboard: Annotated[bool, free("true or false")] = True
+    """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
 
 
 class JobConfig(_Section):
@@ -291,9 +302,9 @@ class JobConfig(_Section):
     pack: PackConfig
     model: ModelConfig
     train: TrainConfig
-    cluster: ClusterConfig = ClusterConfig()
-    resume: ResumeConfig = ResumeConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     def to_json(self) -> dict[str, Any]:
         """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""
@@ -313,6 +324,15 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     if weights is not None:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
     return now
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from orchestrator.coordinator.launch_machine import (
     Say,
     Warn,
 )
+from orchestrator.coordinator.measuring import measured
 from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
@@ -134,7 +135,10 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
-        self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
+        self._metrics = measured(start.flat_config, start.storage, start.run, attempt)
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id, listener=self._metrics
+        )
         if attempt.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
@@ -576,6 +580,8 @@ class Coordinator:
             if self._launch.ended is None:
                 await self._flush()
                 await self._commits.notify(Tick(now_s=time.monotonic()))
+            for text in self._metrics.troubles():
+                await self.warned(text)
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:

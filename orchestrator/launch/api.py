@@ -89,13 +89,17 @@ def train(
         with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
             newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
+            from orchestrator.launch.dashboard_beside import dashboard_beside
             from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
             with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt.encoders)
-                with exporting(store, attempt.number, job.resume.export_every, progress.say):
+                with (
+                    dashboard_beside(job, folder, progress),
+                    exporting(store, attempt.number, job.resume.export_every, progress.say),
+                ):
                     status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 

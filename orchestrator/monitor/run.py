@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
@@ -24,7 +24,8 @@ from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
-from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
+from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
@@ -32,6 +33,10 @@ from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.launch.fork import ForkPlan
+    from orchestrator.launch.rewind import RewindPlan
 
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
@@ -116,17 +121,56 @@ class Run:
         orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
         return prune(self._store, orphans, asker(), self._run_id(), dry_run)
 
+    def rewind(
+        self,
+        to: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[RewindPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> RewindPlan:
+        """Goes back to the point `to`, or to the newest whole one at or before a step, a number of samples or
+        of tokens: the next start continues from there. Nothing is deleted. `agree` hears the plan first, and
+        may say no. See `launch.rewind`.
+
+        Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.rewind import rewind
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
+        return rewind(self._store, wanted, asker(), agree, say, self.uri)
+
+    def fork(
+        self,
+        new_uri: str | Path,
+        at: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[ForkPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> ForkPlan:
+        """Makes a new run at `new_uri` that begins with the point `at` of this one (`latest`: the newest
+        whole one), or with the newest whole one at or before a step, a number of samples or of tokens. The
+        point is pinned here. `agree` hears the plan first, and may say no. See `launch.fork`.
+
+        Raises `RefusedError` if there is another run, and for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.fork import fork
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=at, step=step, samples=samples, tokens=tokens)
+        return fork(self._store, str(new_uri), wanted, asker(), agree, say, self.uri)
+
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
-
-    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
-        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
-        the document of `export --json`. See `resume.export.export_point`.
-        """
-        from orchestrator.monitor.weights import export
-
-        return export(self.uri, self._store, out, point, dtype)
 
     def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
         """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
@@ -142,6 +186,14 @@ class Run:
 
     def _findings(self) -> FindingFiles:
         return FindingFiles(self._store.storage, self._run_id())
+
+    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
+        the document of `export --json`. See `resume.export.export_point`.
+        """
+        from orchestrator.monitor.weights import export
+
+        return export(self.uri, self._store, out, point, dtype)
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -163,7 +215,7 @@ class Run:
     def _ask(self, what: str, wait: bool) -> Reply:
         asking = Asking(self._store, what)
         if wait:
-            return asking.answer(lambda: self.status().state != DEAD)
+            return asking.answer(lambda: self.status().state != GONE)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 
@@ -182,6 +234,14 @@ class Run:
             if view.is_over:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
+        `RefusedError` if there is none.
+        """
+        from orchestrator.monitor import logs
+
+        return logs.follow(self._store) if follow else iter([logs.LogFollower(self._store.storage).read()])
 
     def __repr__(self) -> str:
         try:
@@ -402,12 +462,3 @@ class Run:
             "parent": commit.parent.point_name if commit.parent else None,
             "weights_digest": commit.weights_digest,
         }
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A flat configuration (`section.field`) as sections and fields."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        section, _, field = path.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections

@@ -25,6 +25,7 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
+from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
@@ -138,6 +139,7 @@ def _lead(
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
+        dashboard_beside(job, folder, progress),
         exporting(store, attempt.number, job.resume.export_every, progress.say),
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
