@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.cli import doctor, following, looking, steering, submit, training
+from orchestrator.cli.examples import add_examples
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
@@ -17,6 +18,8 @@ from orchestrator.launch.screen import let_go
 
 # the modules declare the commands
 __all__ = ["app", "doctor", "following", "looking", "main", "steering", "submit", "training"]
+
+add_examples(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
