@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from orchestrator.cluster import machine, ray_environment
+from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.elastic.asked import Asked
 from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.launch.doctor import (
@@ -47,7 +48,7 @@ def collect(storage: str, address: str | None) -> Facts:
                 mode=mode, token=token, is_default=is_default, file_mode=file_mode, trouble=trouble
             ),
             health=ray_environment.health_checks(os.environ),
-            ours=ray_environment.HEALTH_CHECKS,
+            ours=HEALTH_CHECKS,
             cluster=cluster.result() if cluster else None,
             storage=stored,
             shm_bytes=machine.shared_memory_bytes(),
