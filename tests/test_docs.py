@@ -44,11 +44,10 @@ from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
-from tests.test_deployments import SCHEMAS
+from tests.test_deployments import JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -317,7 +316,7 @@ def test_the_keys_of_a_status_are_those_of_the_value() -> None:
     assert re.findall(r"`(\w+)`", row)[1:] == list(RunView.__slots__)
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path.name not in SCHEMAS], ids=str)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_config_is_valid(path: Path) -> None:
     assert load_config(path).run.name
 
