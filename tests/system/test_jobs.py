@@ -122,14 +122,16 @@ class JobServer:
         self._head.wait(timeout=LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def command(self, config: JobConfig, *options: str) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, config: JobConfig, *options: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """`orchestrator submit`, in the folder of the package."""
         words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
         return subprocess.run(
             [*words, f"--address={self.url}", "--stop-wait=300"],
             check=False,
             cwd=ROOT,
-            env=self.environment,
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -235,6 +237,15 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     steps = job.run.steps()
     assert [event.step for event in shown] == [step.consumed_tokens for step in steps]
     assert [event.value for event in shown] == pytest.approx([step.loss for step in steps], rel=1e-6)
+
+
+def test_a_submission_without_the_token_is_stopped_before_anything_is_copied(
+    job: Job, server: JobServer
+) -> None:
+    refused = server.command(job.config(), RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2
+    assert "wants a token; nothing was submitted. Set RAY_AUTH_MODE=token" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_refused_job_fails_with_the_reason_and_writes_nothing(job: Job, server: JobServer) -> None:
