@@ -23,7 +23,8 @@ from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
-from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
+from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
@@ -138,7 +139,7 @@ class Run:
     def _ask(self, what: str, wait: bool) -> Reply:
         asking = Asking(self._store, what)
         if wait:
-            return asking.answer(lambda: self.status().state != DEAD)
+            return asking.answer(lambda: self.status().state != GONE)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 

@@ -300,8 +300,8 @@ def _peaks(steps: list[tuple[int, Line]]) -> Array:
 
 
 def _record(line: Line) -> StepRecord:
-    values = {f.name: line[f.name] for f in dataclasses.fields(StepRecord) if f.name in line}
-    return StepRecord(**{k: float(v) if k in FLOATS else v for k, v in values.items()})
+    values: Any = {f.name: line[f.name] for f in dataclasses.fields(StepRecord) if f.name in line}
+    return StepRecord(**{**values, **{name: float(line[name]) for name in FLOATS}})
 
 
 def _wrong(line: Line) -> str:

@@ -140,7 +140,7 @@ def _rows(facts: Facts) -> list[Row]:
 def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912  a sentence for each kind
     match kind:
         case EventKind.ATTEMPT:
-            return _BEGUN.get(e["why"], e["why"])
+            return _BEGUN.get(e["why"], str(e["why"]))
         case "generation":
             cause = f" ({e['cause']})" if e.get("cause") else ""
             after = "from nothing" if e["parent"] is None else f"after step {e['step']:,}"
@@ -163,7 +163,7 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
         case "waiting":
             return f"Waiting for workers: {e['reason']}"
         case EventKind.UNRESPONSIVE | EventKind.FAILURE:
-            return _upper(e["reason"])
+            return _upper(str(e["reason"]))
         case EventKind.GROUP_STARTED:
             return f"{_workers(e['num_workers'])} started on node {e.get('host') or e['node'][:8]}"
         case EventKind.GROUP_ENDED | EventKind.GROUP_STOPPED:

@@ -119,7 +119,7 @@ class Facts:
         found = self._kept.get(name)
         if found is None or found[0] != key:
             found = self._kept[name] = (key, make())
-        return found[1]  # type: ignore[no-any-return]
+        return found[1]
 
     # ---------------------------------------------------------------------- attempts
     def end_of(self, attempt: int | None) -> End | None:

@@ -14,14 +14,18 @@ from typing import Any
 import numpy as np
 
 from orchestrator.history.claim_files import RESTARTED
+from orchestrator.history.claims import GenerationId
 from orchestrator.monitor.views.arrays import Array
 from orchestrator.monitor.views.facts import DRAIN, Facts
 from orchestrator.monitor.views.path import HISTORY, REWOUND
 
 PARTS = (
-    "productive", "data_wait", "saving", "lost", "rewound", "reforming", "starting", "waiting", "down", "other",
+    "productive", "data_wait", "saving", "lost", "rewound", "reforming", "starting", "waiting", "down",
+    "other",
 )  # fmt: skip
 DAY_S = 86400
+
+Spent = tuple[float, float, dict[int, dict[str, float]]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -200,11 +204,12 @@ def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: 
         clock.until(begin, "down")
 
 
-def _step_seconds(facts: Facts) -> dict[Any, tuple[float, float, dict[int, dict[str, float]]]]:
+def _step_seconds(facts: Facts) -> dict[GenerationId, Spent]:
     """(when its first step began, when its last ended, seconds by day and part) of each generation that cost
     the run time. What an attempt trained that was cut off, while the next one was at work, cost none.
     """
-    columns, found = facts.columns, {}
+    columns = facts.columns
+    found: dict[GenerationId, Spent] = {}
     numbers = sorted(columns.attempts)
     for piece in facts.path.pieces:
         generation = columns.generations[piece.generation]

@@ -27,7 +27,7 @@ from orchestrator.resume.points import parse_point_name
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting")
-_CHANGES = ("join", "resume", "start", "done")
+_CHANGES = ("join", "resume", "resize", "change", "start", "done")
 _SKIP = frozenset({"resume.from", "run.storage"})
 SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens", "lost_steps", "world_from",
          "world_to", "point")  # fmt: skip
@@ -110,9 +110,9 @@ def _formed(
     attempt = generation.id[0]
     entry: Entry = {
         "t": generation.t, "tokens": start.consumed_tokens, "step": start.step, "attempt": attempt,
-        "generation": generation.id[1], "world_to": start.world_size, "pause_s": _pause(facts, generation, before),
-        "world_from": before.start.world_size if before and before.start else None, "lost_steps": 0,
-        "lost_tokens": 0,
+        "generation": generation.id[1], "world_to": start.world_size, "lost_steps": 0, "lost_tokens": 0,
+        "pause_s": _pause(facts, generation, before),
+        "world_from": before.start.world_size if before and before.start else None,
     }  # fmt: skip
     if before is None or before.id[0] != attempt:
         _begun(facts, entry, before)
@@ -274,7 +274,7 @@ def _placed(facts: Facts, entry: Entry) -> Entry:
     return entry
 
 
-def _sentence(e: Entry) -> str:  # noqa: PLR0912  a sentence for each kind
+def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
     a, b = e.get("world_from"), e.get("world_to")
     lost = f"{steps(e['lost_steps'])} lost" if e["lost_steps"] else "no step lost"
     match e["kind"]:
