@@ -458,7 +458,7 @@ def note_beginning(
             counts={name: cursor.consumed_samples},
             tokens={name: cursor.consumed_tokens},
             num_blocks=dict(attempt.num_blocks),
-            weights={source["name"]: source["weight"] for source in config["data.sources"]},
+            weights={source["name"]: source["weight"] for source in config.get("data.sources", ())},
         )
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)

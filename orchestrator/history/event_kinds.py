@@ -53,8 +53,13 @@ class EventKind(StrEnum):
     WAITING = "waiting", "needed", "there", "reason"
 
     # ---- resume points
-    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"
+    POINT_COMMITTED = (
+        *("point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"),
+        "peak_memory_bytes",
+    )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
+    POINT_PINNED = "point pinned", "point", "by", "reason"
+    POINT_UNPINNED = "point unpinned", "point", "by", "reason"
     SAVE_GIVEN_UP = "save given up", "point", "reason"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
     POINTS_DELETED = "points deleted", "points"

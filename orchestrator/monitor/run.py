@@ -18,6 +18,7 @@ from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedErr
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
@@ -118,6 +119,21 @@ class Run:
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
+
+    def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
+        """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
+        by themselves. `what` is audit or verify, `result` as `history.finding_files` makes it. Raises
+        `StorageError` where this process may not write there.
+        """
+        newest = max(self._store.claim_numbers(), default=0)
+        return self._findings().add(what, newest, seconds, result)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What audits and verifications have left, oldest first."""
+        return self._findings().all()
+
+    def _findings(self) -> FindingFiles:
+        return FindingFiles(self._store.storage, self._run_id())
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has

@@ -33,6 +33,7 @@ from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, 
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -88,6 +89,7 @@ class RankZeroRecorder:
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
         self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(store)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
         self._stop_by = ""
@@ -289,6 +291,7 @@ class RankZeroRecorder:
                     look = partial(self._request_files.read, self._requests.next_number)
                     if request := await in_daemon_thread(look):
                         self._hear(request)
+                    note_pins(self._journal, await in_daemon_thread(self._pins.look))
                 self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
         except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
@@ -298,9 +301,12 @@ class RankZeroRecorder:
         self._journal.event(
             EventKind.CONTROL_REQUEST, what=request.what, by=request.by, request=request.number
         )
+        self._say(sentences.asked(request.what, request.by))
         trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
         answer = self._requests.heard(request, trained, newest.key if newest else None)
-        self._note_answers([answer] if answer else [])
+        if answer is not None:
+            self._note_answers([answer])
+            self._say(f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
         if request.what == STOP:
             self._wants_stop, self._stop_by = True, self._stop_by or request.by
 
