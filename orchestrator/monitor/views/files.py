@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.history import finding_files
 from orchestrator.history.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.resume import verify
 from orchestrator.resume.pins import Hold
@@ -45,6 +47,8 @@ class RunFiles:
         self.points: dict[str, PointFacts] = {}
         self.leftovers: frozenset[str] = frozenset()
         self.pins: dict[str, Hold] = {}
+        self.findings: tuple[Finding, ...] = ()
+        self._finding_names: list[str] = []
         self._turn = 0
 
     @property
@@ -83,7 +87,7 @@ class RunFiles:
         return before != (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
 
     def refresh_points(self) -> bool:
-        """Look for points and pins that came or went, and compare sizes; whether anything is new. Raises
+        """Look for points, pins and findings that came or went, and compare sizes; whether any is new. Raises
         `StorageError`.
         """
         store = self.store
@@ -99,7 +103,16 @@ class RunFiles:
             changed |= self.compare(name)
         pins = store.pins()
         changed, self.pins = changed or pins != self.pins, pins
-        return changed
+        return self._refresh_findings() or changed
+
+    def _refresh_findings(self) -> bool:
+        """Look for what audits and verifications have left; one that is there never changes."""
+        names = self.store.storage.list(finding_files.FOLDER)
+        if names == self._finding_names:
+            return False
+        run_id = self.run.id if self.run is not None else ""
+        self.findings, self._finding_names = FindingFiles(self.store.storage, run_id).all(), names
+        return True
 
     def compare(self, name: str) -> bool:
         """Compare the sizes of one point's files now; whether that says something new."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.monitor.views.facts import Facts
@@ -126,11 +127,16 @@ def _all(facts: Facts) -> list[Row]:
                 "generations": generations.get(number, 0),
                 "outcome": end.outcome if end is not None else None,
                 "ended_by": end.by if end is not None else None,
-                "reason": end.reason if end is not None else "",
+                "reason": redacted_text(end.reason) if end is not None else "",
                 "parent": state.point_name if state is not None else None,
                 "parent_is_point": state is not None and state.point_name in points,
                 "changes": [
-                    {"field": d.field, "old": d.old, "new": d.new, "rule": d.rule}
+                    {
+                        "field": d.field,
+                        "old": redacted(d.old, d.field),
+                        "new": redacted(d.new, d.field),
+                        "rule": d.rule,
+                    }
                     for d in differences
                     if d.field not in _SKIP
                 ],
