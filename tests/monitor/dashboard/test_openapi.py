@@ -14,11 +14,7 @@ from orchestrator.monitor.dashboard.app import make_app
 from tests.monitor.dashboard.serving import TOKEN, client, served
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}", "Host": "127.0.0.1"}
-KNOWN = [
-    checks.not_a_server_error,
-    checks.CHECKS.get_one("status_code_conformance"),
-    checks.CHECKS.get_one("content_type_conformance"),
-]
+KNOWN = [checks.not_a_server_error, checks.status_code_conformance, checks.content_type_conformance]
 EXAMPLES = settings(
     max_examples=12, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True
 )
