@@ -51,6 +51,7 @@ ON_RAY = {
 
 # the tests that start processes by tests/forked.py: together they need its server once
 FORKED = {
+    "tests/monitor/dashboard/test_page.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",
