@@ -255,13 +255,17 @@ class ResumeConfig(_Section):
     """Save a resume point every so many minutes; null: not by time."""
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
+    keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Also keep each point whose step is a multiple of this; null: none for that."""
+    keep_best: Annotated[int, free("a whole number >= 0", ge=0)] = 0
+    """Also keep so many points with the lowest mean loss of the steps since the point before."""
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[
         str,
         may_change(
-            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point such "
-            "as runs/other/points/00000480-a0003-g0007",
+            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point "
+            "such as runs/other/points/00000480-a0003-g0007",
             alias="from",
             pattern=r"^(latest|(.*/)?[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,}/?)$",
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
@@ -91,7 +91,7 @@ class Attempt:
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's;
-    `forked_from` is the point of another run that it takes over.
+    `forked_from` is the point of another run that it takes over; `losses` are the mean losses of points.
     """
 
     number: int
@@ -114,6 +114,7 @@ class Attempt:
     answered: tuple[int, ...] = ()
     run_id: str = ""
     forked_from: ForkedFrom | None = None
+    losses: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def parent(self) -> StateKey | None:
@@ -159,8 +160,10 @@ def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
     """
     if not (gone := frozenset(names).difference(store.point_names())):
         return gone
+    if not (left := gone - store.deletions()):
+        return gone
     events = read_outline(store.storage).events
-    return gone & point_fates(((event.kind, event.fields) for event in events), ()).deleted
+    return gone - left.difference(point_fates(((event.kind, event.fields) for event in events), ()).deleted)
 
 
 def _look(store: RunStore, with_steps: bool) -> Survey:
@@ -186,6 +189,8 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
     fates = _fates(journal.events, parents)
+    pruned = store.deletions()
+    fates = Fates(kept=fates.kept - pruned, deleted=fates.deleted | pruned)
     missing = fates.kept.difference(there)
     missing -= deleted_now(store, missing)
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
@@ -238,6 +243,16 @@ def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fa
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def mean_losses(seen: Survey) -> dict[str, float | None]:
+    """The mean loss of the steps since the point before, of each point on the history."""
+    found = {
+        event.fields["point"]: event.fields.get("mean_loss")
+        for event in seen.journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    return {name: found.get(name) for name in seen.points}
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
@@ -413,6 +428,7 @@ def begin_launch(
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
         forked_from=origin.forked_from if origin else None,
+        losses=mean_losses(seen),
     )
     return attempt, plan
 
@@ -526,6 +542,7 @@ def continue_launch(
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
         forked_from=None,
+        losses=mean_losses(seen),
         **_read_back(seen.journal, first.number),
     )
 

@@ -51,7 +51,10 @@ class EventKind(StrEnum):
     GROUP_ENDED = "group ended", "node", "reason"
 
     # ---- resume points
-    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"
+    POINT_COMMITTED = (
+        *("point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"),
+        "mean_loss",
+    )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
     SAVE_GIVEN_UP = "save given up", "point", "reason"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
