@@ -127,10 +127,10 @@ def _point_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def pruned_lines(pruned: Sequence[Pruned]) -> list[str]:
-    """What `points --prune` did or would do, a line for each orphan."""
+    """What `points --prune` did or would do, a line for each point that may go."""
     if not pruned:
-        return ["there are no orphans: every resume point belongs to the history"]
-    return [f"{each.point}: {_fate(each)}" for each in pruned]
+        return ["nothing may go: every resume point belongs to the history, and retention keeps it"]
+    return [f"{each.point}: {_fate(each)}  ({each.why})" for each in pruned]
 
 
 def _fate(each: Pruned) -> str:

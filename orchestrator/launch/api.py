@@ -253,7 +253,8 @@ def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
     """Free where the run lies, and needed for the points that it keeps and one more."""
     from orchestrator.cluster.machine import free_disk_bytes
 
-    return free_disk_bytes(str(folder)), (job.resume.keep_latest + 1) * needs.point_bytes
+    kept = job.resume.keep_latest + job.resume.keep_best + 1
+    return free_disk_bytes(str(folder)), kept * needs.point_bytes
 
 
 def _memories() -> list[tuple[str, int]]:

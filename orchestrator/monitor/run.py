@@ -16,13 +16,14 @@ from orchestrator.config.schema import JobConfig, in_todays_fields, nested, pars
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
+from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
-from orchestrator.monitor.orphans import Pruned, prune
+from orchestrator.monitor.orphans import Pruned, prune, release
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.view import AttemptFacts, RunView, view_of
@@ -67,6 +68,17 @@ class Run:
         `points --json`.
         """
         return self._standing(self._point_rows)
+
+    def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
+        """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see `monitor.tree`.
+        `rows`: those of `points`, which reads all of them, if you have them.
+        """
+        from orchestrator.monitor.tree import attempt_facts, tree_lines
+
+        rows = self.points() if rows is None else rows
+        seen, store = survey(self._store, with_steps=False), self._store
+        ends = {number: store.read_end(number) for number in store.claim_numbers()}
+        return tree_lines(self.uri, attempt_facts(seen, store.claims(), store.parents()[0], ends, rows))
 
     def verify(self, point: str | None = None) -> list[dict[str, Any]]:
         """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
@@ -125,13 +137,19 @@ class Run:
         return pin
 
     def prune(self, dry_run: bool = False) -> list[Pruned]:
-        """Deletes the resume points that are off the history (orphans) and not pinned; `dry_run` says which
-        these are. See `monitor.orphans`.
+        """Deletes the resume points that are off the history (orphans), and those that the retention of the
+        newest attempt's configuration lets go, once that attempt has ended; none that is pinned. `dry_run`
+        says which these are. See `monitor.orphans`.
         """
         seen = survey(self._store, with_steps=False)
         keys = {name: parse_point_name(name) for name in self._names(seen)}
-        orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
-        return prune(self._store, orphans, asker(), self._run_id(), dry_run)
+        why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
+        orphans = {name: f"orphan: {reason}" for name, reason in why.items() if reason}
+        pruned = prune(self._store, orphans, asker(), self._run_id(), dry_run)
+        if not any(event.kind == EventKind.ATTEMPT for event in seen.journal.events):
+            return pruned
+        keep = self._configs(seen)[-1][1].resume
+        return [*pruned, *release(self._store, seen, keep, asker(), self._run_id(), dry_run)]
 
     def rewind(
         self,
@@ -299,6 +317,7 @@ class Run:
         for _ in range(LOOKS):
             files, (parent, torn) = store.attempt_files(), self._newest_parent()
             facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
+            self._leave_out_what_is_set_aside(tail, parent)
             missing = self._missing(tail, parent, torn)
             if files == store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do
@@ -308,6 +327,19 @@ class Run:
         no_point = not inherited and tail.whole_from <= begun
         facts = replace(facts, missing=missing, has_no_point=no_point)
         return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
+
+    def _leave_out_what_is_set_aside(self, tail: Tail, parent: ClaimParent | None) -> None:
+        """The steps behind the point to which the newest attempt went back are no steps of the run."""
+        if parent is None or parent.parent is None:
+            return
+        if self._store.read_claim(parent.attempt).why != REWIND:
+            return
+        to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
+        tail.steps[:] = [
+            step
+            for step in tail.steps
+            if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
+        ]
 
     def _newest_parent(self) -> tuple[ClaimParent | None, frozenset[int]]:
         """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
@@ -358,7 +390,7 @@ class Run:
         there, names = self._store.point_names(), read_names(self._store)
         lost = lost_points(tail, names, parent, there)
         if lost:  # a run that goes on may have deleted them since
-            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted
+            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted | self._store.deletions()
         return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
 
     def _skipped(self, point: str | None) -> dict[str, int] | None:

@@ -140,11 +140,87 @@ def test_the_commands_say_what_they_did(
     assert f"{history[0]} is pinned by " in said("pin", history[0], "--why", "a milestone")
     assert json.loads(said("points", "--json"))[0]["pin"]["reason"] == "a milestone"
     assert "healthy, pinned" in said("points")
+    why = "orphan: the history does not pass through generation 1 of attempt {}"
     assert said("points", "--prune", "--dry-run") == (
-        f"{first}: would be deleted\n{second}: would be deleted\n"
+        f"{first}: would be deleted  ({why.format(2)})\n{second}: would be deleted  ({why.format(3)})\n"
     )
     assert [each["deleted"] for each in json.loads(said("points", "--prune", "--json"))] == [True, True]
-    assert said("points", "--prune") == "there are no orphans: every resume point belongs to the history\n"
+    assert said("points", "--prune") == (
+        "nothing may go: every resume point belongs to the history, and retention keeps it\n"
+    )
     assert said("unpin", history[0]) == f"{history[0]} is no longer pinned\n"
     with pytest.raises(SystemExit, match="2"):
         cli.main(["points", str(runner.folder), "--dry-run"])
+
+
+def pruned(runner: Runner, dry_run: bool = False) -> dict[str, bool | str]:  # noqa: F811
+    return {each.point: each.kept or each.deleted for each in Run(runner.folder).prune(dry_run)}
+
+
+def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) -> None:  # noqa: F811
+    names = [runner.launch().point_name for _ in range(4)]
+    runner.launch(resume={"keep_latest": 2, "keep_every": 20})
+    names = runner.store.point_names()
+    assert len(names) == 5
+    Run(runner.folder).pin(names[2], "mine")
+    pin = f"pinned by {runner.store.pins()[names[2]].by}: mine"
+    # the newest attempt's parent is names[3]; of the two newer ones that would release it there is one
+    assert pruned(runner, dry_run=True) == {names[0]: False, names[2]: pin}
+    assert runner.store.point_names() == names
+    assert pruned(runner) == {names[0]: True, names[2]: pin}
+    rows = Run(runner.folder).points()
+    assert [row["name"] for row in rows] == names[1:], "20 is a multiple of 20"
+    assert all(row["healthy"] and row["on_lineage"] for row in rows)
+    assert Run(runner.folder).status(0).missing == ()
+    assert runner.plan().point == names[-1]
+    assert not [note for note in runner.plan().notes if "warning" in note]
+    assert pruned(runner) == {names[2]: pin}
+
+
+def test_while_an_attempt_has_not_ended_retention_is_its_own_affair(runner: Runner) -> None:  # noqa: F811
+    for _ in range(3):
+        runner.launch(resume={"keep_latest": 1})
+    names = runner.store.point_names()
+    runner.begin()
+    assert pruned(runner) == {names[0]: "the newest attempt has not ended: a launch may need it"}
+    assert runner.store.point_names() == names
+
+
+def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:  # noqa: F811
+    for _ in range(4):
+        runner.launch(resume={"keep_latest": 1})
+    names = runner.store.point_names()
+    for name in names[2:]:
+        weights = max((runner.folder / "points" / name / "model").iterdir())
+        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    assert pruned(runner) == {}, "the two whole ones are the newest two"
+    assert runner.store.point_names() == names
+
+
+def test_a_kill_while_retention_is_carried_out_loses_nothing(
+    runner: Runner,  # noqa: F811
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(4):
+        runner.launch(resume={"keep_latest": 1})
+    names, number, was_cut_off = runner.store.point_names(), 0, True
+    while was_cut_off:
+        copy = runner.copied(tmp_path / str(number))
+        disk = FailsAt(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(monitor, "Storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
+            try:
+                Run(copy.folder).prune()
+            except StorageError:
+                was_cut_off = True
+            else:
+                was_cut_off = False
+        assert copy.plan().point == names[-1]
+        assert all(row["healthy"] for row in Run(copy.folder).points())
+        assert Run(copy.folder).status(0).missing == ()
+        Run(copy.folder).prune()
+        assert [row["name"] for row in Run(copy.folder).points()] == names[2:]
+        assert sorted(path.name for path in (copy.folder / "points").iterdir()) == names[2:]
+        number += 3
+    assert number > 10
