@@ -39,6 +39,8 @@ LIMIT_S = 240.0
 FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"vocab_size": TOKENIZER_VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
+# the run that how-tos begin with is made once: this block then finds a copy of it, done
+COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
 # the first lines of the blocks that no test can run here
 NOT_RUN = {"docs/tutorial.md": ["python3 -m venv .venv"]}
 
@@ -154,6 +156,12 @@ def folder(sample: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def common_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `runs/` of `COMMON_RUN` lies once it is made."""
+    return tmp_path_factory.mktemp("common") / "runs"
+
+
 class Terminal:
     """A shell, or Python, with all that it shows in a file; ended with the test."""
 
@@ -219,11 +227,15 @@ def shells(head: Any, warm: str, programs: Path, folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_block_of_a_document_does_what_it_says(name: str, shells: Any) -> None:
+def test_every_block_of_a_document_does_what_it_says(
+    name: str, shells: Any, folder: Path, common_run: Path
+) -> None:
     other: Terminal | None = None
     for block in blocks(NAMES[name]):
         if block.reason is not None:
             continue
+        if block.text == COMMON_RUN and common_run.exists():
+            shutil.copytree(common_run, folder / "runs")
         if block.once is not None:
             assert other is not None, f"{block.text}: there is no other terminal"
             other.wait_for(block.once)
@@ -233,5 +245,7 @@ def test_every_block_of_a_document_does_what_it_says(name: str, shells: Any) -> 
             other = shells(block)
         else:
             shells(block).end()
+        if block.text == COMMON_RUN and not common_run.exists():
+            shutil.copytree(folder / "runs", common_run)
     if other is not None:
         other.end()
