@@ -47,7 +47,12 @@ def free(expected: str, **constraints: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+        defer_build=True,  # who only reads a run parses no configuration
     )
 
 
@@ -255,6 +260,9 @@ class ResumeConfig(_Section):
     """Save a resume point every so many minutes; null: not by time."""
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
+    export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Copy the weights of every so many-th resume point to `exports/`, as transformers opens them; null: no.
+    """
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[
@@ -275,6 +283,8 @@ class MonitorConfig(_Section):
 
     progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
     """Time between two lines of progress, in seconds."""
+    dashboard: Annotated[bool, free("true or false")] = False
+    """Serve the run's page beside it, on the driver's machine, and print its link."""
 
 
 class JobConfig(_Section):
@@ -285,9 +295,9 @@ class JobConfig(_Section):
     pack: PackConfig
     model: ModelConfig
     train: TrainConfig
-    cluster: ClusterConfig = ClusterConfig()
-    resume: ResumeConfig = ResumeConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     def to_json(self) -> dict[str, Any]:
         """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""
@@ -307,6 +317,15 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     if weights is not None:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
     return now
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

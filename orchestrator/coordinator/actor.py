@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cluster.ray_state import ray_says
+from orchestrator.cluster.ray_state import NODE_DIED, ray_says
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.launch_machine import (
@@ -29,6 +29,7 @@ from orchestrator.coordinator.launch_machine import (
     Note,
     Warn,
 )
+from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
@@ -163,6 +164,7 @@ class Coordinator:
             ended=attempt.ended,
             saved=attempt.parent,
             answered=attempt.answered,
+            budgets=attempt.budgets,
         )
         self._requests = RequestFiles(self._store.storage, attempt.launch, attempt.run_id)
         machine = CommitMachine(
@@ -199,7 +201,7 @@ class Coordinator:
         self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
         self._kills: list[tuple[int, MemberInfo]] = []
         self._changes: list[tuple[int, GroupChange]] = []
-        self._roster = Roster(start.max_workers, attempt.members)
+        self._roster = Roster(start.max_workers, attempt.members, attempt.why)
         self._changed = asyncio.Condition()
         # generations whose end is waited for, apart from the rest: a thousand members are not woken for less
         self._overs: dict[tuple[int, int], asyncio.Event] = {}
@@ -358,7 +360,7 @@ class Coordinator:
         if self._launch.stopping:
             return
         self._journal.event(EventKind.CONTROL_REQUEST, what=STOP, by=by, request=0)
-        self._launch.request_stop()
+        self._launch.request_stop(by)
         self._wake.set()
         await self._notify()
 
@@ -371,6 +373,8 @@ class Coordinator:
         """An event of the supervisor for the journal, whose only writer is here."""
         self._ensure_running()
         self._journal.event(kind, **fields)
+        if kind == EventKind.GROUP_STOPPED:
+            self._roster.node_gone(fields["node"])
 
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
@@ -434,7 +438,7 @@ class Coordinator:
                     self._journal.event(action.kind, **action.fields)
                 case Kill():
                     self._kills.append((self._version + 1, action.member))
-                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE)
+                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
                 case Warn():
                     await self.warned(action.text)
                 case VoterGone():
@@ -498,6 +502,8 @@ class Coordinator:
                 global_batch_size=self._start.global_batch_size,
                 seq_len=self._start.seq_len,
                 members=formation.members,
+                cause=self._roster.cause(formation.members),
+                copies=len(formation.members),  # before its first step each gets the whole state
             )
         )
         while not await self._flush():
@@ -539,7 +545,8 @@ class Coordinator:
             for info in self._launch.to_ask(self._commits.under_way, began):
                 why = await asyncio.to_thread(self._why_dead, info)
                 if why is not None:
-                    self._roster.gone(info.member, why)
+                    cause = Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST
+                    self._roster.gone(info.member, why, cause)
                     await self._do(self._launch.dead(info.member, why, time.monotonic()))
                     self._joins.pop(info.member, None)
                     self._wake.set()
@@ -600,6 +607,7 @@ class Coordinator:
             self._attempt,
             action.outcome,
             action.reason,
+            action.by,
             END_WRITTEN_S,
         )
         try:
@@ -614,6 +622,7 @@ class Coordinator:
     # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: members may be given the newest one to load."""
+        self._roster.storage_failed(False)
         await self._do(self._launch.committed(point.key))
         if newest:
             self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
@@ -623,6 +632,7 @@ class Coordinator:
     async def gave_up(self, text: str, by_storage: bool) -> None:
         """See `CommitListener`: goes out with the next status."""
         await self.warned(text)
+        self._roster.storage_failed(by_storage)
         await self._do(self._launch.save_given_up(text, by_storage, time.monotonic()))
 
     async def warned(self, text: str) -> None:

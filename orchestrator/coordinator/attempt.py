@@ -9,14 +9,13 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
-from orchestrator.data.tokens.encoder import installed_encoders
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -43,7 +42,7 @@ from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import PointInfo, ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
@@ -87,7 +86,9 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's.
+    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
+    is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
+    the number of blocks of each source.
     """
 
     number: int
@@ -109,6 +110,8 @@ class Attempt:
     last_step: StepRecord | None = None
     answered: tuple[int, ...] = ()
     run_id: str = ""
+    command: str = ""
+    num_blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def parent(self) -> StateKey | None:
@@ -297,9 +300,16 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
         )
     steps = [record.step for record in seen.lineage.records if record.key > point.key]
     points = [name for name in seen.points if name not in up_to(seen.points, point)]
-    if not steps and not points:
+    return rewind_text(wanted, len(steps), (steps[0], steps[-1]) if steps else (0, 0), points)
+
+
+def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Sequence[str]) -> str:
+    """What leaves the history with a rewind: so many steps, labelled so from the first to the last, and these
+    points, oldest first; empty if nothing does.
+    """
+    if not num_steps and not points:
         return ""
-    left = [f"{len(steps)} steps after it, {steps[0]} to {steps[-1]}"] if steps else []
+    left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
     left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
@@ -310,14 +320,23 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
 def choose_point(
     store: RunStore, seen: Survey, wanted: str, fast: bool = False
 ) -> tuple[Point | None, tuple[Damage, ...]]:
+    """See `choose_among`, of what was seen."""
+    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast)
+
+
+def choose_among(
+    store: RunStore, points: Sequence[str], unfit: Sequence[str], wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
     """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
 
-    A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
+    `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
+    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` trusts
+    sizes (for `plan`).
     """
     if wanted == "latest":
-        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
-    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
-        listed = ", ".join(seen.points) or "none"
+        return store.healthy_newest((*points, *unfit), fast=fast)
+    if wanted not in (*points, *unfit):
+        listed = ", ".join(points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
             "or latest"
@@ -356,6 +375,8 @@ def decide(
     identities: tuple[RunIdentity, RunIdentity] | None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    from orchestrator.data.tokens.encoder import installed_encoders
+
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point), point.config) if point else (None, None)
     return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
@@ -406,6 +427,7 @@ def begin_launch(
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
+        num_blocks={plan.source: plan.num_blocks for plan in data.plans},
     )
     return attempt, plan
 
@@ -421,6 +443,7 @@ def note_beginning(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
+        command=attempt.command,
         host=socket.gethostname(),
         version=__version__,
         pid=by.pid,
@@ -428,6 +451,16 @@ def note_beginning(
         pid_start=by.start,
         config=dict(config),
     )
+    if attempt.num_blocks:
+        (name,) = attempt.num_blocks  # this version trains one source, so all that was trained is of that
+        cursor = attempt.point.cursor if attempt.point else Cursor()
+        journal.event(
+            EventKind.SOURCES,
+            counts={name: cursor.consumed_samples},
+            tokens={name: cursor.consumed_tokens},
+            num_blocks=dict(attempt.num_blocks),
+            weights={source["name"]: source["weight"] for source in config["data.sources"]},
+        )
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
@@ -445,19 +478,20 @@ def write_down_end(
     attempt: Attempt,
     outcome: str,
     reason: str,
+    by: str,
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Journals the end and writes the end record. Each is tried again for `limit_s`, and the record, from
-    which others see at once that nobody is at work, waits for the journal no longer. `tell` hears of what
-    is tried again. Raises `StorageError`.
+    """Journals the end, which `by` caused, and writes the end record. Each is tried again for `limit_s`, and
+    the record, from which others see at once that nobody is at work, waits for the journal no longer. `tell`
+    hears of what is tried again. Raises `StorageError`.
     """
-    journal.event(EventKind.END, outcome=outcome, reason=reason)
+    journal.event(EventKind.END, outcome=outcome, reason=reason, by=by)
     try:
         until_storage_works(journal.flush, limit_s, "Training is over", tell)
     finally:
         until_storage_works(
-            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id),
+            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id, by),
             limit_s,
             "Training is over",
             tell,

@@ -33,7 +33,7 @@ _PARENT_NAME = re.compile(r"\d{4,}\.parent\.json")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
-    people, `run_id` is run.json's.
+    people, `run_id` is run.json's, `by` who caused it ("": not known, or by an earlier version).
     """
 
     attempt: int
@@ -41,6 +41,7 @@ class AttemptEnd:
     reason: str
     ended: str
     run_id: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,11 +199,13 @@ class ClaimFiles:
                 "is written once; run the command again"
             )
 
-    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "") -> None:
+    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "") -> None:
         """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
-        nothing.
+        nothing. `by`: who caused it.
         """
-        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id)
+        end = AttemptEnd(
+            attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id, by=by
+        )
         self.storage.create(_end_path(number), seal(encode(end)))
 
     def heartbeat(self, number: int) -> Heartbeat:

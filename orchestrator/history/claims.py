@@ -61,7 +61,9 @@ class GenerationStart:
 
     `parent` is the state that it continues, None: nothing. `step` is the label of the last step done as this
     generation counts, which differs from `parent.step` where labels were re-based. The counts are the
-    parent's; world size, batch size and seq_len are what the generation trains with.
+    parent's; world size, batch size and seq_len are what the generation trains with. `cause` is one of
+    `elastic.cause.Cause` ("": written before there were causes), `copies` how many members hold a whole state
+    while it trains, so that all but one of them may die without a step lost (None: not said).
     """
 
     attempt: int
@@ -76,6 +78,8 @@ class GenerationStart:
     seq_len: int
     members: tuple[str, ...] = ()
     reason: str = ""
+    cause: str = ""
+    copies: int | None = None
 
     @property
     def id(self) -> GenerationId:

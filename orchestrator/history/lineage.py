@@ -22,6 +22,7 @@ __all__ = [
     "GenerationStart",
     "Lineage",
     "Segment",
+    "discontinuity",
     "effective_chain",
     "effective_history",
     "require_sound",
@@ -109,7 +110,7 @@ def effective_history(
     for previous, segment in zip([None, *segments], segments, strict=False):
         found = [by_key.get(_key(segment.start, step)) for step in segment.steps]
         gaps += _gaps(segment, found)
-        chain.errors += _discontinuity(segment.start, previous, by_key)
+        chain.errors += discontinuity(segment.start, previous, by_key)
         history += [record for record in found if record is not None]
     chain.errors += _backwards(history)
     return Lineage(
@@ -135,7 +136,7 @@ def effective_chain(
     chain = _Chain(claims, parents, generations)
     segments = chain.follow()
     for previous, segment in zip([None, *segments], segments, strict=False):
-        chain.errors += _discontinuity(segment.start, previous, {})
+        chain.errors += discontinuity(segment.start, previous, {})
     return Lineage(
         attempt=chain.newest,
         segments=tuple(segments),
@@ -292,7 +293,7 @@ def _gaps(segment: Segment, found: list[StepRecord | None]) -> list[str]:
     ]
 
 
-def _discontinuity(
+def discontinuity(
     start: GenerationStart, previous: Segment | None, by_key: Mapping[StateKey, StepRecord]
 ) -> list[str]:
     """A generation must begin with the counts at which its parent stood, as far as they are known."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.launch import start as starting
@@ -88,11 +89,18 @@ def train(
         with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
             newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
+            from orchestrator.launch.dashboard_beside import dashboard_beside
+            from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
 
-            with starting.claimed(store, job, spec, newest, fault_plan) as (attempt, plan):
+            command = _command(config, overrides)
+            with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt.encoders)
-                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
+                with (
+                    dashboard_beside(job, folder, progress),
+                    exporting(store, attempt.number, job.resume.export_every, progress.say),
+                ):
+                    status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
 
@@ -161,6 +169,13 @@ def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) ->
     from orchestrator.data.spec import public_stream
 
     return public_stream(config if isinstance(config, JobConfig) else load_config(config), cursor)
+
+
+def _command(config: JobConfig | str | Path, overrides: Sequence[str]) -> str:
+    """What continues the run in a shell; empty for a configuration that lies in no file."""
+    if isinstance(config, JobConfig):
+        return ""
+    return command_line(["orchestrator", "train"], config, overrides)
 
 
 # ------------------------------------------------------------ before anything starts

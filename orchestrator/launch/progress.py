@@ -96,6 +96,14 @@ class Progress:
         self._log.write(text)
         self._put(text)
 
+    def show_secret(self, text: str) -> None:
+        """A line for the screen alone: others may read the log file."""
+        if self._live is not None:
+            with self._lock:
+                self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            self._put(text)
+
     def say_at_length(self, text: str) -> None:
         """Why a launch ended: all of it, on the screen, too, unless it quotes a traceback: of that the screen
         shows a short form.

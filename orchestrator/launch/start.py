@@ -41,6 +41,7 @@ from orchestrator.coordinator.attempt import (
     survey,
     wanted_point,
 )
+from orchestrator.coordinator.launch_machine import A_FAILURE
 from orchestrator.errors import (
     BusyError,
     ConfigError,
@@ -56,6 +57,7 @@ from orchestrator.history.claims import Claim
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
+from orchestrator.history.request_files import asker
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
@@ -260,10 +262,11 @@ def claimed(
     watched: int,
     fault_plan: str = "",
     process: Process | None = None,
+    command: str = "",
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive;
-    `process` is the one in whose name it claims, itself if not given.
+    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -272,11 +275,25 @@ def claimed(
     if run is None:
         run = store.create_run(job.run.name, spec.identity())
     why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
-    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id, process)
+    with claiming(store, run.id, watched + 1, why, process) as made:
+        hook(fault_plan)("claim_made", -1, -1)
+        attempt, plan = begin_launch(store, job, made, run, spec)
+        yield replace(attempt, command=command), plan
+
+
+@contextmanager
+def claiming(
+    store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
+) -> Iterator[Claim]:
+    """Claims the attempt `number` for a launch of its own. Inside, this process shows other starts that the
+    attempt is alive. What goes wrong inside before the attempt's journal is begun ends the attempt.
+
+    Raises `BusyError` if another start was quicker.
+    """
+    made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
         try:
-            hook(fault_plan)("claim_made", -1, -1)
-            yield begin_launch(store, job, made, run, spec)
+            yield made
         except BaseException as error:
             _end_unbegun(store, made, error)
             raise
@@ -287,7 +304,8 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
         newest = store.newest_claim()
         mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
         if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
-            store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id)
+            by = asker() if isinstance(error, KeyboardInterrupt) else A_FAILURE
+            store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id, by)
 
 
 def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
@@ -379,15 +397,16 @@ class StoppedAtOnceError(KeyboardInterrupt):
 
 
 @contextmanager
-def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Iterator[None]:
+def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> Iterator[None]:
     """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
-    a `KeyboardInterrupt`. SIGHUP is no second one, for shells send it twice, and stays ignored where `nohup`
+    a `KeyboardInterrupt`. `stop` is given who sent it, as far as that is known: the signal and this process's
+    user and host. SIGHUP is no second one, for shells send it twice, and stays ignored where `nohup`
     had it ignored. Only a process's main thread can do this; in another nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen = False
+    seen, who = False, asker()  # looked up now: a handler waits for nothing
 
     def handle(number: int, _: object) -> None:
         nonlocal seen
@@ -396,7 +415,8 @@ def stop_on_signals(stop: Callable[[], None], say: Callable[[str], None]) -> Ite
         if seen:
             raise StoppedAtOnceError(number)
         seen = True
-        stop()  # first: whoever sent the signal may have ended the reader of what is said, too
+        # first: whoever sent the signal may have ended the reader of what is said, too
+        stop(f"{signal.Signals(number).name} to {who}")
         if number == signal.SIGHUP:
             say("SIGHUP, the terminal was closed: saving and stopping")
         else:

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
@@ -25,11 +26,15 @@ from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
+from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.launch.rewind import RewindPlan
 
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
@@ -114,9 +119,55 @@ class Run:
         orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
         return prune(self._store, orphans, asker(), self._run_id(), dry_run)
 
+    def rewind(
+        self,
+        to: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[RewindPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> RewindPlan:
+        """Goes back to the point `to`, or to the newest whole one at or before a step, a number of samples or
+        of tokens: the next start continues from there. Nothing is deleted. `agree` hears the plan first, and
+        may say no. See `launch.rewind`.
+
+        Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.rewind import rewind
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
+        return rewind(self._store, wanted, asker(), agree, say, self.uri)
+
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
+
+    def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
+        """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
+        by themselves. `what` is audit or verify, `result` as `history.finding_files` makes it. Raises
+        `StorageError` where this process may not write there.
+        """
+        newest = max(self._store.claim_numbers(), default=0)
+        return self._findings().add(what, newest, seconds, result)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What audits and verifications have left, oldest first."""
+        return self._findings().all()
+
+    def _findings(self) -> FindingFiles:
+        return FindingFiles(self._store.storage, self._run_id())
+
+    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
+        the document of `export --json`. See `resume.export.export_point`.
+        """
+        from orchestrator.monitor.weights import export
+
+        return export(self.uri, self._store, out, point, dtype)
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -157,6 +208,14 @@ class Run:
             if view.is_over:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
+        `RefusedError` if there is none.
+        """
+        from orchestrator.monitor import logs
+
+        return logs.follow(self._store) if follow else iter([logs.LogFollower(self._store.storage).read()])
 
     def __repr__(self) -> str:
         try:
@@ -304,7 +363,7 @@ class Run:
         return point, []
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
-        rows, pins = [], self._store.pins()
+        rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -317,7 +376,8 @@ class Run:
             }
             on_lineage = seen.lineage.on_lineage(key)
             pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin})
+            row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
+            rows.append({**row, "export": exports.get(name)})
         return rows
 
     def _verified(self, name: str) -> dict[str, Any]:
@@ -376,12 +436,3 @@ class Run:
             "parent": commit.parent.point_name if commit.parent else None,
             "weights_digest": commit.weights_digest,
         }
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A flat configuration (`section.field`) as sections and fields."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        section, _, field = path.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections

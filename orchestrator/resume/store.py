@@ -13,7 +13,7 @@ elsewhere.
                                    encoders; written after the claim
     attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
                                    0003.heartbeat-2, … in its place when a write has failed
-    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id. Absent
+    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
                                    after a crash
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
         model/…, optimizer/…       tensors, written and synced by the ranks before they vote
@@ -28,6 +28,7 @@ elsewhere.
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id
     pins/<point>.json              see resume.pins; requests/<launch>/000001.json: see history.request_files
+    findings/000001.json           see history.finding_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-import tenacity
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, StorageError
@@ -159,6 +158,23 @@ class Storage:
         self._each_piece(path, take, reset)
         return FileEntry(path=path, bytes=num_bytes, digest=hasher.hexdigest())
 
+    def read_part(self, path: str, start: int, num_bytes: int) -> bytearray:
+        """`num_bytes` bytes of a file from `start` on; fewer, where it ends before. Raises as `read`."""
+        full, part = self._full(path), bytearray()
+
+        def whole() -> None:
+            part.clear()
+            handle = self._disk.open(full)
+            try:
+                self._disk.skip(handle, start)
+                while piece := self._disk.read(handle, min(READ_BYTES, num_bytes - len(part))):
+                    part.extend(piece)
+            finally:
+                self._disk.close(handle)
+
+        self._find("read", full, whole)
+        return part
+
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
         try:
@@ -230,6 +246,8 @@ class Storage:
         except OSError as error:
             if error.errno in _LASTING:
                 raise
+        import tenacity
+
         self._sleep(FIRST_WAIT_S)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),

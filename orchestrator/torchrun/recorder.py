@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
+from orchestrator.coordinator.launch_machine import ended_by
 from orchestrator.coordinator.requests import Answered, Requests
+from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
@@ -88,6 +90,7 @@ class RankZeroRecorder:
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
+        self._stop_by = ""
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -120,6 +123,8 @@ class RankZeroRecorder:
                 world_size=world_size,
                 global_batch_size=self._job.train.global_batch_size,
                 seq_len=self._job.pack.seq_len,
+                cause=first_cause(attempt.why),
+                copies=world_size,  # each rank has the whole state
             )
         )
         members = [str(rank) for rank in range(world_size)]
@@ -181,14 +186,15 @@ class RankZeroRecorder:
         with suppress(RuntimeError):  # the loop has just ended
             self._loop.call_soon_threadsafe(self._commits.notify_soon, failed)
 
-    def finished(self, key: StateKey, reason: str) -> None:
+    def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
         """Waits until all that was begun is written (older points deleted, too, for which there is
         `SETTLE_LIMIT_S`), and ends the attempt. While storage fails it is tried again for `STORAGE_LIMIT_S`.
+        `stop_by`: who sent a signal to stop ("": nobody).
         """
         self._stop_writing()
         if self._failure is not None:
             raise self._failure
-        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S)
+        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S, stop_by)
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:
@@ -221,10 +227,13 @@ class RankZeroRecorder:
         )
 
     # ---------------------------------------------------------------------- inside
-    def _end(self, outcome: str, reason: str, limit_s: float) -> None:
+    def _end(self, outcome: str, reason: str, limit_s: float, stop_by: str = "") -> None:
+        by = ended_by(outcome, stop_by or self._stop_by, self._attempt.budgets, self._last_step)
         self._note_answers(self._requests.ended(outcome, reason))
         try:
-            write_down_end(self._store, self._journal, self._attempt, outcome, reason, limit_s, self._warn)
+            write_down_end(
+                self._store, self._journal, self._attempt, outcome, reason, by, limit_s, self._warn
+            )
         finally:
             self._over.set()
         with suppress(StorageError):  # all is durable
@@ -292,7 +301,8 @@ class RankZeroRecorder:
         trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
         answer = self._requests.heard(request, trained, newest.key if newest else None)
         self._note_answers([answer] if answer else [])
-        self._wants_stop = self._wants_stop or request.what == STOP
+        if request.what == STOP:
+            self._wants_stop, self._stop_by = True, self._stop_by or request.by
 
     def _note_answers(self, answers: Iterable[Answered]) -> None:
         for answer in answers:

@@ -92,6 +92,7 @@ class TrainedRun:
             EventKind.ATTEMPT,
             launch="",
             why="",
+            command="",
             host="",
             version="",
             pid=1,

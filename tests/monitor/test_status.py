@@ -68,6 +68,7 @@ class Attempt:
             EventKind.ATTEMPT,
             launch="l",
             why="start",
+            command="",
             host="",
             version="",
             pid=1,

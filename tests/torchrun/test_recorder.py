@@ -15,6 +15,7 @@ import pytest
 import orchestrator
 from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError, StorageError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles
 from orchestrator.resume.store import RunStore
@@ -77,8 +78,13 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
     end = store.read_end(1)
     assert end is not None
     assert end.outcome == "stopped"
-    kinds = [event.kind for event in survey(store).journal.events]
-    assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
+    seen = survey(store).journal
+    (generation,) = seen.generations
+    assert (generation.cause, generation.copies) == ("start", 2)
+    (committed,) = [event.fields for event in seen.events if event.kind == EventKind.POINT_COMMITTED]
+    assert committed["peak_memory_bytes"] == [1 << 30, 2 << 30]
+    kinds = [event.kind for event in seen.events]
+    assert kinds == ["attempt", "sources", "group formed", "point committed", "save given up", "end"]
 
 
 def test_a_recorder_whose_run_a_newer_launch_has_claimed_writes_nothing_more(runner: Runner) -> None:
