@@ -20,6 +20,7 @@ from orchestrator.cli import (
     training,
     weights,
 )
+from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
@@ -39,6 +40,8 @@ __all__ = [
     "training",
     "weights",
 ]
+
+add_exit_codes(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
