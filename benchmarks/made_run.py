@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -113,7 +114,7 @@ class MadeRun:
             tokenizer="tokenizer",
             tokenizer_digest="0" * 64,
             encoder_name="tokenizers",
-            encoder_version="0",
+            encoder_version=version("tokenizers"),
             settings=stream_settings(self._flat),
             manifests={"web": "0" * 64},
         )

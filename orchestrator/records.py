@@ -608,3 +608,4 @@ class RunStatus:
     stopping: bool = False
     changes: tuple[GroupChange, ...] = ()  # generations that were formed
     lost: tuple[Loss, ...] = ()  # since the newest generation was formed
+    notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop

@@ -20,7 +20,7 @@ from orchestrator.coordinator.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claim_files import AttemptEnd
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import Finding, audit_result, verify_result
 from orchestrator.history.request_files import Request
@@ -366,7 +366,7 @@ def test_the_limits_are_the_constants_of_the_code() -> None:
 
 
 FIELDS = {
-    "run.json": (RunFile, RunIdentity),
+    "run.json": (RunFile, RunIdentity, ForkedFrom),
     "manifest/data.json": (DataRecord,),
     "attempts/0003.json": (Claim,),
     "attempts/0003.parent.json": (
@@ -376,6 +376,8 @@ FIELDS = {
         Difference,
         EncoderSpan,
         EncoderChoice,
+        Origin,
+        ForkedFrom,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
     "pins/<point>.json": (Hold,),

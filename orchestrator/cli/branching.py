@@ -1,4 +1,4 @@
-"""The commands that make another history of a run's resume points: `rewind`. Nothing is decided here."""
+"""The commands that make another history of a run's points: `rewind`, `fork`. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -62,6 +62,33 @@ def rewind(
     opened = open_run(run)
     places = {"step": step, "samples": samples, "tokens": tokens}
     _report(opened.rewind(to, **places, agree=_asking(yes, json, "rewind the run"), say=say), json)
+
+
+@app.command()
+def fork(
+    run: RunUri,
+    new_run: Annotated[str, typer.Argument(help="the new run's folder, e.g. runs/higher-lr")],
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar="POINT", help="a point's name, or latest: the newest whole one"),
+    ] = None,
+    step: Step = None,
+    samples: Samples = None,
+    tokens: Tokens = None,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Make a new run that begins with a resume point of another one. Shows the plan, and asks. The other run
+    stays as it is, also while a launch works on it; its point is pinned there.
+
+    Examples:  orchestrator fork runs/quickstart runs/higher-lr --at latest
+               orchestrator fork runs/quickstart runs/higher-lr --step 120 --yes
+    """
+    from orchestrator.monitor.run import open_run
+
+    opened = open_run(run)
+    places = {"step": step, "samples": samples, "tokens": tokens}
+    _report(opened.fork(new_run, at, **places, agree=_asking(yes, json, "make the fork"), say=say), json)
 
 
 def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:

@@ -88,4 +88,6 @@ def _hidden_pair(pair: re.Match[str]) -> str:
     key, between, value = pair.group("key", "is", "value")
     quote = value[0] if value[0] in "\"'" else ""
     inside = value[1:-1] if quote else value
-    return f"{key}{between}{quote}{HIDDEN}{quote}" if inside and is_secret(key, inside) else pair.group()
+    if inside and is_secret(key, inside):
+        return f"{key}{between}{quote}{HIDDEN}{quote}"
+    return f"{key}{between}{quote}{_PAIR.sub(_hidden_pair, inside)}{quote}"  # `Failed: https://h/?token=…`

@@ -151,6 +151,8 @@ class ModelConfig(_Section):
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
+    init_from: Annotated[str | None, same("a folder, or null", min_length=1)] = None
+    """Folder that the first weights of a new run come from: exported ones, or a point of another run."""
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )
@@ -261,19 +263,20 @@ class ResumeConfig(_Section):
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
-    """Copy the weights of every so many-th resume point to `exports/`, as transformers opens them; null: no.
-    """
+    """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[
         str,
         may_change(
-            "latest, or a point's name such as 00000480-a0003-g0007",
+            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point "
+            "such as runs/other/points/00000480-a0003-g0007",
             alias="from",
-            pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
+            pattern=r"^(latest|(.*/)?[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,}/?)$",
         ),
     ] = "latest"
-    """Point to resume from: `latest`, or a name; an older one rewinds the run."""
+    """Point to resume from: `latest`, or a name; an older one rewinds the run. The folder of another run's
+    point begins a new run with it (a fork)."""
     accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 
@@ -285,6 +288,8 @@ class MonitorConfig(_Section):
     """Time between two lines of progress, in seconds."""
     dashboard: Annotated[bool, free("true or false")] = False
     """Serve the run's page beside it, on the driver's machine, and print its link."""
+    tensorboard: Annotated[bool, free("true or false")] = True
+    """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
 
 
 class JobConfig(_Section):

@@ -27,8 +27,10 @@ from orchestrator.coordinator.launch_machine import (
     Kill,
     LaunchMachine,
     Note,
+    Say,
     Warn,
 )
+from orchestrator.coordinator.measuring import measured
 from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
@@ -61,6 +63,7 @@ from orchestrator.records import (
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -132,7 +135,10 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
-        self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
+        self._metrics = measured(start.flat_config, start.storage, start.run, attempt)
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id, listener=self._metrics
+        )
         if attempt.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
@@ -167,6 +173,7 @@ class Coordinator:
             budgets=attempt.budgets,
         )
         self._requests = RequestFiles(self._store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(self._store)
         machine = CommitMachine(
             attempt=attempt.number,
             keep_latest=start.keep_latest,
@@ -199,6 +206,7 @@ class Coordinator:
         # found, it has seen itself
         restarted = attempt.number != start.attempt.number
         self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
+        self._notices: list[tuple[int, str]] = []
         self._kills: list[tuple[int, MemberInfo]] = []
         self._changes: list[tuple[int, GroupChange]] = []
         self._roster = Roster(start.max_workers, attempt.members, attempt.why)
@@ -346,6 +354,7 @@ class Coordinator:
             stopping=launch.stopping,
             changes=tuple(change for at, change in self._changes if at in news),
             lost=self._roster.losses,
+            notices=tuple(text for at, text in self._notices if at in news),
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -441,6 +450,8 @@ class Coordinator:
                     self._roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
                 case Warn():
                     await self.warned(action.text)
+                case Say():
+                    self._notices.append((self._version + 1, action.text))
                 case VoterGone():
                     gone.append(action)
                 case End():
@@ -558,6 +569,8 @@ class Coordinator:
             if self._launch.ended is None:
                 await self._flush()
                 await self._commits.notify(Tick(now_s=time.monotonic()))
+            for text in self._metrics.troubles():
+                await self.warned(text)
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:
@@ -586,7 +599,7 @@ class Coordinator:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _hear_requests(self) -> None:
-        """Looks for what is asked by files in storage; while that fails nothing can be asked."""
+        """Looks for what is asked by files in storage, and for pins; while that fails nobody is heard."""
         while self._launch.ended is None:
             with suppress(StorageError):
                 look = partial(self._requests.read, self._launch.next_request)
@@ -594,6 +607,7 @@ class Coordinator:
                     await self._do(self._launch.asked(request))
                     self._wake.set()
                     continue
+                note_pins(self._journal, await in_daemon_thread(self._pins.look))
             await asyncio.sleep(REQUESTS_EVERY_S)
 
     async def _write_end(self, action: End) -> None:

@@ -18,6 +18,7 @@ from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, R
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
@@ -72,6 +73,13 @@ class Warn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Say:
+    """Tell the user; nothing is wrong."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class End:
     """The run has ended: write it down. Everybody who waits is answered by actions of their own. `by`: who
     caused it (see `ended_by`).
@@ -89,7 +97,7 @@ class Fenced:
     reason: str
 
 
-Action = Answer | Note | Kill | Warn | End | Fenced | Form | VoterGone
+Action = Answer | Note | Kill | Warn | Say | End | Fenced | Form | VoterGone
 
 
 class LaunchMachine:
@@ -266,7 +274,8 @@ class LaunchMachine:
             Note(
                 kind=EventKind.CONTROL_REQUEST,
                 fields={"what": request.what, "by": request.by, "request": request.number},
-            )
+            ),
+            Say(text=sentences.asked(request.what, request.by)),
         ]
         if request.what == STOP:
             self.request_stop(request.by)
@@ -274,7 +283,10 @@ class LaunchMachine:
             behind = f"what was trained after {self._saved.point_name}" if self._saved else "all"
             reason = f"stopped at once, as {request.by} asked: {behind} is trained again"
             actions += self.end("stopped", reason, request.by)
-        return [*actions, *([_note(answer)] if answer else [])]
+        if answer is not None:
+            said = Say(text=f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
+            actions += [_note(answer), said]
+        return actions
 
     def request_stop(self, by: str = "") -> None:
         """Save and stop at the next step boundary; `by` is who wants it. The first one counts."""

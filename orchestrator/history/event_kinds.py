@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     # ---- the attempt
     ATTEMPT = (
         *("attempt", "launch", "why", "command", "host", "version"),
-        *("pid", "machine", "pid_start", "config"),
+        *("pid", "machine", "pid_start", "config", "forked_from"),
     )
     END = "end", "outcome", "reason", "by"
     FAILURE = "failure", "step", "reason"
@@ -58,6 +58,8 @@ class EventKind(StrEnum):
         "peak_memory_bytes",
     )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
+    POINT_PINNED = "point pinned", "point", "by", "reason"
+    POINT_UNPINNED = "point unpinned", "point", "by", "reason"
     SAVE_GIVEN_UP = "save given up", "point", "reason"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
     POINTS_DELETED = "points deleted", "points"

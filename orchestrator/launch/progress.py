@@ -72,7 +72,9 @@ class Progress:
         self._log.open(run_folder, attempt)
 
     def show(self, status: RunStatus) -> None:
-        """A new status. Its warnings are lines of their own, at once."""
+        """A new status. Its notices and warnings are lines of their own, at once."""
+        for notice in status.notices:
+            self.say(notice)
         for warning in status.warnings:
             self.say(f"warning: {warning}")
         now, step = time.monotonic(), status.last_step

@@ -15,12 +15,12 @@ from orchestrator.coordinator.attempt import (
     Attempt,
     Survey,
     note_beginning,
-    point_info,
     require_journals,
     survey,
     up_to,
     write_down_end,
 )
+from orchestrator.coordinator.forking import point_info
 from orchestrator.errors import RefusedError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import Claim, ClaimParent

@@ -24,7 +24,8 @@ from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
-from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
+from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
@@ -34,6 +35,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
+    from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.rewind import RewindPlan
 
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
@@ -142,6 +144,30 @@ class Run:
         wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
         return rewind(self._store, wanted, asker(), agree, say, self.uri)
 
+    def fork(
+        self,
+        new_uri: str | Path,
+        at: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[ForkPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> ForkPlan:
+        """Makes a new run at `new_uri` that begins with the point `at` of this one (`latest`: the newest
+        whole one), or with the newest whole one at or before a step, a number of samples or of tokens. The
+        point is pinned here. `agree` hears the plan first, and may say no. See `launch.fork`.
+
+        Raises `RefusedError` if there is another run, and for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.fork import fork
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=at, step=step, samples=samples, tokens=tokens)
+        return fork(self._store, str(new_uri), wanted, asker(), agree, say, self.uri)
+
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
@@ -189,7 +215,7 @@ class Run:
     def _ask(self, what: str, wait: bool) -> Reply:
         asking = Asking(self._store, what)
         if wait:
-            return asking.answer(lambda: self.status().state != DEAD)
+            return asking.answer(lambda: self.status().state != GONE)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 

@@ -61,6 +61,8 @@ def verdict(at: Standing) -> str:
     follow after `. `.
     """
     text = _state_text(at)
+    if at.state == GONE and at.risk is not None and at.risk.steps and at.point is not None and not at.missing:
+        text += f"; {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens) after it are trained again"
     if at.state in (STARTING, RUNNING, WAITING) and (risk := _risk_text(at)):
         text += f". {risk}"
     if at.concerns and at.state in (RUNNING, WAITING):

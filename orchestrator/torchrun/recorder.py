@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
 from orchestrator.coordinator.launch_machine import ended_by
+from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
@@ -33,6 +34,7 @@ from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, 
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -73,7 +75,10 @@ class RankZeroRecorder:
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
-        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
+        self._metrics = measured(job.flat(), store.storage.root, job.run.name, attempt)
+        self._journal = JournalWriter(
+            store.storage, number, job.run.name, run_id=attempt.run_id, listener=self._metrics
+        )
         machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
@@ -88,6 +93,7 @@ class RankZeroRecorder:
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
         self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(store)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
         self._stop_by = ""
@@ -238,6 +244,7 @@ class RankZeroRecorder:
             self._over.set()
         with suppress(StorageError):  # all is durable
             self._journal.close()
+        self._metrics.close()
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}")
@@ -289,6 +296,7 @@ class RankZeroRecorder:
                     look = partial(self._request_files.read, self._requests.next_number)
                     if request := await in_daemon_thread(look):
                         self._hear(request)
+                    note_pins(self._journal, await in_daemon_thread(self._pins.look))
                 self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
         except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
@@ -298,9 +306,12 @@ class RankZeroRecorder:
         self._journal.event(
             EventKind.CONTROL_REQUEST, what=request.what, by=request.by, request=request.number
         )
+        self._say(sentences.asked(request.what, request.by))
         trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
         answer = self._requests.heard(request, trained, newest.key if newest else None)
-        self._note_answers([answer] if answer else [])
+        if answer is not None:
+            self._note_answers([answer])
+            self._say(f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
         if request.what == STOP:
             self._wants_stop, self._stop_by = True, self._stop_by or request.by
 
@@ -336,8 +347,8 @@ class RankZeroRecorder:
             text = self._trouble.worked()
             if durable is not None:
                 self._acknowledged = durable.step
-        if text:
-            self._warn(text)
+        for said in ([text] if text else []) + self._metrics.troubles():
+            self._warn(said)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.records import Cursor, StateKey
-from orchestrator.trainer.model import build_model
+from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ModelConfig, TrainConfig
@@ -53,12 +53,13 @@ class TrainState:
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
-        self._first = partial(build_model, model, train.precision, train.seed, device, invariant)
-        self.model: nn.Module = self._first()
+        self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
+        self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
-        self._untouched = True  # holds the first weights
+        # holds the first weights; those of another folder are read only by who needs them
+        self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
         self._named = dict(own_tensors(self._held))
         for tensor in self._named.values():

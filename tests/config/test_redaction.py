@@ -99,3 +99,8 @@ def test_a_command_line_is_what_is_typed_without_its_secrets() -> None:
 @pytest.mark.parametrize("text", ["", "no secret here", "at 12:30: done", "https://host/path"])
 def test_a_text_without_secrets_is_itself(text: str) -> None:
     assert redacted_text(text) == text
+
+
+def test_a_secret_inside_a_sentence_after_a_colon_is_hidden() -> None:
+    said = "Failed: https://host/x?token=abcdefgh and error: key=abcdefgh"
+    assert redacted_text(said) == "Failed: https://host/x?token=*** and error: key=***"

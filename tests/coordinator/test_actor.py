@@ -28,6 +28,7 @@ from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import STOP_NOW, Request
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import (
@@ -643,3 +644,22 @@ def test_a_gcs_that_says_nothing_knows_of_nobodys_death(monkeypatch: pytest.Monk
     }
     assert found["died"]
     assert (found["lives"], found["unknown"]) == (None, None)
+
+
+def test_what_is_asked_from_outside_is_told_with_the_next_status_and_who_stopped_stands_in_the_end(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        first = await status(actor)
+        await actor._do(actor._launch.asked(ask))
+        heard = await actor.status((first.attempt, first.version), 0.0)
+        assert heard.notices == ("ann@desk asks for: stop now · stopping at once, without a save",)
+        assert (await actor.status((heard.attempt, heard.version), 0.0)).notices == ()
+
+    ask = Request(number=1, launch=LAUNCH, what=STOP_NOW, by="ann@desk", created="")
+    run(launch)
+    (end,) = [event.fields for event in read_journal(store.storage).events if event.kind == EventKind.END]
+    written = store.read_end(1)
+    assert written is not None
+    assert (end["outcome"], end["by"], written.by) == ("stopped", "ann@desk", "ann@desk")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.coordinator.launch_machine import Action, End, Kill, LaunchMachine, Note
+from orchestrator.coordinator.launch_machine import Action, End, Kill, LaunchMachine, Note, Say
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.request_files import STOP, STOP_NOW, Request
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records import Cursor, StateKey
 from orchestrator.resume.commit_events import VoterGone
@@ -121,6 +121,16 @@ def test_a_stop_is_said_to_be_by_whoever_asked_for_it_first() -> None:
     machine.request_stop("SIGTERM to bob@head")
     actions = machine.finished("a", key(1), "stopped", 2.0) + machine.finished("b", key(1), "stopped", 2.0)
     assert ends(actions) == [("stopped", "ann@desk")]
+
+
+def test_the_user_of_a_launch_hears_who_asks_for_what_and_what_is_not_done() -> None:
+    machine = one_of_two()
+    said = [action.text for action in machine.asked(asked(SAVE, "ann@desk")) if isinstance(action, Say)]
+    assert said == ["ann@desk asks for: save · a resume point is saved after this step"]
+    dance = replace(asked("dance", "bob@head"), number=2)
+    said = [action.text for action in machine.asked(dance) if isinstance(action, Say)]
+    assert said[0] == "bob@head asks for: dance"
+    assert said[1].startswith("dance is refused: 'dance' is not known to this launch")
 
 
 def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:

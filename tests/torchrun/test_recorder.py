@@ -17,7 +17,7 @@ from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
@@ -158,7 +158,8 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "REQUESTS_EVERY_S", 0.01)
-    made, store = on_disk(runner, OsDisk())
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
     made.begin(2)
     made.records([record(key(step)) for step in range(1, 11)])
     claim = store.newest_claim()
@@ -171,6 +172,8 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
     assert comes_true(lambda: made.asked() == (False, False))
     files.ask(STOP)
     assert comes_true(lambda: made.asked() == (False, True))
+    store.pin(key(10).point_name, "ada@desk", "figure 3", claim.run_id)
+    assert comes_true(lambda: "point pinned" in [e.kind for e in read_journal(store.storage).events])
     made.finished(key(10), "stopped")
     events = [e.fields for e in read_journal(store.storage).events if e.kind == "request answered"]
     assert [(e["request"], e["what"], e["outcome"], e["point"]) for e in events] == [
@@ -178,6 +181,12 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
         (2, "save", "done", key(10).point_name),
         (3, "stop", "done", ""),
     ]
+    asks = [f"{asker()} asks for: {what}" for what in (STOP_NOW, SAVE, STOP)]
+    assert [text.split(" · ")[0] for text in said if " asks for: " in text] == asks
+    (end,) = [e.fields for e in read_journal(store.storage).events if e.kind == EventKind.END]
+    stored = store.read_end(1)
+    assert stored is not None
+    assert end["by"] == stored.by == asker()
 
 
 def test_saves_that_fail_for_longer_than_the_limit_of_storage_end_the_group(

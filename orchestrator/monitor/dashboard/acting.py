@@ -90,7 +90,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
 
 def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
     detail = None
-    with run.readable() as views:
+    with run.readable(anew=True) as views:
         if ACTIONS[action].needs_point:
             if asked.point is None:
                 raise RouteError(

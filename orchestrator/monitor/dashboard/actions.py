@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,11 @@ def plan(name: str, asked: Asked, sight: Sight, secret: bytes, now: float) -> Pl
     action, refusals = ACTIONS[name], list[str]()
     state = sight.summary["state"]
     if action.needs_alive and state not in ALIVE:
-        refusals.append(f"nothing of this run is alive ({state}): there is nobody to ask")
+        refusals.append(
+            "the run is still being watched for a sign of life: ask again in a few seconds"
+            if state == "open"
+            else f"nothing of this run is alive ({state}): there is nobody to ask"
+        )
     refusals += action.refusals(sight, asked)
     return Planned(
         action=name,
@@ -166,6 +171,10 @@ def span_text(seconds: float | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ the table
+def _command(name: str, sight: Sight, *words: str | None) -> str:
+    return shlex.join(["orchestrator", name, sight.uri, *filter(None, words)])
+
+
 def _answered(reply: Any) -> str:
     if reply.outcome in ("refused", "failed"):
         raise RefusedError(reply.text)
@@ -251,7 +260,7 @@ ACTIONS: dict[str, Action] = {
         verb="Save now",
         title=lambda sight, asked: "Save a resume point now",
         effects=_save_effects,
-        command=lambda sight, asked: f"orchestrator save {sight.uri}",
+        command=lambda sight, asked: _command("save", sight),
         do=lambda run, asked: _answered(run.save()),
         needs_alive=True,
     ),
@@ -259,7 +268,7 @@ ACTIONS: dict[str, Action] = {
         verb="Stop",
         title=lambda sight, asked: "Stop the run at once" if asked.now else "Save and stop the run",
         effects=_stop_effects,
-        command=lambda sight, asked: f"orchestrator stop {sight.uri}" + (" --now" if asked.now else ""),
+        command=lambda sight, asked: _command("stop", sight, "--now" if asked.now else ""),
         do=lambda run, asked: _answered(run.stop(asked.now)),
         needs_alive=True,
         is_grave=True,
@@ -268,7 +277,7 @@ ACTIONS: dict[str, Action] = {
         verb="Pin",
         title=lambda sight, asked: f"Pin resume point {asked.point}",
         effects=_pin_effects,
-        command=lambda sight, asked: f"orchestrator pin {sight.uri} {asked.point}",
+        command=lambda sight, asked: _command("pin", sight, asked.point),
         do=_pin,
         needs_point=True,
     ),
@@ -276,7 +285,7 @@ ACTIONS: dict[str, Action] = {
         verb="Unpin",
         title=lambda sight, asked: f"Unpin resume point {asked.point}",
         effects=_unpin_effects,
-        command=lambda sight, asked: f"orchestrator unpin {sight.uri} {asked.point}",
+        command=lambda sight, asked: _command("unpin", sight, asked.point),
         do=_unpin,
         refusals=_not_pinned,
         needs_point=True,
@@ -285,7 +294,7 @@ ACTIONS: dict[str, Action] = {
         verb="Verify",
         title=lambda sight, asked: f"Verify resume point {asked.point}",
         effects=_verify_effects,
-        command=lambda sight, asked: f"orchestrator verify {sight.uri} {asked.point}",
+        command=lambda sight, asked: _command("verify", sight, asked.point),
         do=_verify,
         needs_point=True,
     ),

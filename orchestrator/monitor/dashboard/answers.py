@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from orchestrator.config.redaction import redacted, redacted_text
+from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_text
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
 
 UNANSWERABLE = 422
@@ -83,7 +84,32 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def shown(value: Any, status: int = 200) -> Response:
     """What was read from a run, without the secrets in it."""
-    return json_response(redacted(value), status)
+    return json_response(without_secrets(value), status)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """`config.redaction.redacted` for documents with many numbers; a source's cursor, where `token` is a
+    place, is left as it is.
+    """
+    if isinstance(value, str):
+        return redacted(value, key)
+    if isinstance(value, Mapping):
+        if _hides(key):
+            return HIDDEN
+        return value if "prefix_digest" in value else {k: without_secrets(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, key) for each in value]
+    return HIDDEN if value is not None and _hides_numbers(key) else value
+
+
+@lru_cache(1000)
+def _hides(key: str) -> bool:
+    return is_secret(key)
+
+
+@lru_cache(1000)
+def _hides_numbers(key: str) -> bool:
+    return is_secret(key, 0)
 
 
 def error_response(problem: Problem) -> Response:

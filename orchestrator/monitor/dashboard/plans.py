@@ -20,6 +20,7 @@ import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.data.frozen import read_frozen
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
@@ -126,6 +127,9 @@ class Planner:
         if run is None:
             return _Data(identities=None, notes=(), refusals=())
         same = (run.identity, run.identity)
+        if not self._is_here(job):
+            note = "the data are not looked at: this machine does not see the run's tokenizer"
+            return _Data(identities=same, notes=(note,), refusals=())
         try:
             spec = prepare(job, Path(self._run.store.storage.root), freeze=False)
         except DataIdentityError as error:
@@ -134,6 +138,12 @@ class Planner:
             note = f"the data are not looked at from here, where the dashboard runs: {error}"
             return _Data(identities=same, notes=(note,), refusals=())
         return _Data(identities=(run.identity, spec.identity()), notes=spec.notes, refusals=())
+
+    def _is_here(self, job: JobConfig) -> bool:
+        """Whether the data can be looked at without asking a hub for a tokenizer."""
+        frozen = read_frozen(Path(self._run.store.storage.root))
+        known = frozen is not None and frozen.record.tokenizer == job.data.tokenizer
+        return frozen is not None and (known or Path(job.data.tokenizer).expanduser().is_dir())
 
 
 def config_of(store: RunStore, attempt: int) -> dict[str, Any] | None:

@@ -38,18 +38,18 @@ class OpenRun:
     _read_at: float = float("-inf")
 
     @contextmanager
-    def reading(self) -> Iterator[RunViews]:
-        """The views, as new as `REFRESH_S`."""
+    def reading(self, anew: bool = False) -> Iterator[RunViews]:
+        """The views, as new as `REFRESH_S`, or as new as can be."""
         with self._lock:
-            if self.clock() - self._read_at >= REFRESH_S:
+            if anew or self.clock() - self._read_at >= REFRESH_S:
                 self.views.refresh()
                 self._read_at = self.clock()
             yield self.views
 
     @contextmanager
-    def readable(self) -> Iterator[RunViews]:
+    def readable(self, anew: bool = False) -> Iterator[RunViews]:
         """The same of a run that can be read. Raises `RouteError` of one that cannot."""
-        with self.reading() as views:
+        with self.reading(anew) as views:
             if (error := views.unreadable) is not None:
                 raise RouteError(
                     Problem(

@@ -17,9 +17,8 @@ import anyio
 import anyio.to_thread
 import orjson
 
-from orchestrator.config.redaction import redacted
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.dashboard.answers import RouteError, problem_of
+from orchestrator.monitor.dashboard.answers import RouteError, problem_of, without_secrets
 from orchestrator.monitor.dashboard.runs import OpenRun
 
 EVERY_S = 2.0
@@ -83,13 +82,15 @@ async def events(
 def _look(run: OpenRun, last_id: str) -> _Look:
     with run.readable() as views:
         happened = tuple(views.happenings_since(last_id)) if last_id else ()
-        return _Look(last_id=views.last_id, happened=happened, summary=redacted(views.summary(full=True)))
+        return _Look(
+            last_id=views.last_id, happened=happened, summary=without_secrets(views.summary(full=True))
+        )
 
 
 def _changes(before: _Look | None, look: _Look) -> list[tuple[str, str, Any]]:
     """(event, id, data) of what is new. The summary comes last: its id says that all before it was sent."""
     found: list[tuple[str, str, Any]] = [
-        ("happening", str(each.get("id", "")), redacted(each)) for each in look.happened
+        ("happening", str(each.get("id", "")), without_secrets(each)) for each in look.happened
     ]
     if before is not None and look.point != before.point and look.summary.get("point"):
         found.append(("point", "", look.summary["point"]))

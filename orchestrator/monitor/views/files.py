@@ -61,7 +61,8 @@ class RunFiles:
         """Look for new claims, parent files and ends; whether there are any. Raises `UnreadableError` for
         what is another run's, `StorageError`.
         """
-        store, before = self.store, (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
+        store, newest_before = self.store, max(self.claims, default=0)
+        before = (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
         if self.run is None:
             self.run = self._run_file()
         for number in store.claim_numbers():
@@ -73,10 +74,9 @@ class RunFiles:
                     self.parents[number] = parent
                 elif parent is not None:
                     self.cut_off[number] = parent
-        newest = max(self.claims, default=0)
         for number in self.claims:
-            # an attempt may say its end when others have followed; it does so soon, or never
-            if number not in self.ends and (number >= newest - 1 or not before[0]):
+            # an attempt may say its end when the next has followed; it does so soon, or never
+            if number not in self.ends and number >= newest_before - 1:
                 end = store.read_end(number)
                 if end is not None:
                     self.ends[number] = end

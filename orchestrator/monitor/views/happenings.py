@@ -27,7 +27,7 @@ from orchestrator.resume.points import parse_point_name
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting")
-_CHANGES = ("join", "resume", "start", "done")
+_CHANGES = ("join", "resume", "resize", "change", "start", "done")
 _SKIP = frozenset({"resume.from", "run.storage"})
 SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens", "lost_steps", "world_from",
          "world_to", "point")  # fmt: skip

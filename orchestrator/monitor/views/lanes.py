@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.history.claim_files import RESTARTED
+from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.monitor.views.facts import Facts
 from orchestrator.monitor.views.path import FATES, HISTORY, Piece
 from orchestrator.monitor.views.points_table import by_name
-from orchestrator.records import StateKey
+from orchestrator.records import StateKey, encode
 
 LIMIT = 500
 _SKIP = frozenset({"resume.from", "run.storage"})
@@ -133,7 +134,7 @@ def _all(facts: Facts) -> list[Row]:
                     for d in differences
                     if d.field not in _SKIP
                 ],
-                "forked_from": getattr(parent, "forked_from", None),
+                "forked_from": _forked_from(claim, parent),
                 "forks": [],
                 "host": claim.host or None,
                 "newest": number == facts.files.begun,
@@ -144,6 +145,12 @@ def _all(facts: Facts) -> list[Row]:
         row["below"] = rows[i + 1]["through"] if i + 1 < len(rows) else []
         row["above"] = rows[i - 1]["through"] if i else []
     return rows
+
+
+def _forked_from(claim: Claim, parent: ClaimParent | None) -> Any:
+    """Of which run and point it is a fork, where its claim says so."""
+    found = getattr(claim, "forked_from", None) or getattr(parent, "forked_from", None)
+    return encode(found) if found else None
 
 
 def _trained(facts: Facts, number: int, pieces: list[Piece]) -> Row:

@@ -65,16 +65,16 @@ class Path:
 
     def why_orphan(self, key: StateKey) -> str:
         """As `Lineage.why_orphan`, at once for a point that is none."""
+        return "" if self.has(key) else self.lineage.why_orphan(key)
+
+    def has(self, key: StateKey) -> bool:
+        """As `Lineage.on_lineage`, at a cost that does not grow with the history."""
         segment = self._segments.get((key.attempt, key.generation))
-        if (
-            segment is not None
-            and segment.start.step <= key.step
-            and (segment.open or key.step < segment.stop_step)
-        ):
-            later = (names for attempt, names in self._inherited if attempt > key.attempt)
-            if all(key.point_name in names for names in later):
-                return ""
-        return self.lineage.why_orphan(key)
+        if segment is None or key.step < segment.start.step:
+            return False
+        later = (names for attempt, names in self._inherited if attempt > key.attempt)
+        inside = segment.open or key.step < segment.stop_step
+        return inside and all(key.point_name in names for names in later)
 
     def dropped(self, attempt: int) -> list[Piece]:
         """What was abandoned when this attempt went on from an earlier state."""

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.config.schema import field_rules, in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.monitor.views.facts import Facts, short
-from orchestrator.monitor.views.points_table import DAMAGED, HEALTHY, by_name, newest_healthy, table
+from orchestrator.monitor.views.points_table import DAMAGED, HEALTHY, ORPHAN, by_name, newest_healthy, table
 from orchestrator.records import encode
 from orchestrator.resume.points import Point
 
@@ -74,7 +74,8 @@ def _read(facts: Facts, name: str) -> Point | None:
 
 def _before(facts: Facts, row: Row) -> Row | None:
     """The point that it is compared with: the healthy one before it, or for one that is not, any."""
-    rows = [r for r in table(facts) if row["state"] != HEALTHY or r["state"] == HEALTHY]
+    wanted = {HEALTHY} if row["state"] == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
+    rows = [r for r in table(facts) if r["state"] in wanted]
     at = next(i for i, r in enumerate(rows) if r["name"] == row["name"])
     return rows[at - 1] if at else None
 

@@ -211,7 +211,7 @@ class RunViews:
             "created": None,
             "error": {"file": error.file, "line": error.line or None, "reason": error.reason},
             "points_there": self._store.point_names()[-3:],
-            "verdict": {"level": level(standing), "text": f"{verdict(standing).capitalize()}."},
+            "verdict": {"level": level(standing), "text": summary.sentence(verdict(standing))},
         }
 
     def timeline(self, px: int | None = None) -> Document:

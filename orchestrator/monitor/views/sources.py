@@ -31,7 +31,7 @@ def sources(facts: Facts) -> dict[str, Any]:
     config, identity = facts.config(facts.files.begun), facts.files.run and facts.files.run.identity
     listed = config.get("data.sources") or []
     cursor = newest_cursor(facts)
-    counts = [e for e in facts.events("sources") if _on_history(facts, e)]
+    counts = _counts(facts)
     last = counts[-1] if counts else None
     since = _since(counts)
     total_weight = sum(source["weight"] for source in listed) or 1
@@ -134,9 +134,16 @@ def _since(counts: list[Event]) -> dict[str, Any] | None:
     return {"t": base.t, "counts": grown}
 
 
+def _counts(facts: Facts) -> list[Event]:
+    """What was counted by source, on the history."""
+    events = facts.events("sources")
+    key = (facts.shape, len(events))
+    return facts.kept("source counts", key, lambda: [e for e in events if _on_history(facts, e)])
+
+
 def _on_history(facts: Facts, event: Event) -> bool:
     key = parse_point_name(str(event.fields.get("point", "")))
-    return key is None or not facts.path.why_orphan(key)
+    return key is None or facts.path.has(key)
 
 
 def _skipped(events: list[Event]) -> list[dict[str, Any]]:

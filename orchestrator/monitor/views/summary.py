@@ -274,7 +274,7 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
     }
     more["checks"] = checks(facts, {**out, **more}, now)
     at = _standing(facts, out, more["checks"], now)
-    more["verdict"] = {"level": level(at), "text": _sentence(verdict(at))}
+    more["verdict"] = {"level": level(at), "text": sentence(verdict(at))}
     more["recent"] = [brief(entry) for entry in told[-RECENT:][::-1]]
     more["last_fault"] = brief(faults[-1]) if faults else None
     more["hour"] = {
@@ -307,7 +307,8 @@ def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standin
     )
 
 
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
 
 

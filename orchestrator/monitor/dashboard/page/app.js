@@ -8,9 +8,9 @@ import { VTable } from './vtable.js';
 
 const words = () => import('./words.js').then(m => m.WORDS), drawer = () => import('./drawer.js');
 const { h, s, icon, int, count, span, ago, pct, when, full } = f;
-const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', unreadable: 'Unreadable' };
+const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', open: 'Looking for a sign of life', unreadable: 'Unreadable' };
 const ALIVE = new Set(['running', 'waiting', 'starting']);
-const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'running', 'starting', 'stopped', 'done'];
+const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'open', 'running', 'starting', 'stopped', 'done'];
 const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker frozen error nosave waiting', 'crash fault': 'crash failed', 'damaged fault': 'damaged', 'rewind rewind': 'rewind', 'change accent': 'resize change join', 'start muted': 'start', 'done muted': 'done', 'resume orphan': 'resume', 'coordinator orphan': 'coordinator reform' }).flatMap(([look, kinds]) => kinds.split(' ').map(k => [k, look.split(' ')])));
 export const PARTS = [['productive', 'Productive'], ['data_wait', 'Waiting for data'], ['saving', 'Saving'], ['reforming', 'Re-forming'], ['starting', 'Starting'], ['waiting', 'Waiting for workers'], ['lost', 'Lost work'], ['rewound', 'Rewound'], ['down', 'Down'], ['other', 'Not accounted for']];
 const css = x => (Math.max(0, Math.min(1, x || 0)) * 100).toFixed(3) + '%';
@@ -455,7 +455,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		pickPoint(el) { const list = this.points; el.replaceChildren(h('option', { value: '' }, 'the newest healthy one'), ...list.map(p => h('option', { value: p.name, selected: p.name === this.point }, 'step ' + int(p.step) + ' · ' + f.pointWord(p) + ' · ' + p.name)), ...(this.point && !list.some(p => p.name === this.point) ? [h('option', { value: this.point, selected: true }, this.point)] : [])); el.value = this.point; },
 		reset(first) {
-			const c = this.run.config, w = c['cluster.num_workers'], now = { num_workers: Array.isArray(w) ? w[0] : w, global_batch_size: c['train.global_batch_size'], micro_batch_size: c['train.micro_batch_size'], seq_len: c['pack.seq_len'] };
+			const c = this.run.config, w = c['cluster.num_workers'], now = { num_workers: Array.isArray(w) ? '[' + w.join(', ') + ']' : w, global_batch_size: c['train.global_batch_size'], micro_batch_size: c['train.micro_batch_size'], seq_len: c['pack.seq_len'] };
 			this.fields.forEach(x => { x.was = now[x.id] ?? null; x.value = String((first && this.params[x.id]) || (now[x.id] ?? '')); }); this.ask();
 		},
 		edit(field, value) { field.value = value; clearTimeout(this.late); this.late = setTimeout(() => this.ask(), 160); },
