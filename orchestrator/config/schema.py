@@ -286,6 +286,8 @@ class MonitorConfig(_Section):
 
     progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
     """Time between two lines of progress, in seconds."""
+    digest_every_steps: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Journal the digest of the weights every so many steps, for `replay`; null: only points have it."""
     dashboard: Annotated[bool, free("true or false")] = False
     """Serve the run's page beside it, on the driver's machine, and print its link."""
     tensorboard: Annotated[bool, free("true or false")] = True

@@ -280,6 +280,17 @@ class Coordinator:
             self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._notify()
 
+    async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:
+        """What the weights of a state are; of an older attempt's it is left out."""
+        self._check(launch)
+        if key.attempt == self._attempt.number:
+            self._journal.event(
+                EventKind.STATE_DIGEST,
+                generation=key.generation,
+                step=key.step,
+                weights_digest=weights_digest,
+            )
+
     async def phase(self, launch: str, member: str, limit_s: float) -> None:
         """`member` has begun or left a phase: from now on the others may have to wait `limit_s` for it."""
         self._check(launch)

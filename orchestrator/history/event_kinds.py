@@ -68,6 +68,9 @@ class EventKind(StrEnum):
     LEFTOVER_REMOVED = "leftover removed", "point"
     LEFTOVER_KEPT = "leftover kept", "point", "reason"
 
+    # ---- weights
+    STATE_DIGEST = "state digest", "generation", "step", "weights_digest"
+
     # ---- the data
     CURSOR = "cursor", "cursor"
     SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"

@@ -98,6 +98,18 @@ class Run:
         """
         return self._look(WATCH_S if watch_s is None else watch_s, None)
 
+    def goodput(self) -> dict[str, Any]:
+        """Where the run's time went, from its first line to its last: `wall_s`; `parts` of it in seconds
+        (productive, data_wait, saving, lost, rewound, reforming, starting, waiting, down, other), which sum
+        to it; the same in `percent`; and by day (`days`, each with `day`, seconds since 1970 of its begin in
+        UTC). `off_s` came after wanted stops and is not counted. See `monitor.views.goodput`.
+
+        Raises `RefusedError` if the journal cannot be read.
+        """
+        from orchestrator.monitor.views.run_views import RunViews
+
+        return RunViews(self._store).goodput()
+
     def pin(self, point: str, reason: str = "") -> Hold:
         """Keeps a resume point, whatever retention and `prune` would do, until `unpin`; also of a run that
         nobody works on. Returns the pin, or that which stood there before. Raises `RefusedError` if there is

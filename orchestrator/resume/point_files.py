@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote, encode
 from orchestrator.resume import points, verify
 from orchestrator.resume.points import (
@@ -182,7 +183,7 @@ class PointFiles:
             parent=parent,
             world_size=first.world_size,
             optimizer_steps=first.optimizer_steps,
-            weights_digest=points.weights_digest(tensors),
+            weights_digest=weights_digest(tensors),
             save_blocked_s=max(vote.save_blocked_s for vote in votes),
             save_s=save_s,
             files=files,

@@ -166,6 +166,15 @@ class RankZeroRecorder:
             self._journal.step(record)
             self._last_step = record
 
+    def digest(self, key: StateKey, weights_digest: str) -> None:
+        """Notes what the weights of `key` are."""
+        self._journal.event(
+            EventKind.STATE_DIGEST,
+            generation=key.generation,
+            step=key.step,
+            weights_digest=weights_digest,
+        )
+
     def acknowledged_step(self) -> int:
         """The label up to which all records are durable."""
         return self._acknowledged

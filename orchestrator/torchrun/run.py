@@ -228,6 +228,7 @@ def _train(
         budgets=budgets,
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
+        digest_every_steps=job.monitor.digest_every_steps,
     )
     membership = StaticMembership(rendezvous, recorder)
     feed = InProcessFeed(spec, job.data.replay_bytes)

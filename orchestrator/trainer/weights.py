@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import FileEntry, TensorChunk, TensorEntry, decode
-from orchestrator.trainer.state import Item, tensor_bytes
+from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 
 POINTS, PARTS = "points", "parts.json"
 
@@ -101,6 +102,13 @@ def _entry(item: Item, path: str) -> TensorEntry:
     return TensorEntry(
         name=item.name, group=item.group, dtype=_dtype(item.tensor), shape=shape, chunks=(whole,)
     )
+
+
+def digest_of(items: Sequence[Item]) -> str:
+    """The `weights_digest` that a point of this state has, whichever number of ranks saves it: a member holds
+    every tensor whole, and so they are saved.
+    """
+    return weights_digest(_entry(item, "") for item in items if item.group == MODEL)
 
 
 def load(items: Sequence[Item], point: str, files: StateFiles) -> None:

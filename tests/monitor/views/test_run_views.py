@@ -140,7 +140,7 @@ def test_the_parts_of_goodput_are_not_negative_and_sum_to_the_wall_time(
     columns = views._facts.columns
     first = min(written.first for written in columns.attempts.values())
     last = max(written.last for written in columns.attempts.values())
-    assert good["wall_s"] + good["off_s"] == pytest.approx(last - first, abs=0.2)
+    assert good["wall_s"] + good["off_s"] == pytest.approx(max(0.0, last - first), abs=0.5)
     by_day = {part: sum(day["parts"].get(part, 0.0) for day in good["days"]) for part in PARTS}
     for part in PARTS:
         assert by_day[part] == pytest.approx(good["parts"][part], abs=0.11 * (len(good["days"]) + 1))
