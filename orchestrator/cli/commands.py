@@ -21,6 +21,7 @@ from orchestrator.cli import (
     weights,
 )
 from orchestrator.cli.examples import add_examples
+from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 add_examples(app)
+add_exit_codes(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
