@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import html_text
 from orchestrator.config.schema import JobConfig, load_config
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.launch import start as starting
@@ -52,6 +53,10 @@ class RunResult:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: how it ended, and where the run stands."""
+        return html_text.page(f"{self.run_uri}: {self.outcome}", html_text.facts(asdict(self).items()))
 
 
 def train(

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
@@ -31,6 +31,9 @@ from orchestrator.resume.points import Damage, Point, newest_first, parse_point_
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
+if TYPE_CHECKING:
+    from orchestrator.monitor.planned import Planned
+
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
 
@@ -47,6 +50,9 @@ class Run:
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
+        self._require_run()
+
+    def _require_run(self) -> None:
         if self._store.read_run() is None:
             from orchestrator.launch.start import find_run
 
@@ -89,7 +95,7 @@ class Run:
         0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
         part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
-        return self._look(WATCH_S if watch_s is None else watch_s, None)
+        return self._view(WATCH_S if watch_s is None else watch_s, None)
 
     def pin(self, point: str, reason: str = "") -> Hold:
         """Keeps a resume point, whatever retention and `prune` would do, until `unpin`; also of a run that
@@ -142,14 +148,14 @@ class Run:
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 
-    def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
+    def looks(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step
         came, on this process's own clock.
         """
         at, since = None, time.monotonic()
         while True:
             began = time.monotonic()
-            view = self._look(WATCH_S, began - since if at is not None else None)
+            view = self._view(WATCH_S, began - since if at is not None else None)
             if (view.attempt, view.step, view.last_step_at) != at:
                 at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
                 view = replace(view, quiet_s=0.0)
@@ -158,9 +164,49 @@ class Run:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
+    def watch(self, every_s: float = 2.0) -> RunView:
+        """Shows `status` live until nothing will change by itself any more, and returns the last one.
+
+        In place in a notebook and on a terminal, a line per change elsewhere. Interrupted, it stops watching.
+        """
+        from orchestrator.monitor.display import show
+
+        try:
+            return show(self.looks(every_s))
+        except KeyboardInterrupt:
+            self._interrupted()
+            return self.status()
+
+    def _interrupted(self) -> None:
+        """Whoever watched has stopped watching; the run goes on."""
+
+    def wait(self, timeout_s: float | None = None) -> RunView:
+        """Waits until nothing will change by itself any more, at most `timeout_s` seconds; the run then."""
+        began = time.monotonic()
+        for view in self.looks():  # noqa: B007  the last one is wanted
+            if timeout_s is not None and time.monotonic() - began > timeout_s:
+                break
+        return view
+
+    def plan(self, overrides: Sequence[str] = ()) -> Planned:
+        """What the next start would do with the configuration of the newest attempt and these overrides.
+
+        Starts nothing, writes nothing; `.execute()` of what it returns does it.
+        """
+        from orchestrator.launch import api
+        from orchestrator.monitor.planned import Planned
+
+        config = parse_config(self.config().to_json(), overrides)
+        return Planned(plan=api.plan(config), config=config)
+
+    def _repr_html_(self) -> str:
+        from orchestrator.monitor.view_text import status_html
+
+        return status_html(self._view(0.0, None))
+
     def __repr__(self) -> str:
         try:
-            view = self._look(0.0, None)
+            view = self._view(0.0, None)
         except OrchestratorError as error:
             return f"Run({self.uri!r}: {error})"
         return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
@@ -195,7 +241,7 @@ class Run:
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
-    def _look(self, watch_s: float, quiet_s: float | None) -> RunView:
+    def _view(self, watch_s: float, quiet_s: float | None) -> RunView:
         store, watched = self._store, None
         if watch_s > 0:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
