@@ -38,7 +38,7 @@ def points(
         return
     if dry_run:
         raise typer.BadParameter("--dry-run goes with --prune")
-    rows = open_run(run).points()
+    rows = open_run(run).list_points()
     if json:
         print_json(rows)
     else:

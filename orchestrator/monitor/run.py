@@ -61,7 +61,7 @@ class Run:
                     f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
                 )
 
-    def points(self) -> list[dict[str, Any]]:
+    def list_points(self) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`.
         """
@@ -84,7 +84,7 @@ class Run:
             )
         return rows
 
-    def steps(self) -> tuple[StepRecord, ...]:
+    def records(self) -> tuple[StepRecord, ...]:
         """The step records of the effective history, in order."""
         return survey(self._store).lineage.records
 
@@ -156,8 +156,8 @@ class Run:
         while True:
             began = time.monotonic()
             view = self._view(WATCH_S, began - since if at is not None else None)
-            if (view.attempt, view.step, view.last_step_at) != at:
-                at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
+            if (view.state, view.attempt, view.step, view.last_step_at) != at:
+                at, since = (view.state, view.attempt, view.step, view.last_step_at), time.monotonic()
                 view = replace(view, quiet_s=0.0)
             yield view
             if view.is_over:

@@ -162,16 +162,16 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     watch.join()
     assert status == "STOPPED", logs
     assert "SIGTERM: saving and stopping" in logs
-    (newest,) = job.run.points()
+    (newest,) = job.run.list_points()
     assert newest["step"] >= 2, logs
-    assert newest["consumed_samples"] == job.run.steps()[-1].consumed_samples, "a finished step was lost"
+    assert newest["consumed_samples"] == job.run.records()[-1].consumed_samples, "a finished step was lost"
 
     # the first workers have imported everything themselves
     server.workers_begin_as(warm)
     status, logs = server.end(server.submit(job.config(train__max_steps=newest["step"] + 5)))
     assert status == "SUCCEEDED", logs
     assert f"resumes from {newest['name']}" in logs
-    assert job.run.steps()[-1].step == newest["step"] + 5
+    assert job.run.records()[-1].step == newest["step"] + 5
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2
 
