@@ -28,13 +28,17 @@ def plot(steps: pd.DataFrame, metrics: tuple[str, ...], x: str, title: str) -> A
             else f"x={x!r} is none of {', '.join(_X)}"
         )
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot
     except ImportError as error:
         raise RefusedError(
             "plots need matplotlib: pip install 'orchestrator[notebook]', or pip install matplotlib"
         ) from error
-    figure = Figure(figsize=(8, 2.6 * len(metrics)), layout="constrained")
-    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+    size = (8, 2.6 * len(metrics))
+    figure, grid = pyplot.subplots(
+        len(metrics), 1, figsize=size, layout="constrained", sharex=True, squeeze=False
+    )
+    pyplot.close(figure)  # whoever gets it shows it: a notebook would show it twice
+    panels = grid[:, 0]
     at = steps[_X[x]]
     begins = at[steps["attempt"].diff().fillna(0) != 0]
     for panel, metric in zip(panels, metrics, strict=True):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.config.schema import JobConfig, load_config, parse_config
+from orchestrator.config.schema import JobConfig, as_job
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.monitor.asking import Reply
 from orchestrator.monitor.local_launch import LocalLaunch
@@ -47,15 +47,11 @@ def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
     """
     from orchestrator.launch.api import plan
 
-    if isinstance(config, Mapping):
-        job = parse_config(config, overrides)
-    else:
-        job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    job = as_job(config, overrides)
     looked_ahead = plan(job)
     if looked_ahead.action == "refuse":
         raise RefusedError("\n".join(looked_ahead.refusals))
-    uri = job.run.run_uri
-    return SubmittedRun(uri, LocalLaunch(config if isinstance(config, str | Path) else job, overrides))
+    return SubmittedRun(job.run.run_uri, LocalLaunch(config, overrides))
 
 
 class SubmittedRun(Run):

@@ -73,7 +73,9 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
         "stops. Nothing that was committed is lost",
     ]
     made.finished(key(1), "stopped")
-    assert [point["name"] for point in orchestrator.open(runner.folder).list_points()] == ["00000001-a0001-g0001"]
+    assert [point["name"] for point in orchestrator.open(runner.folder).list_points()] == [
+        "00000001-a0001-g0001"
+    ]
     end = store.read_end(1)
     assert end is not None
     assert end.outcome == "stopped"
