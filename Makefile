@@ -12,20 +12,29 @@ FAST_TESTS := tests/config tests/planning tests/cluster tests/test_layers.py tes
 # each of the tests' many processes would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test check chaos clean
+.PHONY: quickstart test check chaos clean browser
 
 quickstart: $(STAMP)
 	$(BIN)/orchestrator sample-corpus corpus/
 	$(BIN)/orchestrator train configs/quickstart.yaml
 
 # in two processes: one has the tests on Ray
-test: $(TOOLS)
+test: $(TOOLS) browser
 	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope --no-loadscope-reorder --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/python -m pytest -q -m "not chaos and not system" $(FAST_TESTS)
+
+# The tests of the page drive a chromium: Debian's is installed where that can be done unasked, else they skip.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+		root=; [ "$$(id -u)" = 0 ] || root="sudo -n"; \
+		command -v apt-get >/dev/null 2>&1 && $$root true 2>/dev/null && \
+		$$root apt-get update -qq >/dev/null 2>&1 && \
+		$$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1; \
+	} || echo "no chromium is here, and none could be installed: the tests of the page skip"
 
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope --no-loadscope-reorder

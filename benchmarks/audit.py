@@ -62,7 +62,16 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     store.write_parent(ClaimParent(attempt=1, parent=None))
     journal = JournalWriter(store.storage, 1)
     journal.event(
-        EventKind.ATTEMPT, launch="", why="", pid=1, machine="", pid_start="", config=job.flat()
+        EventKind.ATTEMPT,
+        launch="",
+        why="",
+        command="",
+        host="",
+        version="",
+        pid=1,
+        machine="",
+        pid_start="",
+        config=job.flat(),
     )
     journal.generation(
         GenerationStart(

@@ -12,15 +12,26 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator.errors import OrchestratorError
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+else:  # who reads a run needs no numpy, which takes 0.1 s to load
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("Int32Array", "Int64Array"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import numpy
+
+        return numpy.typing.NDArray[getattr(numpy, name.removesuffix("Array").lower())]
+
+
 Record = TypeVar("Record")
 
 
@@ -218,7 +229,8 @@ class Cursor:
 class StepRecord:
     """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
     step's target tokens (nats); `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex
-    digits).
+    digits). `ended` is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that
+    brought the record, which is rank 0 unless that died (None: written before that was noted).
     """
 
     attempt: int
@@ -234,6 +246,7 @@ class StepRecord:
     step_s: float
     data_wait_s: float
     save_blocked_s: float
+    ended: float | None = None
 
     @property
     def key(self) -> StateKey:
@@ -374,6 +387,7 @@ class Vote:
     tensors: tuple[TensorEntry, ...]
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
+    peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
 
 
 # ------------------------------------------------------------ membership
@@ -594,3 +608,4 @@ class RunStatus:
     stopping: bool = False
     changes: tuple[GroupChange, ...] = ()  # generations that were formed
     lost: tuple[Loss, ...] = ()  # since the newest generation was formed
+    notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop

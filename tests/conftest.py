@@ -44,6 +44,7 @@ ON_RAY = {
     "tests/system/test_driver.py",
     "tests/system/test_faults.py",
     "tests/system/test_kills.py",
+    "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_shapes.py",
     "tests/system/test_submitted.py",

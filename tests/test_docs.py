@@ -18,8 +18,9 @@ from orchestrator.coordinator.requests import Answered
 from orchestrator.data.frozen import DataRecord
 from orchestrator.history import sentences
 from orchestrator.history.claim_files import AttemptEnd
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import Finding, audit_result, verify_result
 from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
@@ -39,6 +40,7 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
+from orchestrator.resume.export_files import Exported
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
@@ -349,7 +351,7 @@ def test_the_limits_are_the_constants_of_the_code() -> None:
 
 
 FIELDS = {
-    "run.json": (RunFile, RunIdentity),
+    "run.json": (RunFile, RunIdentity, ForkedFrom),
     "manifest/data.json": (DataRecord,),
     "attempts/0003.json": (Claim,),
     "attempts/0003.parent.json": (
@@ -359,17 +361,32 @@ FIELDS = {
         Difference,
         EncoderSpan,
         EncoderChoice,
+        Origin,
+        ForkedFrom,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
     "pins/<point>.json": (Hold,),
     "requests/<launch>/000001.json": (Request,),
+    "findings/000001.json": (Finding,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
+    "exports/…/EXPORT": (Exported, FileEntry),
     "points/…/cursor.json": (Cursor, SourceCursor),
+}
+
+
+AUDIT_ROW = next(row for row in README.splitlines() if row.startswith("| `audit` |"))
+REPORT = dict.fromkeys(re.findall(r"`(\w+)`", AUDIT_ROW))
+RESULTS = {  # of fields that hold a document
+    "findings/000001.json": {
+        *audit_result(REPORT),
+        *verify_result([]),
+        *verify_result([{"name": "", "healthy": True}])["points"][0],
+    }
 }
 
 
 @pytest.mark.parametrize("file", FIELDS)
 def test_the_fields_of_a_stored_file_are_those_of_its_value(file: str) -> None:
     (stated,) = [row[1] for row in rows(DOCS["storage-format.md"], "file") if row[0] == f"`{file}`"]
-    stored = {field.name for kind in FIELDS[file] for field in fields(kind)}
+    stored = {field.name for kind in FIELDS[file] for field in fields(kind)} | RESULTS.get(file, set())
     assert set(re.findall(r"`(\w+)`", stated)) == stored

@@ -42,6 +42,7 @@ def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> No
     ]
     assert [row["consumed_tokens"] for row in rows] == [576, 768, 768, 960]
     assert [(row["name"], row["healthy"]) for row in run.verify()] == [(name, True) for name in POINTS]
+    assert {record.ended for record in run.records()} == {None}, "what it does not say is not known"
     report = run.audit()
     assert report["exactly_once"], report
     assert (report["tokens"], report["steps"], report["attempts"]) == (960, 12, 3)

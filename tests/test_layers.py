@@ -174,6 +174,20 @@ def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
     assert out.stdout.strip() == "[]"
 
 
+def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
+    code = (
+        "import sys, orchestrator.cli.commands as c, orchestrator.monitor.run\n"
+        "try: c.main(['points', '/no-such-run'])\n"
+        "except SystemExit: pass\n"
+        "slow = ('ray', 'torch', 'transformers', 'pyarrow', 'numpy', 'tenacity', 'fastapi', 'pandas')\n"
+        "from orchestrator.config.schema import JobConfig\n"
+        "built = [] if 'Mock' in type(JobConfig.__pydantic_validator__).__name__ else ['JobConfig']\n"
+        "print([m for m in slow if m in sys.modules] + built)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
 def test_the_public_api_is_small_and_complete() -> None:
     assert len(orchestrator.__all__) <= 12
     for name in orchestrator.__all__:

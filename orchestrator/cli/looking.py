@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines
+from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
+from orchestrator.errors import StorageError
+from orchestrator.history.finding_files import AUDIT, VERIFY, audit_result, verify_result
+
+if TYPE_CHECKING:
+    from orchestrator.monitor.run import Run
+
+
+def leave_finding(run: Run, what: str, result: dict[str, Any], seconds: float) -> None:
+    """For whoever looks at the run later; a reader that may not write there says so, and goes on."""
+    try:
+        run.note_finding(what, result, seconds)
+    except StorageError as error:
+        say(f"note: the result is not left in the run's folder for others to see: {error}")
 
 
 @app.command()
@@ -58,7 +72,10 @@ def verify(
     """Read every byte of the resume points and compare the digests; names each damaged file."""
     from orchestrator.monitor.run import open_run
 
-    rows = open_run(run).verify(point)
+    opened, began = open_run(run), time.monotonic()
+    rows = opened.verify(point)
+    if rows:
+        leave_finding(opened, VERIFY, verify_result(rows), time.monotonic() - began)
     if json:
         print_json(rows)
     else:
@@ -86,7 +103,9 @@ def audit(
     """
     from orchestrator.monitor.run import open_run
 
-    report = open_run(run).audit(steps)
+    opened, began = open_run(run), time.monotonic()
+    report = opened.audit(steps)
+    leave_finding(opened, AUDIT, audit_result(report), time.monotonic() - began)
     if json:
         print_json(report)
     else:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 NO_ERROR = "its process died without an error (SIGKILL, out of memory, or a crash)"
 
+NODE_DIED = "its node died"
+
 
 def cause_of_death(row: Mapping[str, Any] | None) -> str:
     """Why an actor died, by its row in Ray's table (`DeathCause`). Ray knows neither signals nor exit codes,
@@ -23,7 +25,7 @@ def cause_of_death(row: Mapping[str, Any] | None) -> str:
     if "oom_context" in text or "NODE_OUT_OF_MEMORY" in text:
         return "killed by Ray: its node ran out of memory"
     if "NODE_DIED" in text or "node has crashed" in text or "node has died" in text:
-        return "its node died"
+        return NODE_DIED
     if "OWNER_DIED" in text:
         return "its node's agent died"
     if "RAY_KILL" in text:

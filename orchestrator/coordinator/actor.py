@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.cluster.ray_state import ray_says
+from orchestrator.cluster.ray_state import NODE_DIED, ray_says
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.launch_machine import (
@@ -27,8 +27,11 @@ from orchestrator.coordinator.launch_machine import (
     Kill,
     LaunchMachine,
     Note,
+    Say,
     Warn,
 )
+from orchestrator.coordinator.measuring import measured
+from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
@@ -60,6 +63,7 @@ from orchestrator.records import (
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick, VoterGone
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -131,7 +135,10 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
-        self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
+        self._metrics = measured(start.flat_config, start.storage, start.run, attempt)
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id, listener=self._metrics
+        )
         if attempt.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
@@ -163,8 +170,10 @@ class Coordinator:
             ended=attempt.ended,
             saved=attempt.parent,
             answered=attempt.answered,
+            budgets=attempt.budgets,
         )
         self._requests = RequestFiles(self._store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(self._store)
         machine = CommitMachine(
             attempt=attempt.number,
             keep_latest=start.keep_latest,
@@ -197,9 +206,10 @@ class Coordinator:
         # found, it has seen itself
         restarted = attempt.number != start.attempt.number
         self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
+        self._notices: list[tuple[int, str]] = []
         self._kills: list[tuple[int, MemberInfo]] = []
         self._changes: list[tuple[int, GroupChange]] = []
-        self._roster = Roster(start.max_workers, attempt.members)
+        self._roster = Roster(start.max_workers, attempt.members, attempt.why)
         self._changed = asyncio.Condition()
         # generations whose end is waited for, apart from the rest: a thousand members are not woken for less
         self._overs: dict[tuple[int, int], asyncio.Event] = {}
@@ -344,6 +354,7 @@ class Coordinator:
             stopping=launch.stopping,
             changes=tuple(change for at, change in self._changes if at in news),
             lost=self._roster.losses,
+            notices=tuple(text for at, text in self._notices if at in news),
         )
 
     async def expect(self, num_workers: int) -> None:
@@ -358,7 +369,7 @@ class Coordinator:
         if self._launch.stopping:
             return
         self._journal.event(EventKind.CONTROL_REQUEST, what=STOP, by=by, request=0)
-        self._launch.request_stop()
+        self._launch.request_stop(by)
         self._wake.set()
         await self._notify()
 
@@ -371,6 +382,8 @@ class Coordinator:
         """An event of the supervisor for the journal, whose only writer is here."""
         self._ensure_running()
         self._journal.event(kind, **fields)
+        if kind == EventKind.GROUP_STOPPED:
+            self._roster.node_gone(fields["node"])
 
     async def end(self, outcome: str, reason: str) -> None:
         """The supervisor ends the run (`failed`, `stopped`): no member is waited for."""
@@ -434,9 +447,11 @@ class Coordinator:
                     self._journal.event(action.kind, **action.fields)
                 case Kill():
                     self._kills.append((self._version + 1, action.member))
-                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE)
+                    self._roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
                 case Warn():
                     await self.warned(action.text)
+                case Say():
+                    self._notices.append((self._version + 1, action.text))
                 case VoterGone():
                     gone.append(action)
                 case End():
@@ -498,6 +513,8 @@ class Coordinator:
                 global_batch_size=self._start.global_batch_size,
                 seq_len=self._start.seq_len,
                 members=formation.members,
+                cause=self._roster.cause(formation.members),
+                copies=len(formation.members),  # before its first step each gets the whole state
             )
         )
         while not await self._flush():
@@ -539,7 +556,8 @@ class Coordinator:
             for info in self._launch.to_ask(self._commits.under_way, began):
                 why = await asyncio.to_thread(self._why_dead, info)
                 if why is not None:
-                    self._roster.gone(info.member, why)
+                    cause = Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST
+                    self._roster.gone(info.member, why, cause)
                     await self._do(self._launch.dead(info.member, why, time.monotonic()))
                     self._joins.pop(info.member, None)
                     self._wake.set()
@@ -551,6 +569,8 @@ class Coordinator:
             if self._launch.ended is None:
                 await self._flush()
                 await self._commits.notify(Tick(now_s=time.monotonic()))
+            for text in self._metrics.troubles():
+                await self.warned(text)
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:
@@ -579,7 +599,7 @@ class Coordinator:
             await asyncio.sleep(HEARTBEAT_EVERY_S)
 
     async def _hear_requests(self) -> None:
-        """Looks for what is asked by files in storage; while that fails nothing can be asked."""
+        """Looks for what is asked by files in storage, and for pins; while that fails nobody is heard."""
         while self._launch.ended is None:
             with suppress(StorageError):
                 look = partial(self._requests.read, self._launch.next_request)
@@ -587,6 +607,7 @@ class Coordinator:
                     await self._do(self._launch.asked(request))
                     self._wake.set()
                     continue
+                note_pins(self._journal, await in_daemon_thread(self._pins.look))
             await asyncio.sleep(REQUESTS_EVERY_S)
 
     async def _write_end(self, action: End) -> None:
@@ -600,6 +621,7 @@ class Coordinator:
             self._attempt,
             action.outcome,
             action.reason,
+            action.by,
             END_WRITTEN_S,
         )
         try:
@@ -614,6 +636,7 @@ class Coordinator:
     # ------------------------------------------------------------ what the commits report
     async def committed(self, point: Point, newest: bool) -> None:
         """See `CommitListener`: members may be given the newest one to load."""
+        self._roster.storage_failed(False)
         await self._do(self._launch.committed(point.key))
         if newest:
             self._launch.rendezvous.set_newest_point(point.key, point.cursor, point.name)
@@ -623,6 +646,7 @@ class Coordinator:
     async def gave_up(self, text: str, by_storage: bool) -> None:
         """See `CommitListener`: goes out with the next status."""
         await self.warned(text)
+        self._roster.storage_failed(by_storage)
         await self._do(self._launch.save_given_up(text, by_storage, time.monotonic()))
 
     async def warned(self, text: str) -> None:

@@ -9,14 +9,14 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
-from orchestrator.data.tokens.encoder import installed_encoders
+from orchestrator.coordinator.forking import is_folder, point_info, take_over
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -34,16 +34,16 @@ from orchestrator.history.claim_files import (
     UnreadableFile,
     unreadable_claim,
 )
-from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, ForkedFrom, Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.planning.resume_plan import PointInfo, ResumePlan, plan_resume
+from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import MemberInfo, StateKey, StepRecord
+from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord, encode
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
@@ -63,7 +63,8 @@ class Survey:
     oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
     committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
     lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
-    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of.
+    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of. `fork` is
+    the claim with whose `origin` the history begins, of a fork; its generation is among the journal's.
     """
 
     journal: Journal
@@ -76,6 +77,7 @@ class Survey:
     fates: Fates
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
+    fork: ClaimParent | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +89,9 @@ class Attempt:
     reason, step) those whose part is over; `leftovers` are
     older launches' saves that this one removed; `encoders` say who makes which documents; `ended` is
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
-    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's.
+    failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
+    is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
+    the number of blocks of each source; `forked_from` is the point of another run that it takes over.
     """
 
     number: int
@@ -109,6 +113,9 @@ class Attempt:
     last_step: StepRecord | None = None
     answered: tuple[int, ...] = ()
     run_id: str = ""
+    command: str = ""
+    num_blocks: dict[str, int] = field(default_factory=dict)
+    forked_from: ForkedFrom | None = None
 
     @property
     def parent(self) -> StateKey | None:
@@ -175,6 +182,9 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
             torn=outline.torn,
         )
         lineage = effective_chain(claims, parents, journal.generations)
+    begins = [parent for parent in parents if parent.begins is not None]
+    first = lineage.segments[0].start if lineage.segments else None
+    journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
     fates = _fates(journal.events, parents)
@@ -192,14 +202,21 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
         fates=fates,
         encoders=encoders,
         unreadable=unreadable,
+        fork=next((parent for parent in begins if parent.begins == first), None),
     )
 
 
 def _of_no_generation(seen: Survey) -> frozenset[str]:
-    """The points whose generation the journal does not have: it was formed when the journal had been read."""
+    """The points whose generation the journal does not have: it was formed when the journal had been read.
+    What a fork begins with has none, also where its claim came to nothing.
+    """
     known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
     keys = {name: parse_point_name(name) for name in own}
-    return frozenset(name for name, key in keys.items() if key and (key.attempt, key.generation) not in known)
+    return frozenset(
+        name
+        for name, key in keys.items()
+        if key and key.attempt != ORIGIN and (key.attempt, key.generation) not in known
+    )
 
 
 def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
@@ -275,6 +292,8 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     gives it again (torchrun does by itself); one that would train something else rewinds again.
     """
     wanted = config.resume.from_
+    if is_folder(wanted):
+        return "latest"  # a fork begins so once, and continues then
     begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
     if wanted == "latest" or not begun:
         return wanted
@@ -288,7 +307,7 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
     was done already; empty if there is nothing to say.
     """
     wanted = config.resume.from_
-    if wanted == "latest" or point is None:
+    if wanted == "latest" or is_folder(wanted) or point is None:
         return ""
     if wanted_point(seen, config) == "latest":
         return (
@@ -297,9 +316,16 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
         )
     steps = [record.step for record in seen.lineage.records if record.key > point.key]
     points = [name for name in seen.points if name not in up_to(seen.points, point)]
-    if not steps and not points:
+    return rewind_text(wanted, len(steps), (steps[0], steps[-1]) if steps else (0, 0), points)
+
+
+def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Sequence[str]) -> str:
+    """What leaves the history with a rewind: so many steps, labelled so from the first to the last, and these
+    points, oldest first; empty if nothing does.
+    """
+    if not num_steps and not points:
         return ""
-    left = [f"{len(steps)} steps after it, {steps[0]} to {steps[-1]}"] if steps else []
+    left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
     left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
@@ -310,14 +336,23 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
 def choose_point(
     store: RunStore, seen: Survey, wanted: str, fast: bool = False
 ) -> tuple[Point | None, tuple[Damage, ...]]:
+    """See `choose_among`, of what was seen."""
+    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast)
+
+
+def choose_among(
+    store: RunStore, points: Sequence[str], unfit: Sequence[str], wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
     """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
 
-    A named point must be whole: another one is not taken in its place. `fast` trusts sizes (for `plan`).
+    `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
+    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` trusts
+    sizes (for `plan`).
     """
     if wanted == "latest":
-        return store.healthy_newest((*seen.points, *seen.lost, *seen.foreign), fast=fast)
-    if wanted not in (*seen.points, *seen.lost, *seen.foreign):
-        listed = ", ".join(seen.points) or "none"
+        return store.healthy_newest((*points, *unfit), fast=fast)
+    if wanted not in (*points, *unfit):
+        listed = ", ".join(points) or "none"
         raise RefusedError(
             f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
             "or latest"
@@ -330,34 +365,18 @@ def choose_point(
     return store.read_point(wanted), ()
 
 
-def point_info(store: RunStore, point: Point) -> PointInfo:
-    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt."""
-    parent = store.read_parent(point.key.attempt)
-    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
-    if isinstance(parent, ClaimParent):
-        budgets, encoders = parent.budgets or budgets, parent.encoders
-    return PointInfo(
-        name=point.name,
-        key=point.key,
-        cursor=point.cursor,
-        global_batch_size=point.config["train.global_batch_size"],
-        seq_len=point.config["pack.seq_len"],
-        world_size=point.commit.world_size,
-        optimizer_steps=point.commit.optimizer_steps,
-        budgets=budgets,
-        encoders=encoders,
-    )
-
-
 def decide(
     store: RunStore,
     config: JobConfig,
     point: Point | None,
     identities: tuple[RunIdentity, RunIdentity] | None,
+    origin: Origin | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    from orchestrator.data.tokens.encoder import installed_encoders
+
     rules = {rule.path: rule.rule for rule in field_rules()}
-    info, flat = (point_info(store, point), point.config) if point else (None, None)
+    info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
     return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
 
 
@@ -374,12 +393,18 @@ def begin_launch(
     seen = survey(store)
     require_frozen(seen, data)
     require_journals(store, seen)
-    point, damages = choose_point(store, seen, wanted_point(seen, config))
-    plan = decide(store, config, point, (run.identity, data.identity()))
+    point: Point | None
+    origin, damages = None, tuple[Damage, ...]()
+    if run.forked_from is not None and seen.lineage.attempt is None:
+        point, origin = take_over(store, run, number)
+    else:
+        point, damages = choose_point(store, seen, wanted_point(seen, config))
+    plan = decide(store, config, point, (run.identity, data.identity()), origin)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
-    inherited, encoders = up_to(seen.points, point), plan.encoders
+    inherited = up_to(seen.points, point) if origin is None or point is None else (point.name,)
+    encoders = plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
         begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
         encoders = with_encoder(encoders, plan.encoder, begins)
@@ -391,6 +416,7 @@ def begin_launch(
             budgets=plan.budgets,
             differences=plan.differences,
             encoders=encoders,
+            origin=origin,
         )
     )
     attempt = Attempt(
@@ -406,6 +432,8 @@ def begin_launch(
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
+        num_blocks={plan.source: plan.num_blocks for plan in data.plans},
+        forked_from=origin.forked_from if origin else None,
     )
     return attempt, plan
 
@@ -421,13 +449,25 @@ def note_beginning(
         EventKind.ATTEMPT,
         launch=attempt.launch,
         why=attempt.why,
+        command=attempt.command,
         host=socket.gethostname(),
         version=__version__,
         pid=by.pid,
         machine=by.machine,
         pid_start=by.start,
         config=dict(config),
+        forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
     )
+    if attempt.num_blocks:
+        (name,) = attempt.num_blocks  # this version trains one source, so all that was trained is of that
+        cursor = attempt.point.cursor if attempt.point else Cursor()
+        journal.event(
+            EventKind.SOURCES,
+            counts={name: cursor.consumed_samples},
+            tokens={name: cursor.consumed_tokens},
+            num_blocks=dict(attempt.num_blocks),
+            weights={source["name"]: source["weight"] for source in config.get("data.sources", ())},
+        )
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
@@ -445,19 +485,20 @@ def write_down_end(
     attempt: Attempt,
     outcome: str,
     reason: str,
+    by: str,
     limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Journals the end and writes the end record. Each is tried again for `limit_s`, and the record, from
-    which others see at once that nobody is at work, waits for the journal no longer. `tell` hears of what
-    is tried again. Raises `StorageError`.
+    """Journals the end, which `by` caused, and writes the end record. Each is tried again for `limit_s`, and
+    the record, from which others see at once that nobody is at work, waits for the journal no longer. `tell`
+    hears of what is tried again. Raises `StorageError`.
     """
-    journal.event(EventKind.END, outcome=outcome, reason=reason)
+    journal.event(EventKind.END, outcome=outcome, reason=reason, by=by)
     try:
         until_storage_works(journal.flush, limit_s, "Training is over", tell)
     finally:
         until_storage_works(
-            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id),
+            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id, by),
             limit_s,
             "Training is over",
             tell,
@@ -517,6 +558,7 @@ def continue_launch(
         damages=(),
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
+        forked_from=None,
         **_read_back(seen.journal, first.number),
     )
 

@@ -98,12 +98,15 @@ class FeederNotes:
             answered = notes is not None
             if notes is None:
                 continue
-            for text in notes.bad_documents:
-                self._journal.event(EventKind.BAD_DOCUMENT, text=text)
+            for document in notes.bad_documents:
+                text, source, (file, place, why) = document.text, document.source, document.parts
+                self._journal.event(
+                    EventKind.BAD_DOCUMENT, text=text, source=source, file=file, place=place, why=why
+                )
             for text in notes.encoder_differences:
                 self._journal.event(EventKind.ENCODERS_DIFFER, text=text)
             for cursor in notes.cursors:
                 self._journal.event(EventKind.CURSOR, cursor=encode(cursor))
-            for text in self._skipped.more(notes.bad_documents):
+            for text in self._skipped.more([document.text for document in notes.bad_documents]):
                 await self._warn(text)
         return answered

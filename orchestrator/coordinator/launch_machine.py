@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
-from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun
+from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
+from orchestrator.planning.schedule import Budgets
 from orchestrator.records import (
     ControlRequests,
     GenerationView,
@@ -34,6 +36,8 @@ from orchestrator.resume.commit_events import VoterGone
 
 SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
 _RECENT_STEPS = 31  # of which the median duration is taken
+# who caused an end, where that is no person
+A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"
 
 
 # ---- actions
@@ -69,11 +73,21 @@ class Warn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Say:
+    """Tell the user; nothing is wrong."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """The run has ended: write it down. Everybody who waits is answered by actions of their own."""
+    """The run has ended: write it down. Everybody who waits is answered by actions of their own. `by`: who
+    caused it (see `ended_by`).
+    """
 
     outcome: str
     reason: str
+    by: str = A_FAILURE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +97,7 @@ class Fenced:
     reason: str
 
 
-Action = Answer | Note | Kill | Warn | End | Fenced | Form | VoterGone
+Action = Answer | Note | Kill | Warn | Say | End | Fenced | Form | VoterGone
 
 
 class LaunchMachine:
@@ -109,6 +123,7 @@ class LaunchMachine:
         ended: tuple[str, str] | None = None,
         saved: StateKey | None = None,
         answered: Iterable[int] = (),
+        budgets: Budgets = Budgets(),  # noqa: B008  frozen
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
         self._saving = trouble.copy()  # of saves, which may fail although the journal does not
@@ -118,6 +133,8 @@ class LaunchMachine:
         self.last_step: StepRecord | None = None
         self.ended = ended
         self.stopping = False
+        self._stop_by, self._budgets = "", budgets
+        self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(answered)
         self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered
         self._finished = dict(finished or {})  # member: reason, step
@@ -257,19 +274,23 @@ class LaunchMachine:
             Note(
                 kind=EventKind.CONTROL_REQUEST,
                 fields={"what": request.what, "by": request.by, "request": request.number},
-            )
+            ),
+            Say(text=sentences.asked(request.what, request.by)),
         ]
         if request.what == STOP:
-            self.request_stop()
+            self.request_stop(request.by)
         if request.what == STOP_NOW:
             behind = f"what was trained after {self._saved.point_name}" if self._saved else "all"
             reason = f"stopped at once, as {request.by} asked: {behind} is trained again"
-            actions += self.end("stopped", reason)
-        return [*actions, *([_note(answer)] if answer else [])]
+            actions += self.end("stopped", reason, request.by)
+        if answer is not None:
+            said = Say(text=f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
+            actions += [_note(answer), said]
+        return actions
 
-    def request_stop(self) -> None:
-        """Save and stop at the next step boundary."""
-        self.stopping = True
+    def request_stop(self, by: str = "") -> None:
+        """Save and stop at the next step boundary; `by` is who wants it. The first one counts."""
+        self.stopping, self._stop_by = True, self._stop_by or by
         self.rendezvous.request_stop()
 
     def voted(self) -> None:
@@ -285,15 +306,18 @@ class LaunchMachine:
             ended=True, save=False, stop=False, reform=False, acknowledged_step=acknowledged_step
         )
 
-    def end(self, outcome: str, reason: str) -> list[Action]:
-        """The run ends; nobody is waited for. The first reason stands."""
+    def end(self, outcome: str, reason: str, by: str = "") -> list[Action]:
+        """The run ends; nobody is waited for. The first reason stands. `by`: who caused it, where a person
+        did.
+        """
         if self.ended is not None:
             return []
         self.ended = (outcome, reason)
         answers = [_note(answer) for answer in self._requests.ended(outcome, reason)]
         over: list[Action] = [Answer(member=m, answer=RunOver(reason=reason)) for m in sorted(self.waiting)]
         self.waiting.clear()
-        return [*answers, End(outcome=outcome, reason=reason), *over]
+        by = by or ended_by(outcome, self._stop_by, self._budgets, self.last_step)
+        return [*answers, End(outcome=outcome, reason=reason, by=by), *over]
 
     def fence(self, reason: str) -> list[Action]:
         """A newer attempt exists: this one is over, and its end is not for it to write down."""
@@ -353,6 +377,8 @@ class LaunchMachine:
                     actions += self._leave_out(action)
                 case StopRun():
                     actions += self.end(action.outcome, action.reason)
+                case Waiting():
+                    actions += self._waits(action)
                 case Form() if self.ended is None:
                     actions.append(action)
         return actions
@@ -369,11 +395,23 @@ class LaunchMachine:
                 return []
             answers.append(Answer(member=member, answer=view))
             self._place[member] = (view.generation, view.rank)
-        self.members = formation.members
+        self.members, self._short = formation.members, None
         self.waiting.difference_update(formation.members)
         return answers
 
     # ---- inside
+    def _waits(self, action: Waiting) -> list[Action]:
+        """Noted when it begins, and when another number is there; the next generation ends it."""
+        short = (action.needed, action.there)
+        if not action.needed or short == self._short:
+            return []
+        self._short = short
+        note = Note(
+            kind=EventKind.WAITING,
+            fields={"needed": action.needed, "there": action.there, "reason": action.reason},
+        )
+        return [note]
+
     def _leave_out(self, action: LeaveOut) -> list[Action]:
         member = action.member
         actions: list[Action] = [
@@ -418,6 +456,20 @@ class LaunchMachine:
             return []
         reason, step = next(iter(here.values()))
         return self.end(reason, f"{reason} at step {step}")
+
+
+def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | None) -> str:
+    """Who caused an end, for people: who asked for a stop (`stop_by`; empty where that is not known any
+    more), the budget, the end of the data, or a failure.
+    """
+    if outcome == "failed":
+        return A_FAILURE
+    if outcome == "stopped":
+        return stop_by
+    tokens, samples = (last.consumed_tokens, last.consumed_samples) if last else (0, 0)
+    spent = budgets.stop_tokens is not None and tokens >= budgets.stop_tokens
+    spent = spent or (budgets.stop_samples is not None and samples >= budgets.stop_samples)
+    return THE_BUDGET if spent else THE_DATA
 
 
 def _note(answer: Answered) -> Note:

@@ -126,11 +126,13 @@ class LeaveOut:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
     """No generation can be formed since `since` (seconds), because of `reason`; said by every tick while it
-    holds.
+    holds. `needed`: the minimum of members, where fewer than that are `there`; else 0.
     """
 
     reason: str
     since: float
+    needed: int = 0
+    there: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

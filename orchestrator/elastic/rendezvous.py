@@ -8,6 +8,7 @@ seconds (one monotonic clock), and carries out what `tick` returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 
 from orchestrator.elastic.failure_backoff import FailureBackoff
 from orchestrator.elastic.formation import (
@@ -183,6 +184,8 @@ class Rendezvous:
         decision = self._nobody_to_stop() or self._group.too_early(expected, now) or self._close(now)
         if self._short_since is None and self._group.num_live < self._min:
             self._short_since = now
+        if isinstance(decision, Waiting) and not self._group.num_live and self._has_trained:
+            decision = replace(decision, needed=self._min)
         if isinstance(decision, StopRun):
             self._stopped = decision.reason
         return [*actions, decision]
@@ -284,6 +287,11 @@ class Rendezvous:
         return max(self._states.formed, default=0)
 
     @property
+    def _has_trained(self) -> bool:
+        """Whether a generation of this launch was formed before, in this attempt or an older one."""
+        return bool(self.generation) or not self._is_first
+
+    @property
     def below_minimum_since(self) -> float | None:
         """Since when fewer than the minimum are there to train (seconds), None while enough are."""
         return self._short_since
@@ -358,7 +366,7 @@ class Rendezvous:
         holders = any(a.request.key is not None for a in self._group.waiting.values())
         if not self._stop or holders or self._group.missing:
             return None
-        if self._is_first and self.generation == 0:
+        if not self._has_trained:
             return StopRun(outcome="stopped", reason="stopped before the first step, nothing is to be saved")
         return StopRun(reason="a stop was asked for, and no member is left that holds a state to save")
 
@@ -470,7 +478,7 @@ class Rendezvous:
         ]
         if waits:
             reason += f"; waiting after a generation that failed before its first step: {', '.join(waits)}"
-        return Waiting(reason=reason, since=self._short_since)
+        return Waiting(reason=reason, since=self._short_since, needed=self._min, there=len(chosen))
 
     # ---- searches
     def copy(self) -> Rendezvous:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from orchestrator.elastic.cause import Cause, first_cause, next_cause
 from orchestrator.records import GroupChange, GroupMember, JoinRequest, Loss, MemberInfo
 
 
 class Roster:
     """Notified of joins, losses and formed generations; gives each generation's `GroupChange`."""
 
-    def __init__(self, wanted: int, previous: Sequence[MemberInfo] = ()) -> None:
+    def __init__(self, wanted: int, previous: Sequence[MemberInfo] = (), why: str = "") -> None:
         """`wanted`: how many workers the launch aims at. `previous`: the members, by rank, of the generation
         that trains on while a restarted coordinator takes over; empty for a launch's first coordinator.
+        `why`: as the attempt's claim says it.
         """
         self._wanted = wanted
         self._restarted = bool(previous)
@@ -24,6 +26,10 @@ class Roster:
         self._ranks = {info.member: rank for rank, info in enumerate(previous)}
         self._stepped_at: dict[str, float] = {}  # members that trained before: when their last step was done
         self._lost: dict[str, Loss] = {}
+        self._causes: dict[str, Cause] = {}  # of those that are lost
+        self._nodes: dict[str, str] = {}  # of members
+        self._storage_failed = False
+        self._first: Cause | None = first_cause(why)  # until a generation was formed
         self._reason = ""
 
     @property
@@ -34,16 +40,36 @@ class Roster:
     def came(self, request: JoinRequest, now: float) -> None:
         """A member asks for the next generation; a repeated request changes nothing."""
         self._places[request.member] = (request.host, request.pid)
+        self._nodes[request.member] = request.node_id
         self._lost.pop(request.member, None)  # left out, and there again
+        self._causes.pop(request.member, None)
         if request.leaves is not None and request.member not in self._stepped_at:
             self._stepped_at[request.member] = now - request.idle_s
             self._reason = self._reason or request.reason
 
-    def gone(self, member: str, reason: str) -> None:
+    def gone(self, member: str, reason: str, cause: Cause = Cause.WORKER_LOST) -> None:
         """A member ended without having been asked to. The first reason stands."""
         if member in self._places and member not in self._lost:
             self._lost[member] = Loss(worker=self._named(member), reason=reason)
+            self._causes[member] = cause
         self._stepped_at.pop(member, None)
+
+    def node_gone(self, node: str) -> None:
+        """The cluster has lost a node: whoever was lost there was lost with it."""
+        for member in self._lost:
+            if self._nodes.get(member) == node:
+                self._causes[member] = Cause.NODE_LOST
+
+    def storage_failed(self, failed: bool) -> None:
+        """Whether the newest save was given up because a write failed."""
+        self._storage_failed = failed
+
+    def cause(self, members: Sequence[str]) -> Cause:
+        """Why a generation of these members is about to be formed."""
+        if self._first is not None:
+            return self._first
+        joined = any(member not in self._ranks for member in members)
+        return next_cause(self._causes.values(), joined, self._storage_failed)
 
     def formed(
         self, attempt: int, generation: int, members: Sequence[str], step: int, step_before: int, now: float
@@ -68,6 +94,7 @@ class Roster:
         for member in self._lost:
             self._places.pop(member, None)
         self._lost, self._stepped_at, self._reason, self._restarted = {}, {}, "", False
+        self._causes, self._first, self._storage_failed = {}, None, False
         return change
 
     def _named(self, member: str) -> GroupMember:

@@ -86,11 +86,11 @@ class Supervisor:
         self._expected = (-1, -1)  # attempt, number of workers that its coordinator was notified of
         self._number = 0
         self._to_clean = False
-        self._stop_wanted = False
+        self._stop_by = ""
 
-    def ask_stop(self) -> None:
-        """Save and stop; may be called from a signal handler."""
-        self._stop_wanted = True
+    def ask_stop(self, by: str = "a signal") -> None:
+        """Save and stop; may be called from a signal handler. `by` is who wants it."""
+        self._stop_by = by
 
     def run(self) -> RunStatus:
         """Returns the status that ended the run. Raises `ElasticError` if the coordinator stays away, or the
@@ -105,8 +105,8 @@ class Supervisor:
                     self._show(status)
                 seen = (status.attempt, status.version)
                 self._watch_steps(status)
-                if self._stop_wanted and not status.stopping:
-                    self._coordinator.stop.remote("a signal")  # again, for a restarted coordinator
+                if self._stop_by and not status.stopping:
+                    self._coordinator.stop.remote(self._stop_by)  # again, for a restarted coordinator
                 nodes = self._look_at_nodes(nodes)
                 if time.monotonic() - looked_at > NODES_EVERY_S:
                     self._asked_nodes.ask()

@@ -23,7 +23,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 
 ATTEMPTS, JOURNAL = "attempts", "journal"
-START, RESUME, REWIND, RESTARTED = "start", "resume", "rewind", "coordinator_restarted"
+START, FORK, RESUME, REWIND, RESTARTED = "start", "fork", "resume", "rewind", "coordinator_restarted"
 UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
 WATCH_S = 0.25
 _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
@@ -33,7 +33,7 @@ _PARENT_NAME = re.compile(r"\d{4,}\.parent\.json")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """How an attempt ended: `outcome` is done, stopped or failed; `reason` says why; `ended` is a time for
-    people, `run_id` is run.json's.
+    people, `run_id` is run.json's, `by` who caused it ("": not known, or by an earlier version).
     """
 
     attempt: int
@@ -41,6 +41,7 @@ class AttemptEnd:
     reason: str
     ended: str
     run_id: str = ""
+    by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +158,9 @@ class ClaimFiles:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
 
-        `why` is start, resume, rewind or coordinator_restarted; `process` is who claims, this one if not
-        given. Raises `BusyError` if a start command lost
-        the race for the number. A restarted coordinator may only follow a claim of its own launch: else
-        `FencedError`, and it ends its launch (rule 8).
+        `why` is start, fork, resume, rewind or coordinator_restarted; `process` is who claims, this one if
+        not given. Raises `BusyError` if a start command lost the race for the number. A restarted coordinator
+        may only follow a claim of its own launch: else `FencedError`, and it ends its launch (rule 8).
         """
         newest = self.newest_claim()
         taken = newest.number if newest else 0
@@ -198,11 +198,13 @@ class ClaimFiles:
                 "is written once; run the command again"
             )
 
-    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "") -> None:
+    def write_end(self, number: int, outcome: str, reason: str, run_id: str = "", by: str = "") -> None:
         """Say that attempt `number` ended, so that the next start need not watch it. Saying it twice changes
-        nothing.
+        nothing. `by`: who caused it.
         """
-        end = AttemptEnd(attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id)
+        end = AttemptEnd(
+            attempt=number, outcome=outcome, reason=reason, ended=now_text(), run_id=run_id, by=by
+        )
         self.storage.create(_end_path(number), seal(encode(end)))
 
     def heartbeat(self, number: int) -> Heartbeat:

@@ -28,8 +28,11 @@ class EventKind(StrEnum):
         return kind
 
     # ---- the attempt
-    ATTEMPT = "attempt", "launch", "why", "host", "version", "pid", "machine", "pid_start", "config"
-    END = "end", "outcome", "reason"
+    ATTEMPT = (
+        *("attempt", "launch", "why", "command", "host", "version"),
+        *("pid", "machine", "pid_start", "config", "forked_from"),
+    )
+    END = "end", "outcome", "reason", "by"
     FAILURE = "failure", "step", "reason"
     CONTROL_REQUEST = "wish", "what", "by", "request"
     REQUEST_ANSWERED = "request answered", "request", "what", "outcome", "text", "point"
@@ -47,9 +50,16 @@ class EventKind(StrEnum):
     GROUP_STOPPED = "group stopped", "node", "reason"
     GROUP_ENDED = "group ended", "node", "reason"
 
+    WAITING = "waiting", "needed", "there", "reason"
+
     # ---- resume points
-    POINT_COMMITTED = "point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"
+    POINT_COMMITTED = (
+        *("point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"),
+        "peak_memory_bytes",
+    )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
+    POINT_PINNED = "point pinned", "point", "by", "reason"
+    POINT_UNPINNED = "point unpinned", "point", "by", "reason"
     SAVE_GIVEN_UP = "save given up", "point", "reason"
     DELETING_POINTS = "deleting points", "points"  # durable before the first file goes
     POINTS_DELETED = "points deleted", "points"
@@ -60,5 +70,6 @@ class EventKind(StrEnum):
 
     # ---- the data
     CURSOR = "cursor", "cursor"
-    BAD_DOCUMENT = "bad document", "text"
+    SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"
+    BAD_DOCUMENT = "bad document", "text", "source", "file", "place", "why"
     ENCODERS_DIFFER = "encoders differ", "text"

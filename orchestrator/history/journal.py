@@ -20,11 +20,11 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -61,6 +61,19 @@ class _Chain:
             self.beyond.remove(self.reached)
 
 
+class Listener(Protocol):
+    """Hears each fact that is new to a journal, in its order. It neither waits nor raises."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step."""
+
+    def generation(self, start: GenerationStart) -> None:
+        """A generation begins."""
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """An event."""
+
+
 class JournalWriter:
     """The journal of one attempt. Lines are collected in memory and durable after `flush`; thread-safe.
 
@@ -77,10 +90,12 @@ class JournalWriter:
         segment_bytes: int = SEGMENT_BYTES,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         run_id: str = "",
+        listener: Listener | None = None,
     ) -> None:
         """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
         segment is closed when it has reached this size. `run_id`: that of run.json.
         """
+        self._listener = listener
         self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
         self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
         self._lock = threading.Lock()  # over what is collected and known
@@ -102,6 +117,8 @@ class JournalWriter:
         )
         with self._lock:
             self._append(kind, fields)
+            if self._listener is not None:
+                self._listener.event(kind, fields)
 
     def generation(self, start: GenerationStart) -> None:
         """Note that a generation begins and what it continues; `flush` before any member hears of it (rule
@@ -110,6 +127,8 @@ class JournalWriter:
         with self._lock:
             self._append(GENERATION, encode(start))
             self._pending_facts.append(start)
+            if self._listener is not None:
+                self._listener.generation(start)
 
     def step(self, record: StepRecord) -> bool:
         """Note a step and return True; an equal copy of a known record changes nothing (False). What a rank
@@ -127,6 +146,8 @@ class JournalWriter:
                 self._seen.popitem(last=False)
             self._append(STEP, {name: _json_float(value) for name, value in encode(record).items()})
             self._pending_facts.append(record)
+            if self._listener is not None:
+                self._listener.step(record)
             return True
 
     def flush(self) -> StateKey | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
 from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 
 DOT = " · "
@@ -88,6 +89,17 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
     parts.append(f"fewer than {minimum} workers are left" if minimum > 1 else "no worker is left")
     parts.append(f"waiting up to {wait_s:g} s for a replacement (cluster.wait_s)")
     return DOT.join(parts)
+
+
+def asked(what: str, by: str) -> str:
+    """The line for a request from outside, when it is heard."""
+    meant = {
+        SAVE: ["a resume point is saved after this step"],
+        STOP: ["saving and stopping after this step"],
+        STOP_NOW: ["stopping at once, without a save"],
+    }
+    who, wanted = by or "somebody", what or "nothing that can be read"
+    return DOT.join([f"{who} asks for: {wanted}", *meant.get(what, [])])
 
 
 def stall(seen: Stall) -> list[str]:

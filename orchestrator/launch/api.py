@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
+from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_job
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.launch import start as starting
@@ -93,11 +94,18 @@ def train(
         with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
             newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
+            from orchestrator.launch.dashboard_beside import dashboard_beside
+            from orchestrator.launch.exports import exporting
             from orchestrator.launch.on_cluster import supervise
 
-            with starting.claimed(store, job, spec, newest, fault_plan) as (attempt, plan):
+            command = _command(config, overrides)
+            with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt.encoders)
-                status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
+                with (
+                    dashboard_beside(job, folder, progress),
+                    exporting(store, attempt.number, job.resume.export_every, progress.say),
+                ):
+                    status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
     return _result(job, status, time.monotonic() - began)
 
 
@@ -168,6 +176,13 @@ def open_stream(
     from orchestrator.data.spec import public_stream
 
     return public_stream(as_job(config), cursor)
+
+
+def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> str:
+    """What continues the run in a shell; empty for a configuration that lies in no file."""
+    if isinstance(config, JobConfig | Mapping):
+        return ""
+    return command_line(["orchestrator", "train"], config, overrides)
 
 
 # ------------------------------------------------------------ before anything starts

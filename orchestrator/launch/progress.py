@@ -72,7 +72,9 @@ class Progress:
         self._log.open(run_folder, attempt)
 
     def show(self, status: RunStatus) -> None:
-        """A new status. Its warnings are lines of their own, at once."""
+        """A new status. Its notices and warnings are lines of their own, at once."""
+        for notice in status.notices:
+            self.say(notice)
         for warning in status.warnings:
             self.say(f"warning: {warning}")
         now, step = time.monotonic(), status.last_step
@@ -95,6 +97,14 @@ class Progress:
         """A line of its own."""
         self._log.write(text)
         self._put(text)
+
+    def show_secret(self, text: str) -> None:
+        """A line for the screen alone: others may read the log file."""
+        if self._live is not None:
+            with self._lock:
+                self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            self._put(text)
 
     def say_at_length(self, text: str) -> None:
         """Why a launch ended: all of it, on the screen, too, unless it quotes a traceback: of that the screen

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -118,6 +116,7 @@ def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
     """A row per step of the history, in order."""
+    import numpy as np
     import pandas as pd
 
     rows = path.rows.array
@@ -149,6 +148,11 @@ def label(column: str) -> str:
 def with_pins(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of `list_points` with the pin's author as a value of its own."""
     return [{**row, "pinned_by": row["pin"]["by"] if row["pin"] else ""} for row in rows]
+
+
+def attempt_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the page's table of attempts with this table's names."""
+    return {**row, "started": row["t0"], "ended": row["t1"]}
 
 
 def _times(seconds: pd.Series) -> pd.Series:

@@ -6,25 +6,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
+from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.orphans import Pruned, prune
 from orchestrator.monitor.tail import Tail, read_tail
-from orchestrator.monitor.view import DEAD, AttemptFacts, RunView, view_of
+from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
+from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
@@ -32,8 +36,14 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
-    from orchestrator.monitor.planned import Planned
+    import pandas as pd
 
+    from orchestrator.launch.fork import ForkPlan
+    from orchestrator.launch.rewind import RewindPlan
+    from orchestrator.monitor.planned import Planned
+    from orchestrator.monitor.views.run_views import RunViews
+
+ALL = 1 << 62  # rows of a view
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
 
@@ -120,9 +130,79 @@ class Run:
         orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
         return prune(self._store, orphans, asker(), self._run_id(), dry_run)
 
+    def rewind(
+        self,
+        to: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[RewindPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> RewindPlan:
+        """Goes back to the point `to`, or to the newest whole one at or before a step, a number of samples or
+        of tokens: the next start continues from there. Nothing is deleted. `agree` hears the plan first, and
+        may say no. See `launch.rewind`.
+
+        Raises `BusyError` while a launch works on the run, `RefusedError` for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.rewind import rewind
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=to, step=step, samples=samples, tokens=tokens)
+        return rewind(self._store, wanted, asker(), agree, say, self.uri)
+
+    def fork(
+        self,
+        new_uri: str | Path,
+        at: str | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        agree: Callable[[ForkPlan], bool] = lambda plan: True,  # noqa: ARG005
+        say: Callable[[str], None] = lambda text: None,
+    ) -> ForkPlan:
+        """Makes a new run at `new_uri` that begins with the point `at` of this one (`latest`: the newest
+        whole one), or with the newest whole one at or before a step, a number of samples or of tokens. The
+        point is pinned here. `agree` hears the plan first, and may say no. See `launch.fork`.
+
+        Raises `RefusedError` if there is another run, and for what the history does not have,
+        `ResumePointError` for a point that is damaged.
+        """
+        from orchestrator.launch.fork import fork
+        from orchestrator.launch.which_point import Wanted
+
+        wanted = Wanted(point=at, step=step, samples=samples, tokens=tokens)
+        return fork(self._store, str(new_uri), wanted, asker(), agree, say, self.uri)
+
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
+
+    def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
+        """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so
+        by themselves. `what` is audit or verify, `result` as `history.finding_files` makes it. Raises
+        `StorageError` where this process may not write there.
+        """
+        newest = max(self._store.claim_numbers(), default=0)
+        return self._findings().add(what, newest, seconds, result)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What audits and verifications have left, oldest first."""
+        return self._findings().all()
+
+    def _findings(self) -> FindingFiles:
+        return FindingFiles(self._store.storage, self._run_id())
+
+    def export(self, out: str | Path, point: str | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """Writes a point's weights (default: the newest healthy one's) as a folder that transformers opens;
+        the document of `export --json`. See `resume.export.export_point`.
+        """
+        from orchestrator.monitor.weights import export
+
+        return export(self.uri, self._store, out, point, dtype)
 
     def save(self, wait: bool = True) -> Reply:
         """Asks the launch that works on the run, wherever it is, for a resume point of all that it has
@@ -144,9 +224,57 @@ class Run:
     def _ask(self, what: str, wait: bool) -> Reply:
         asking = Asking(self._store, what)
         if wait:
-            return asking.answer(lambda: self.status().state != DEAD)
+            return asking.answer(lambda: self.status().state != GONE)
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
+
+    def points(self) -> pd.DataFrame:
+        """All committed points, oldest first, also damaged ones and orphans; every digest is read. Columns:
+        `monitor.frames.POINTS`.
+        """
+        return frames.frame(frames.POINTS, frames.with_pins(self.list_points()))
+
+    def steps(self) -> pd.DataFrame:
+        """The steps of the effective history, in order. Columns: `monitor.frames.STEPS`."""
+        facts = self._views().facts
+        return frames.steps_frame(facts.columns, facts.path)
+
+    def attempts(self) -> pd.DataFrame:
+        """The run's attempts, oldest first, coordinators that were restarted too. Columns:
+        `monitor.frames.ATTEMPTS`.
+        """
+        rows = self._views().attempts(routine=True, limit=ALL)["rows"]
+        return frames.frame(frames.ATTEMPTS, map(frames.attempt_row, reversed(rows)))
+
+    def events(self) -> pd.DataFrame:
+        """What the journal tells besides steps, oldest first. Columns: `monitor.frames.EVENTS`."""
+        rows = self._views().events(limit=ALL)["rows"]
+        return frames.frame(frames.EVENTS, ({**row, "time": row["t"]} for row in reversed(rows)))
+
+    def sources(self) -> pd.DataFrame:
+        """What was consumed of each source. Columns: `monitor.frames.SOURCES`."""
+        return frames.frame(frames.SOURCES, self._views().sources()["sources"])
+
+    def goodput(self) -> dict[str, Any]:
+        """Where the time went: `wall_s`, `off_s` (after wanted stops, not counted), `parts` (seconds, which
+        add up to `wall_s`) and the same by day.
+        """
+        return self._views().goodput()
+
+    def plot(self, *metrics: str, x: str = "step") -> Any:
+        """Curves of the history over `step`, `tokens` or `time`, a panel per metric (default: loss); a
+        matplotlib figure. Needs the extra `notebook`.
+        """
+        from orchestrator.monitor.plots import plot
+
+        return plot(self.steps(), metrics or ("loss",), x, self.uri)
+
+    def _views(self) -> RunViews:
+        from orchestrator.monitor.views.run_views import RunViews
+
+        views = RunViews(self._store)
+        views.refresh()
+        return views
 
     def looks(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step
@@ -203,6 +331,14 @@ class Run:
         from orchestrator.monitor.view_text import status_html
 
         return status_html(self._view(0.0, None))
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
+        `RefusedError` if there is none.
+        """
+        from orchestrator.monitor import logs
+
+        return logs.follow(self._store) if follow else iter([logs.LogFollower(self._store.storage).read()])
 
     def __repr__(self) -> str:
         try:
@@ -350,7 +486,7 @@ class Run:
         return point, []
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
-        rows, pins = [], self._store.pins()
+        rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -363,7 +499,8 @@ class Run:
             }
             on_lineage = seen.lineage.on_lineage(key)
             pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-            rows.append({**row, **self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin})
+            row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
+            rows.append({**row, "export": exports.get(name)})
         return rows
 
     def _verified(self, name: str) -> dict[str, Any]:
@@ -422,12 +559,3 @@ class Run:
             "parent": commit.parent.point_name if commit.parent else None,
             "weights_digest": commit.weights_digest,
         }
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A flat configuration (`section.field`) as sections and fields."""
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in flat.items():
-        section, _, field = path.partition(".")
-        sections.setdefault(section, {})[field] = value
-    return sections

@@ -17,7 +17,8 @@ from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.monitor.asking import Reply
 from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
-from orchestrator.monitor.view import FAILED, STARTING, RunView
+from orchestrator.monitor.verdict import FAILED, STARTING
+from orchestrator.monitor.view import RunView
 
 _LOOK_S = 0.5
 

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from orchestrator.history import sentences
-from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.tail import Tail
-
-# what a run may be at; `open`: it has not ended, and nobody has looked whether it is alive
-NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"
-DONE, STOPPED, FAILED, DEAD = "done", "stopped", "failed", "dead"
-STILL_S = 5.0  # the least time without a step that is worth mentioning
+from orchestrator.monitor.verdict import (
+    FAILED,
+    GONE,
+    NEW,
+    OPEN,
+    OVER,
+    RUNNING,
+    STARTING,
+    WAITING,
+    Risk,
+    Standing,
+    verdict,
+)
+from orchestrator.resume.points import parse_point_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +92,14 @@ class RunView:
     @property
     def is_over(self) -> bool:
         """Nothing will change by itself any more."""
-        return self.state in (NEW, DONE, STOPPED, FAILED, DEAD)
+        return self.state in OVER
 
     @property
     def is_broken(self) -> bool:
         """Somebody should look: it failed, its processes are gone without having ended it, or a part of its
         folder is.
         """
-        return self.state in (FAILED, DEAD) or bool(self.missing)
+        return self.state in (FAILED, GONE) or bool(self.missing)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -138,53 +145,51 @@ def view_of(
         skipped_documents=facts.skipped,
         missing=facts.missing,
     )
-    return _with_verdict(view, facts)
+    return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest))))
 
 
 def _state(facts: AttemptFacts, tail: Tail) -> str:
     if facts.number is None:
-        return DEAD if facts.missing else NEW
+        return GONE if facts.missing else NEW
     if facts.outcome:
         return facts.outcome
     if facts.alive is None:
         return OPEN
     if not facts.alive:
-        return DEAD
+        return GONE
     generation = tail.generation
     if generation is None or generation["attempt"] != facts.number:
         return STARTING
     return RUNNING if tail.workers else WAITING
 
 
-def _with_verdict(view: RunView, facts: AttemptFacts) -> RunView:
-    where = f"step {view.step:,}" if view.step is not None else "no step yet"
-    if view.step is not None and view.total_steps is not None:
-        where += f" of {view.total_steps:,}"
-    again = f"start the same command again: it continues from {view.newest_point or 'the beginning'}"
-    if view.newest_point is None and not facts.has_no_point:
-        again = "no resume point is seen; `orchestrator plan CONFIG` says what a start would do"
-    workers = f"{view.workers} of {view.workers_wanted or view.workers} workers"
-    still = view.quiet_s is not None and view.quiet_s >= STILL_S
-    quiet = f", but no step for {view.quiet_s:.0f} s" if still else ""
-    texts = {
-        NEW: "no attempt of this run has begun yet",
-        STARTING: f"starting attempt {view.attempt}: {where}",
-        RUNNING: f"running: {where}, {workers}{quiet}",
-        WAITING: f"waiting for workers at {where}: {workers} are left",
-        OPEN: f"not ended: {where}",
-        DONE: sentences.ended(DONE, view.reason),
-        STOPPED: sentences.ended(STOPPED, view.reason),
-        FAILED: sentences.ended(FAILED, view.reason),
-        DEAD: (
-            f"not running: attempt {view.attempt} has no end record and gave no sign of life for "
-            f"{facts.watched_s:.0f} s, last at {where}" + ("" if view.missing else f"; {again}")
-        )
-        if view.attempt is not None
-        else "no claim of an attempt is left of this run",
-    }
-    verdict = texts[view.state] + (f"; {missing_text(view.missing)}" if view.missing else "")
-    fields = {**{name: getattr(view, name) for name in RunView.__slots__}, "verdict": verdict}
-    return RunView(**fields)
+def _standing(view: RunView, facts: AttemptFacts, risk: Risk | None) -> Standing:
+    return Standing(
+        state=view.state,
+        attempt=view.attempt,
+        reason=view.reason,
+        step=view.step,
+        total_steps=view.total_steps,
+        workers=view.workers,
+        workers_wanted=view.workers_wanted,
+        quiet_s=view.quiet_s,
+        silent_s=facts.watched_s,
+        point=view.newest_point,
+        has_no_point=facts.has_no_point,
+        risk=risk,
+        missing=view.missing,
+    )
+
+
+def _risk(point: dict[str, Any] | None, newest: dict[str, Any] | None) -> Risk | None:
+    """What came after the newest point; None where a quick look cannot say: another attempt may have labelled
+    its steps anew.
+    """
+    key = parse_point_name(point["point"]) if point is not None else None
+    if point is None or newest is None or key is None or key.attempt != newest["attempt"]:
+        return None
+    tokens = newest["consumed_tokens"] - point["cursor"]["consumed_tokens"]
+    return Risk(steps=max(0, newest["step"] - key.step), tokens=max(0, tokens))
 
 
 def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[str]:

@@ -10,6 +10,7 @@ That holds on dead runs, too, for no process of the run is needed. It knows no l
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
@@ -61,8 +62,15 @@ class PinFiles:
 
     def pins(self) -> dict[str, Hold]:
         """The pins by point."""
+        return self.pins_since({})
+
+    def pins_since(self, known: Mapping[str, Hold]) -> dict[str, Hold]:
+        """The pins, for who looks often: the files of those in `known` are not read again, so that
+        one that was given back and made anew in between stays as it was known.
+        """
         matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
-        holds = [self.read_hold(match[1]) for match in matches if parse_point_name(match[1])]
+        names = [match[1] for match in matches if parse_point_name(match[1])]
+        holds = [known.get(name) or self.read_hold(name) for name in names]
         return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:

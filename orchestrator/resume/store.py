@@ -4,16 +4,16 @@ written.
 It knows names, contents and the order of writing; when something is committed, deleted or claimed is decided
 elsewhere.
 
-    run.json                       sealed; RunFile: name, created, format, id, identity
-                                   (planning.identity.RunIdentity)
+    run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
+                                   (planning.identity.RunIdentity), forked_from
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
                                    exclusively
     attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets, differences,
-                                   encoders; written after the claim
+                                   encoders, origin; written after the claim
     attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
                                    0003.heartbeat-2, … in its place when a write has failed
-    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id. Absent
+    attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
                                    after a crash
     points/00000480-a0003-g0007/   step, attempt, generation of the state that it holds
         model/…, optimizer/…       tensors, written and synced by the ranks before they vote
@@ -28,6 +28,7 @@ elsewhere.
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id
     pins/<point>.json              see resume.pins; requests/<launch>/000001.json: see history.request_files
+    findings/000001.json           see history.finding_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 
 A sealed file is `{"content": …, "digest": blake3 of the canonical content}`; a changed byte anywhere in it is
@@ -43,6 +44,7 @@ import secrets
 
 from orchestrator.errors import BusyError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
+from orchestrator.history.claims import ForkedFrom
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import encode
 from orchestrator.resume.pins import PinFiles
@@ -58,10 +60,22 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
     (`PinFiles`). Has no state; pickles as its storage does.
     """
 
-    def create_run(self, name: str, identity: RunIdentity) -> RunFile:
+    def create_run(
+        self,
+        name: str,
+        identity: RunIdentity,
+        first_weights: str = "",
+        forked_from: ForkedFrom | None = None,
+    ) -> RunFile:
         """Write run.json, once. Raises `BusyError` if it exists: then another start was quicker."""
         run = RunFile(
-            format=FORMAT, name=name, created=now_text(), identity=identity, id=secrets.token_hex(8)
+            format=FORMAT,
+            name=name,
+            created=now_text(),
+            identity=identity,
+            id=secrets.token_hex(8),
+            first_weights=first_weights,
+            forked_from=forked_from,
         )
         if not self.storage.create(RUN_FILE, seal(encode(run))):
             raise BusyError(

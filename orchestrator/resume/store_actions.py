@@ -5,7 +5,7 @@ It decides nothing. Its calls block (they wait for disks), so a coordinator make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError
@@ -36,9 +36,9 @@ from orchestrator.resume.store import RunStore
 VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
 
 
-def note_committed(journal: JournalWriter, point: Point) -> None:
+def note_committed(journal: JournalWriter, point: Point, peak_memory_bytes: Sequence[int] = ()) -> None:
     """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
-    there.
+    there. `peak_memory_bytes`: of each rank that voted for it, by rank.
     """
     journal.event(
         EventKind.POINT_COMMITTED,
@@ -47,6 +47,7 @@ def note_committed(journal: JournalWriter, point: Point) -> None:
         save_s=point.commit.save_s,
         save_blocked_s=point.commit.save_blocked_s,
         cursor=encode(point.cursor),
+        peak_memory_bytes=list(peak_memory_bytes),
     )
 
 
@@ -98,6 +99,7 @@ class PointCommitter:
         self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
         self._damages: list[Damage] = []
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
+        self.last_peaks: list[int] = []  # peak_memory_bytes of the ranks that voted for it
 
     def take_damages(self) -> tuple[Damage, ...]:
         """What `VerifyPoint` found wrong since the last call, for the caller to report."""
@@ -150,6 +152,7 @@ class PointCommitter:
             action.votes, self._config, self._rng, action.parent, save_s, self._run_id
         )
         self.last_point = point
+        self.last_peaks = [vote.peak_memory_bytes for vote in sorted(action.votes, key=lambda v: v.rank)]
         self._fault(COMMIT_SENT, action.key.step, -1)
         return CommitWritten(key=action.key)
 

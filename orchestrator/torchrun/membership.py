@@ -81,8 +81,8 @@ class Recorder(Protocol):
         False.
         """
 
-    def finished(self, key: StateKey, reason: str) -> None:
-        """The run is over; called once."""
+    def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
+        """The run is over; called once. `stop_by`: who sent a signal to stop ("": nobody)."""
 
 
 class StaticMembership:
@@ -107,14 +107,15 @@ class StaticMembership:
         )
         self._recorder = recorder
         self._limit = datetime.timedelta(seconds=vote_limit_s)
-        self._stop = threading.Event()
+        self._stop, self._stop_by = threading.Event(), ""
         self._joined = False
         self._votes: queue.SimpleQueue[tuple[Vote | _PartFailed, Future[bool]]] = queue.SimpleQueue()
         # a daemon, so that a process whose group came apart ends although a vote is unanswered
         threading.Thread(target=self._exchange_votes, name="vote", daemon=True).start()
 
-    def ask_stop(self) -> None:
-        """Save and stop at the next step boundary."""
+    def ask_stop(self, by: str = "") -> None:
+        """Save and stop at the next step boundary; `by` is who wants it."""
+        self._stop_by = self._stop_by or by
         self._stop.set()
 
     def join(self, state: MemberState) -> GenerationView | None:
@@ -196,7 +197,7 @@ class StaticMembership:
     def finished(self, key: StateKey, reason: str) -> None:
         """See `Membership`."""
         if self._recorder is not None:
-            self._recorder.finished(key, reason)
+            self._recorder.finished(key, reason, self._stop_by)
 
     def _exchange_votes(self) -> None:
         """The voting thread: one vote after the other."""

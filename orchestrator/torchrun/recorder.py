@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
+from orchestrator.coordinator.launch_machine import ended_by
+from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests
+from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
 from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
@@ -31,6 +34,7 @@ from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, 
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
@@ -71,7 +75,10 @@ class RankZeroRecorder:
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
-        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
+        self._metrics = measured(job.flat(), store.storage.root, job.run.name, attempt)
+        self._journal = JournalWriter(
+            store.storage, number, job.run.name, run_id=attempt.run_id, listener=self._metrics
+        )
         machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
@@ -86,8 +93,10 @@ class RankZeroRecorder:
         self._commits = Commits(machine, committer, self._journal, point, self, STORAGE_LIMIT_S)
         self._trouble, self._saving = StorageTrouble(), StorageTrouble()  # of the journal, of saves
         self._request_files = RequestFiles(store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(store)
         self._requests = Requests(known=(SAVE, STOP))  # torchrun is who ends its ranks at once
         self._wants_save = self._wants_stop = False
+        self._stop_by = ""
         self._loop: asyncio.AbstractEventLoop | None = None  # of the writing thread, while it runs
         self._stopping, self._failed = asyncio.Event(), asyncio.Event()
         self._failure: Exception | None = None
@@ -120,6 +129,8 @@ class RankZeroRecorder:
                 world_size=world_size,
                 global_batch_size=self._job.train.global_batch_size,
                 seq_len=self._job.pack.seq_len,
+                cause=first_cause(attempt.why),
+                copies=world_size,  # each rank has the whole state
             )
         )
         members = [str(rank) for rank in range(world_size)]
@@ -181,14 +192,15 @@ class RankZeroRecorder:
         with suppress(RuntimeError):  # the loop has just ended
             self._loop.call_soon_threadsafe(self._commits.notify_soon, failed)
 
-    def finished(self, key: StateKey, reason: str) -> None:
+    def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
         """Waits until all that was begun is written (older points deleted, too, for which there is
         `SETTLE_LIMIT_S`), and ends the attempt. While storage fails it is tried again for `STORAGE_LIMIT_S`.
+        `stop_by`: who sent a signal to stop ("": nobody).
         """
         self._stop_writing()
         if self._failure is not None:
             raise self._failure
-        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S)
+        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S, stop_by)
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:
@@ -221,14 +233,18 @@ class RankZeroRecorder:
         )
 
     # ---------------------------------------------------------------------- inside
-    def _end(self, outcome: str, reason: str, limit_s: float) -> None:
+    def _end(self, outcome: str, reason: str, limit_s: float, stop_by: str = "") -> None:
+        by = ended_by(outcome, stop_by or self._stop_by, self._attempt.budgets, self._last_step)
         self._note_answers(self._requests.ended(outcome, reason))
         try:
-            write_down_end(self._store, self._journal, self._attempt, outcome, reason, limit_s, self._warn)
+            write_down_end(
+                self._store, self._journal, self._attempt, outcome, reason, by, limit_s, self._warn
+            )
         finally:
             self._over.set()
         with suppress(StorageError):  # all is durable
             self._journal.close()
+        self._metrics.close()
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}")
@@ -280,6 +296,7 @@ class RankZeroRecorder:
                     look = partial(self._request_files.read, self._requests.next_number)
                     if request := await in_daemon_thread(look):
                         self._hear(request)
+                    note_pins(self._journal, await in_daemon_thread(self._pins.look))
                 self._wants_save = self._requests.wants_save(self._clock()) or self._wants_save
                 await asyncio.sleep(REQUESTS_EVERY_S)
         except Exception as error:  # noqa: BLE001  nobody awaits it: requests would be lost in silence
@@ -289,10 +306,14 @@ class RankZeroRecorder:
         self._journal.event(
             EventKind.CONTROL_REQUEST, what=request.what, by=request.by, request=request.number
         )
+        self._say(sentences.asked(request.what, request.by))
         trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
         answer = self._requests.heard(request, trained, newest.key if newest else None)
-        self._note_answers([answer] if answer else [])
-        self._wants_stop = self._wants_stop or request.what == STOP
+        if answer is not None:
+            self._note_answers([answer])
+            self._say(f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
+        if request.what == STOP:
+            self._wants_stop, self._stop_by = True, self._stop_by or request.by
 
     def _note_answers(self, answers: Iterable[Answered]) -> None:
         for answer in answers:
@@ -326,8 +347,8 @@ class RankZeroRecorder:
             text = self._trouble.worked()
             if durable is not None:
                 self._acknowledged = durable.step
-        if text:
-            self._warn(text)
+        for said in ([text] if text else []) + self._metrics.troubles():
+            self._warn(said)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.cluster.machine import process_state
+from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
+from orchestrator.launch.dashboard_beside import dashboard_beside
+from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
@@ -70,7 +73,7 @@ def train(config: str | Path, overrides: Sequence[str] = (), *, fault_plan: str 
     if rendezvous.rank != 0:
         return _follow(rendezvous, job, folder, fault_plan)
     with Progress.shown(job.monitor.progress_s) as progress:
-        return _lead(rendezvous, job, folder, fault_plan, progress)
+        return _lead(rendezvous, job, folder, fault_plan, progress, _command(config, overrides))
 
 
 def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
@@ -96,8 +99,23 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         os._exit(code)
 
 
+def _command(config: str | Path, overrides: Sequence[str]) -> str:
+    """What continues the run in a shell, as far as torchrun tells its ranks how it was called itself."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    nodes = ["--nnodes", str(num_nodes)] if num_nodes > 1 else []
+    return command_line(
+        ["torchrun", *nodes, "--nproc-per-node", str(per_node), sys.argv[0]], config, overrides
+    )
+
+
 def _lead(
-    rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str, progress: Progress
+    rendezvous: StoreRendezvous,
+    job: JobConfig,
+    folder: Path,
+    fault_plan: str,
+    progress: Progress,
+    command: str,
 ) -> Outcome | None:
     """Rank 0: decides whether and how the run goes on, claims it, and records it."""
     store = RunStore(Storage(str(folder)))
@@ -108,7 +126,7 @@ def _lead(
             rendezvous.publish("decision", None)
             progress.say(f"done: {starting.stop_is_reached(plan)}")
             return None
-        with starting.claimed(store, job, spec, watched, fault_plan) as (attempt, plan):
+        with starting.claimed(store, job, spec, watched, fault_plan, command=command) as (attempt, plan):
             recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, rendezvous.world_size, total)
@@ -120,7 +138,11 @@ def _lead(
     starting.announce(progress.say, job, attempt, plan)
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
-    with _shown(progress, recorder, job.monitor.progress_s, members):
+    with (
+        dashboard_beside(job, folder, progress),
+        exporting(store, attempt.number, job.resume.export_every, progress.say),
+        _shown(progress, recorder, job.monitor.progress_s, members),
+    ):
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
     status = recorder.status()
     why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""

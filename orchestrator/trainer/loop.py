@@ -41,6 +41,7 @@ from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.saving import await_votes, save_share
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
@@ -250,7 +251,8 @@ class _Trainer:
         self._faults("applied", label, view.rank)
         self._end_of_data = batch.end_of_data
         self._blocked_s = 0.0
-        self._keep(view, summary.record(prepared.key, prepared.cursor, prepared.lr), summary.acknowledged)
+        record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
+        self._keep(view, record, summary.acknowledged)
         return summary.control
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
@@ -293,7 +295,8 @@ class _Trainer:
         self._saved, self._last_save = key, time.monotonic()
         self._membership.phase(SAVE_WAIT)
         try:
-            vote = save_share(self._state, view, self._files, self._records)
+            peak = peak_memory_bytes(self._device)
+            vote = save_share(self._state, view, self._files, self._records, peak)
         except StorageError as error:
             self._membership.save_failed(view, key, error)
             self._blocked_s += time.monotonic() - self._last_save

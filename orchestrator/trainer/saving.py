@@ -24,7 +24,11 @@ _ASK_AGAIN_S = 0.05
 
 
 def save_share(
-    state: TrainState, view: GenerationView, files: StateFiles, records: Sequence[StepRecord]
+    state: TrainState,
+    view: GenerationView,
+    files: StateFiles,
+    records: Sequence[StepRecord],
+    peak_memory_bytes: int = 0,
 ) -> Vote:
     """Writes this rank's share of the save of `state.key` and returns its vote; when it returns, the share is
     durable.
@@ -46,6 +50,7 @@ def save_share(
         tensors=tensors,
         save_blocked_s=time.monotonic() - begin,
         records=tuple(records),
+        peak_memory_bytes=peak_memory_bytes,
     )
 
 

@@ -142,8 +142,10 @@ class StepSummary:
             return f"the samples trained have digest {self.digest:016x}, {announced}"
         return None
 
-    def record(self, key: StateKey, cursor: Cursor, lr: float) -> StepRecord:
-        """The step's record, the same on every rank; `key` and `cursor` are those after the step."""
+    def record(self, key: StateKey, cursor: Cursor, lr: float, ended: float) -> StepRecord:
+        """The step's record, the same on every rank but for `ended`, when this one had applied the step.
+        `key` and `cursor` are those after it.
+        """
         return StepRecord(
             attempt=key.attempt,
             generation=key.generation,
@@ -158,6 +160,7 @@ class StepSummary:
             step_s=self.step_s,
             data_wait_s=self.data_wait_s,
             save_blocked_s=self.save_blocked_s,
+            ended=ended,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import safetensors
@@ -132,6 +132,22 @@ def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
             target = planner.resolve_tensor(read)
             target.copy_(source)
             planner.commit_tensor(read, target)
+
+
+def checked_tensors(
+    point: str, files: StateFiles, group: str
+) -> Iterator[tuple[TensorEntry, TensorChunk, Tensor]]:
+    """The chunks of one group of a point's tensors, a file after the other, each digest checked. Raises
+    `ResumePointError` naming the file that is damaged.
+    """
+    by_file: dict[str, list[tuple[TensorEntry, TensorChunk]]] = {}
+    for entry in read_parts(point, files):
+        for chunk in entry.chunks if entry.group == group else ():
+            by_file.setdefault(chunk.file, []).append((entry, chunk))
+    for file, wanted in by_file.items():
+        tensors = _read_tensors(point, file, files)
+        for entry, chunk in wanted:
+            yield entry, chunk, _verified(point, entry, chunk, tensors)
 
 
 def read_parts(point: str, files: StateFiles) -> tuple[TensorEntry, ...]:

@@ -23,11 +23,12 @@ from orchestrator.coordinator import feeder_notes
 from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.process import CoordinatorProcess
-from orchestrator.data.feed.feed_notes import FeedNotes
+from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import STOP_NOW, Request
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import (
@@ -142,6 +143,8 @@ def test_a_generation_is_told_once_and_journalled_with_who_was_lost_before_it(st
     assert again.paused_s >= 0.5
     events = [event for event in read_journal(store.storage).events if event.kind == EventKind.GROUP_FORMED]
     assert [(event.attempt, event.fields["generation"]) for event in events] == [(1, 1), (1, 2)]
+    generations = read_journal(store.storage).generations
+    assert [(start.cause, start.copies) for start in generations] == [("start", 1), ("re-formed", 1)]
 
 
 def test_a_member_hears_of_the_end_of_its_generation_at_once_and_of_nothing_else(store: RunStore) -> None:
@@ -509,7 +512,7 @@ def test_all_that_the_feeder_noted_stands_before_the_end_also_what_it_was_asked_
             asked.set()
             await answered.wait()
             text = f"line {next(lines)}"
-            return FeedNotes(bad_documents=(text,), encoder_differences=(), cursors=())
+            return FeedNotes(bad_documents=(bad(text),), encoder_differences=(), cursors=())
 
         actor = coordinator(store, notes=notes)
         actor._feeder_notes.soon(8)
@@ -527,6 +530,10 @@ def test_all_that_the_feeder_noted_stands_before_the_end_also_what_it_was_asked_
     events = read_journal(store.storage).events
     told = [e.fields.get("text", e.kind) for e in events if e.kind in ("bad document", "end")]
     assert told == ["line 1", "line 2", "end"]
+
+
+def bad(text: str) -> BadDocument:
+    return BadDocument(source="made", text=text)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +554,7 @@ def test_the_first_documents_that_are_skipped_are_told_by_name_and_of_the_others
         left = iter(at_a_time)
 
         async def notes(consumed_samples: int) -> FeedNotes:
-            texts = tuple(f"a.jsonl line {next(lines)}" for _ in range(next(left)))
+            texts = tuple(bad(f"a.jsonl line {next(lines)}") for _ in range(next(left)))
             return FeedNotes(bad_documents=texts, encoder_differences=(), cursors=())
 
         actor = coordinator(store, notes=notes)
@@ -637,3 +644,22 @@ def test_a_gcs_that_says_nothing_knows_of_nobodys_death(monkeypatch: pytest.Monk
     }
     assert found["died"]
     assert (found["lives"], found["unknown"]) == (None, None)
+
+
+def test_what_is_asked_from_outside_is_told_with_the_next_status_and_who_stopped_stands_in_the_end(
+    store: RunStore,
+) -> None:
+    async def launch() -> None:
+        actor = coordinator(store)
+        first = await status(actor)
+        await actor._do(actor._launch.asked(ask))
+        heard = await actor.status((first.attempt, first.version), 0.0)
+        assert heard.notices == ("ann@desk asks for: stop now · stopping at once, without a save",)
+        assert (await actor.status((heard.attempt, heard.version), 0.0)).notices == ()
+
+    ask = Request(number=1, launch=LAUNCH, what=STOP_NOW, by="ann@desk", created="")
+    run(launch)
+    (end,) = [event.fields for event in read_journal(store.storage).events if event.kind == EventKind.END]
+    written = store.read_end(1)
+    assert written is not None
+    assert (end["outcome"], end["by"], written.by) == ("stopped", "ann@desk", "ann@desk")

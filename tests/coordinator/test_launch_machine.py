@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.coordinator.launch_machine import Kill, LaunchMachine
+import pytest
+
+from orchestrator.coordinator.launch_machine import Action, End, Kill, LaunchMachine, Note, Say
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
+from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.records import Cursor, StateKey
 from orchestrator.resume.commit_events import VoterGone
 from tests.coordinator.test_actor import JOIN, LAUNCH
+from tests.resume.samples import key, record
 
 
 def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> None:
@@ -28,3 +34,107 @@ def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> N
     assert [action.member.member for action in actions if isinstance(action, Kill)] == ["b"]
     rank = form.formation.members.index("b")
     assert VoterGone(generation=1, rank=rank, voted=None, writing=True) in actions
+
+
+def one_of_two(budgets: Budgets | None = None) -> LaunchMachine:
+    """Two members train with at least two, and have done a step; then b dies."""
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), budgets=budgets or Budgets())
+    for member in "ab":
+        machine.join(replace(JOIN, member=member), 0.0)
+    form_next(machine, 0.0)
+    machine.recorded(record(key(1)), 1.0)
+    return machine
+
+
+def form_next(machine: LaunchMachine, now: float) -> None:
+    (form,) = [action for action in machine.tick(now) if isinstance(action, Form)]
+    machine.formed(form.formation, now)
+
+
+def notes(actions: list[Action], kind: EventKind) -> list[dict[str, object]]:
+    return [action.fields for action in actions if isinstance(action, Note) and action.kind == kind]
+
+
+def test_a_wait_below_the_minimum_is_noted_when_it_begins_and_when_another_number_is_there() -> None:
+    machine = one_of_two()
+    waits = list[dict[str, object]]()
+    machine.dead("b", "killed", 2.0)
+    saved = StateKey(attempt=1, generation=1, step=1)
+    machine.committed(saved)
+    machine.rendezvous.set_newest_point(saved, Cursor(), saved.point_name)
+    came = replace(JOIN, member="a", key=saved, leaves=(1, 1), cursor=Cursor())
+    machine.join(came, 2.0)
+    for now in (2.0, 2.1, 3.0):
+        waits += notes(machine.tick(now), EventKind.WAITING)
+    assert waits == [{"needed": 2, "there": 1, "reason": "1 of at least 2 members are there"}]
+    machine.dead("a", "killed", 4.0)
+    (none_is_there,) = notes(machine.tick(4.0), EventKind.WAITING)
+    assert (none_is_there["needed"], none_is_there["there"]) == (2, 0)
+    for member in "cd":
+        machine.join(replace(JOIN, member=member), 5.0)
+    form_next(machine, 5.0)
+    machine.dead("c", "killed", 6.0)
+    machine.dead("d", "killed", 6.0)
+    assert len(notes(machine.tick(6.0), EventKind.WAITING)) == 1, "another wait"
+
+
+def test_a_launch_whose_first_workers_are_still_starting_does_not_wait_below_its_minimum() -> None:
+    rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
+    machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble())
+    assert notes(machine.tick(0.0), EventKind.WAITING) == []
+    machine.join(replace(JOIN, member="a"), 1.0)
+    assert notes(machine.tick(1.0), EventKind.WAITING) == []
+
+
+def length(given: int, unit: str) -> Length:
+    return Length(given=given, unit=unit, global_batch_size=8, seq_len=32, tokens=32 * given)
+
+
+def ends(actions: list[Action]) -> list[tuple[str, str]]:
+    return [(action.outcome, action.by) for action in actions if isinstance(action, End)]
+
+
+def asked(what: str, by: str) -> Request:
+    return Request(number=1, launch=LAUNCH, what=what, by=by, created="")
+
+
+@pytest.mark.parametrize(
+    ("limit", "by"),
+    [
+        ({}, "the end of the data"),
+        ({"max_samples": length(8, "samples")}, "the budget"),
+        ({"max_samples": length(800, "samples")}, "the end of the data"),
+    ],
+)
+def test_a_run_that_is_done_says_whether_its_budget_or_its_data_ended_it(
+    limit: dict[str, Length], by: str
+) -> None:
+    machine = one_of_two(Budgets(**limit))
+    actions = machine.finished("a", key(1), "done", 2.0) + machine.finished("b", key(1), "done", 2.0)
+    assert ends(actions) == [("done", by)]
+
+
+def test_a_stop_is_said_to_be_by_whoever_asked_for_it_first() -> None:
+    machine = one_of_two()
+    machine.asked(asked(STOP, "ann@desk"))
+    machine.request_stop("SIGTERM to bob@head")
+    actions = machine.finished("a", key(1), "stopped", 2.0) + machine.finished("b", key(1), "stopped", 2.0)
+    assert ends(actions) == [("stopped", "ann@desk")]
+
+
+def test_the_user_of_a_launch_hears_who_asks_for_what_and_what_is_not_done() -> None:
+    machine = one_of_two()
+    said = [action.text for action in machine.asked(asked(SAVE, "ann@desk")) if isinstance(action, Say)]
+    assert said == ["ann@desk asks for: save · a resume point is saved after this step"]
+    dance = replace(asked("dance", "bob@head"), number=2)
+    said = [action.text for action in machine.asked(dance) if isinstance(action, Say)]
+    assert said[0] == "bob@head asks for: dance"
+    assert said[1].startswith("dance is refused: 'dance' is not known to this launch")
+
+
+def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:
+    assert ends(one_of_two().asked(asked(STOP_NOW, "ann@desk"))) == [("stopped", "ann@desk")]
+    machine = one_of_two()
+    machine.asked(asked(STOP, "ann@desk"))
+    assert ends(machine.failed("a", "ConfigError", "wrong", True)) == [("failed", "a failure")]

@@ -339,7 +339,9 @@ def test_skipped_documents_are_noted_once(tiny_config: TinyConfig, tmp_path: Pat
         assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
         assert cursor.sources["bad"].bad_documents == 2
         noted = ray.get(actor.notes.remote(cursor.consumed_samples)).bad_documents
-        assert sorted(re.findall(r"line \d+", text)[0] for text in noted) == ["line 101", "line 201"]
+        assert sorted(re.findall(r"line \d+", each.text)[0] for each in noted) == ["line 101", "line 201"]
+        assert {each.source for each in noted} == {"bad"}
+        assert {each.parts[0] for each in noted} == {str(tmp_path / "part.jsonl")}
         assert ray.get(actor.notes.remote(cursor.consumed_samples)).bad_documents == ()
 
 

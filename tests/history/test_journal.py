@@ -35,7 +35,7 @@ def writer(storage: Storage, attempt: int = 1, segment_bytes: int = 1 << 20) -> 
 def test_generations_steps_and_events_are_read_back_in_order(storage) -> None:
     for attempt in (2, 1):
         journal = writer(storage, attempt)
-        journal.event(EventKind.END, outcome="done", reason="")
+        journal.event(EventKind.END, outcome="done", reason="", by="")
         journal.generation(start(1, None, attempt))
         for step in (1, 2):
             assert journal.step(record(key(step, attempt=attempt)))
@@ -46,7 +46,7 @@ def test_generations_steps_and_events_are_read_back_in_order(storage) -> None:
     assert [r.key for r in found.records] == [key(s, attempt=a) for a in (1, 2) for s in (1, 2)]
     assert found.records[0] == record(key(1))
     assert [(e.attempt, e.seq, e.kind, e.fields) for e in found.events[:2]] == [
-        (1, 1, "end", {"outcome": "done", "reason": ""}),
+        (1, 1, "end", {"outcome": "done", "reason": "", "by": ""}),
         (1, 5, "left out", {"member": "a", "reason": "it did not answer"}),
     ]
     assert found.torn == ()

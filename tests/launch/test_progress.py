@@ -309,7 +309,7 @@ from orchestrator.launch import start as starting
 
 def train(config, overrides):
     said = []
-    with starting.stop_on_signals(lambda: None, said.append):
+    with starting.stop_on_signals(lambda by: None, said.append):
         os.kill(os.getpid(), int(sys.argv[1]))
         assert said, "the first one saves and stops"
         os.kill(os.getpid(), int(sys.argv[1]))
@@ -336,7 +336,7 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
 def test_a_launch_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
     before, stopped = signal.signal(signal.SIGHUP, signal.SIG_IGN), threading.Event()
     try:
-        with starting.stop_on_signals(stopped.set, lambda text: None):
+        with starting.stop_on_signals(lambda by: stopped.set(), lambda text: None):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -355,7 +355,7 @@ def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     progress = Progress(1.0)
-    with starting.stop_on_signals(lambda: None, progress.say), progress._lock:
+    with starting.stop_on_signals(lambda by: None, progress.say), progress._lock:
         os.kill(os.getpid(), signal.SIGTERM)
     progress.close()
     assert "SIGTERM: saving and stopping; once more to stop at once" in capsys.readouterr().err

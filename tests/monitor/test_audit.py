@@ -92,11 +92,13 @@ class TrainedRun:
             EventKind.ATTEMPT,
             launch="",
             why="",
+            command="",
             host="",
             version="",
             pid=1,
             machine="",
             pid_start="",
+            forked_from=None,
             config=self.job.flat(),
         )
         first = (self.key.step if self.key else 0) if label is None else label

@@ -68,11 +68,13 @@ class Attempt:
             EventKind.ATTEMPT,
             launch="l",
             why="start",
+            command="",
             host="",
             version="",
             pid=1,
             machine="",
             pid_start="",
+            forked_from=None,
             config=config,
         )
         roster = Roster(2)
@@ -169,7 +171,7 @@ def test_a_run_without_an_end_and_without_a_sign_of_life_is_not_running(runner: 
     attempt.begin()
     attempt.steps(11, 12)
     view = run_of(runner).status(SHORT_S)
-    assert (view.state, view.alive, view.is_broken) == ("dead", False, True)
+    assert (view.state, view.alive, view.is_broken) == ("gone", False, True)
     assert view.verdict.startswith(
         "not running: attempt 2 has no end record and gave no sign of life for 0 s"
     )
@@ -307,7 +309,7 @@ def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if
     with pytest.raises(SystemExit) as ended:
         cli.main(["status", str(runner.folder), "--json"])
     assert ended.value.code == 1
-    assert json.loads(capsys.readouterr().out)["state"] == "dead"
+    assert json.loads(capsys.readouterr().out)["state"] == "gone"
 
 
 def test_a_look_loads_neither_ray_nor_torch(runner: Runner, tmp_path: Path) -> None:  # noqa: F811

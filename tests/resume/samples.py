@@ -103,6 +103,7 @@ def write_vote(storage: Storage, at: StateKey, rank: int, world_size: int = 2, n
         tensors=tuple(tensors),
         save_blocked_s=0.1 * (rank + 1),
         records=(record(at),),
+        peak_memory_bytes=(rank + 1) << 30,
     )
 
 

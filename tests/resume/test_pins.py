@@ -10,8 +10,10 @@ import pytest
 
 from orchestrator.errors import RefusedError
 from orchestrator.history.claim_files import START
+from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.resume.commit_events import ClaimChecked, DeletePoints
+from orchestrator.resume.pin_watch import PinWatch, note_pins
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import Disk
@@ -161,3 +163,29 @@ def test_a_deletion_that_a_kill_cut_off_is_ended_by_the_next_one(store: RunStore
     coordinator.committer.perform(DeletePoints(names=(POINT,)))
     assert store.point_names() == [key(20).point_name]
     assert store.storage.list("pins") == []
+
+
+def test_pins_that_are_made_and_given_back_are_journalled_once_each(store: RunStore) -> None:
+    saved(store, 10, 20)
+    journal, watch = JournalWriter(store.storage, 2), PinWatch(store)
+
+    def look() -> None:
+        note_pins(journal, watch.look())
+
+    look()
+    pin(store)
+    look()
+    look()
+    store.pin(key(20).point_name, "bob@head", "", "")
+    store.may_delete(key(30).point_name, "the run", "", "")  # whose hold is no pin
+    look()
+    store.unpin(POINT)
+    look()
+    look()
+    journal.close()
+    events = [event for event in read_journal(store.storage).events if event.attempt == 2]
+    assert [(event.kind, *event.fields.values()) for event in events] == [
+        ("point pinned", POINT, "ada@desk", "the paper's figure 3"),
+        ("point pinned", key(20).point_name, "bob@head", ""),
+        ("point unpinned", POINT, "ada@desk", "the paper's figure 3"),
+    ]

@@ -1,8 +1,10 @@
-"""`jobs/train.py` as a Ray job, submitted as README says: a real job server, a real client, real stops."""
+"""`orchestrator submit`, and `jobs/train.py` as a Ray job, as README says: a real job server, real stops."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -85,7 +87,7 @@ class JobServer:
                 start_new_session=True,
             )
         self.address = f"127.0.0.1:{gcs}"
-        self._url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
+        self.url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
 
     def workers_begin_as(self, program: str) -> None:
         """From now on."""
@@ -101,7 +103,7 @@ class JobServer:
         never, deadline = threading.Event(), time.monotonic() + LIMIT_S
         while True:
             try:
-                self.client = JobSubmissionClient(self._url, headers=self._headers)
+                self.client = JobSubmissionClient(self.url, headers=self._headers)
                 return
             except ConnectionError:
                 log = (self._folder / "head.log").read_text()
@@ -115,12 +117,24 @@ class JobServer:
         self._head.wait(timeout=LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def command(self, config: JobConfig, *options: str) -> subprocess.CompletedProcess[str]:
+        """`orchestrator submit`, in the folder of the package."""
+        words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
+        return subprocess.run(
+            [*words, f"--address={self.url}", "--stop-wait=300"],
+            check=False,
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
     def submit(self, config: JobConfig, *overrides: str) -> str:
-        """README's submission of a job, with absolute paths; the same words for the same job. Each override
-        is for a start of its own, after one that was refused (exit code 2).
+        """README's submission of a job by Ray's own client, with absolute paths. Each override is for a start
+        of its own, after one that was refused (exit code 2).
         """
-        path = Path(config.run.storage).parent / f"{Path(config.run.storage).name}.yaml"
-        path.write_text(yaml.safe_dump(config.to_json()))
+        path = _written(config)
         starts = [f"python jobs/train.py {path} {override}".strip() for override in overrides or [""]]
         return self.client.submit_job(
             entrypoint="; [ $? = 2 ] && ".join(starts),
@@ -136,6 +150,12 @@ class JobServer:
             )
             never.wait(0.1)
         return status, self.client.get_job_logs(submission)
+
+
+def _written(config: JobConfig) -> Path:
+    path = Path(config.run.storage).parent / f"{Path(config.run.storage).name}.yaml"
+    path.write_text(yaml.safe_dump(config.to_json()))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +176,21 @@ def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Pa
 def test_a_stopped_job_saves_and_the_same_submission_continues(
     job: Job, server: JobServer, warm: str
 ) -> None:
-    submission = server.submit(job.config())
-    watch = when_step(job, 2, lambda: server.client.stop_job(submission))
+    submitted = server.command(job.config(), "--no-wait", "--json")
+    assert submitted.returncode == 0, submitted.stderr
+    submission = json.loads(submitted.stdout)["job"]
+    second: list[subprocess.CompletedProcess[str]] = []
+
+    def submit_again_and_stop() -> None:
+        second.append(server.command(job.config(train__max_steps=7)))
+        server.client.stop_job(submission)
+
+    watch = when_step(job, 2, submit_again_and_stop)
     status, logs = server.end(submission)
     watch.join()
     assert status == "STOPPED", logs
+    assert second[0].returncode == 2
+    assert f"job {submission} works on it (running), so nothing was submitted" in second[0].stderr
     assert "SIGTERM: saving and stopping" in logs
     (newest,) = job.run.list_points()
     assert newest["step"] >= 2, logs
@@ -168,9 +198,10 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
 
     # the first workers have imported everything themselves
     server.workers_begin_as(warm)
-    status, logs = server.end(server.submit(job.config(train__max_steps=newest["step"] + 5)))
-    assert status == "SUCCEEDED", logs
-    assert f"resumes from {newest['name']}" in logs
+    ended = server.command(job.config(train__max_steps=newest["step"] + 5))
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r"job tiny-\w+: succeeded.*\n", ended.stdout)
+    assert f"resumes from {newest['name']}" in ended.stderr
     assert job.run.records()[-1].step == newest["step"] + 5
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2

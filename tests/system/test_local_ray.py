@@ -62,7 +62,7 @@ from orchestrator.launch.start import stop_on_signals
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 heard = []
 with connection.ClusterConnection(load_config(sys.argv[1]), 3, 0):
-    with stop_on_signals(lambda: heard.append("stop"), heard.append):
+    with stop_on_signals(lambda by: heard.append("stop"), heard.append):
         for _ in range(2):  # as bash does
             os.killpg(os.getpgrp(), signal.SIGHUP)
         assert ray.get(ray.remote(lambda: heard).remote()) == heard

@@ -39,6 +39,7 @@ class NotingRecorder:
         self.folder, self.stop_at = folder, stop_at
         self.membership: StaticMembership | None = None
         self.steps: list[int] = []
+        self.ended: list[float] = []
         self.votes: list[Vote] = []
         self.answers: list[Future[bool]] = []
         self.given_up: dict[int, tuple[int, str]] = {}
@@ -50,6 +51,7 @@ class NotingRecorder:
 
     def records(self, records: Sequence[StepRecord]) -> None:
         self.steps += [record.step for record in records]
+        self.ended += [record.ended for record in records if record.ended is not None]
         if self.stop_at in self.steps and self.membership is not None:
             self.membership.ask_stop()
 
@@ -74,13 +76,15 @@ class NotingRecorder:
     def save_failed(self, key: StateKey, rank: int, world_size: int, reason: str) -> None:
         self.given_up[key.step] = (rank, reason)
 
-    def finished(self, key: StateKey, reason: str) -> None:
+    def finished(self, key: StateKey, reason: str, stop_by: str = "") -> None:
         noted = {
             "given up": {step: list(why) for step, why in self.given_up.items()},
             "key": key.point_name,
             "reason": reason,
             "steps": self.steps,
             "voters": [v.rank for v in self.votes],
+            "ended in order": self.ended == sorted(self.ended) and len(self.ended) == len(self.steps),
+            "memory is known": all(v.peak_memory_bytes > 1 << 20 for v in self.votes),
         }
         (self.folder / "noted.json").write_text(json.dumps(noted))
 
@@ -178,6 +182,8 @@ def test_a_static_group_trains_saves_and_reports_to_its_recorder(tmp_path, world
         "reason": "done",
         "steps": [1, 2, 3, 4, 5],
         "voters": list(range(world_size)),
+        "ended in order": True,
+        "memory is known": True,
     }
     assert (tmp_path / "points/00000005-a0004-g0001/model").is_dir()
 

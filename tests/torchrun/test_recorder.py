@@ -15,8 +15,9 @@ import pytest
 import orchestrator
 from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import FencedError, StorageError
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
-from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles
+from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, RequestFiles, asker
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk, storage_error
 from orchestrator.storage.files import Storage
@@ -79,8 +80,13 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
     end = store.read_end(1)
     assert end is not None
     assert end.outcome == "stopped"
-    kinds = [event.kind for event in survey(store).journal.events]
-    assert kinds == ["attempt", "group formed", "point committed", "save given up", "end"]
+    seen = survey(store).journal
+    (generation,) = seen.generations
+    assert (generation.cause, generation.copies) == ("start", 2)
+    (committed,) = [event.fields for event in seen.events if event.kind == EventKind.POINT_COMMITTED]
+    assert committed["peak_memory_bytes"] == [1 << 30, 2 << 30]
+    kinds = [event.kind for event in seen.events]
+    assert kinds == ["attempt", "sources", "group formed", "point committed", "save given up", "end"]
 
 
 def test_a_recorder_whose_run_a_newer_launch_has_claimed_writes_nothing_more(runner: Runner) -> None:
@@ -154,7 +160,8 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "REQUESTS_EVERY_S", 0.01)
-    made, store = on_disk(runner, OsDisk())
+    said = list[str]()
+    made, store = on_disk(runner, OsDisk(), said.append)
     made.begin(2)
     made.records([record(key(step)) for step in range(1, 11)])
     claim = store.newest_claim()
@@ -167,6 +174,8 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
     assert comes_true(lambda: made.asked() == (False, False))
     files.ask(STOP)
     assert comes_true(lambda: made.asked() == (False, True))
+    store.pin(key(10).point_name, "ada@desk", "figure 3", claim.run_id)
+    assert comes_true(lambda: "point pinned" in [e.kind for e in read_journal(store.storage).events])
     made.finished(key(10), "stopped")
     events = [e.fields for e in read_journal(store.storage).events if e.kind == "request answered"]
     assert [(e["request"], e["what"], e["outcome"], e["point"]) for e in events] == [
@@ -174,6 +183,12 @@ def test_what_is_asked_from_outside_reaches_the_ranks_and_is_answered(
         (2, "save", "done", key(10).point_name),
         (3, "stop", "done", ""),
     ]
+    asks = [f"{asker()} asks for: {what}" for what in (STOP_NOW, SAVE, STOP)]
+    assert [text.split(" · ")[0] for text in said if " asks for: " in text] == asks
+    (end,) = [e.fields for e in read_journal(store.storage).events if e.kind == EventKind.END]
+    stored = store.read_end(1)
+    assert stored is not None
+    assert end["by"] == stored.by == asker()
 
 
 def test_saves_that_fail_for_longer_than_the_limit_of_storage_end_the_group(

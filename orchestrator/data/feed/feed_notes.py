@@ -5,12 +5,17 @@ It knows no pipeline and no call; the feeder writes into it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.records import Cursor
 
 CURSOR_TOKENS = 1 << 28
+# of what `OrderedWindow.place` and the reader of a record say
+_PARTS = re.compile(
+    r"(?P<file>.*?): (?P<place>byte \d+, line (?:\d+|not counted)|row \d+): (?P<why>.*)", re.DOTALL
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +44,26 @@ class FeederStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BadDocument:
+    """A document that was skipped. `text` says where (file; byte and line, or row) and why, for people."""
+
+    source: str
+    text: str
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """The file, the place in it, and why."""
+        parts = _PARTS.fullmatch(self.text)
+        return (parts["file"], parts["place"], parts["why"]) if parts else ("", "", self.text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FeedNotes:
-    """For the journal: bad documents that were passed (place and reason), documents that the two encoder
+    """For the journal: bad documents that were passed, documents that the two encoder
     libraries encoded differently, and a cursor about every `CURSOR_TOKENS`, where an audit can begin.
     """
 
-    bad_documents: tuple[str, ...]
+    bad_documents: tuple[BadDocument, ...]
     encoder_differences: tuple[str, ...]
     cursors: tuple[Cursor, ...]
 
@@ -55,7 +74,7 @@ class FeedLog:
     def __init__(self) -> None:
         self._given_to = 0  # samples
         # by the sample at which a step ends: bad documents that it passed, its cursor
-        self._bad: dict[tuple[int, str], None] = {}
+        self._bad: dict[tuple[int, BadDocument], None] = {}
         self._cursors: dict[int, Cursor] = {}
         self._differences: dict[str, None] = {}
 
@@ -64,7 +83,8 @@ class FeedLog:
         end = samples.cursor.consumed_samples
         if end <= self._given_to:
             return
-        self._bad.update({(end, text): None for text in samples.bad_reasons})
+        documents = (BadDocument(source=samples.source, text=text) for text in samples.bad_reasons)
+        self._bad.update({(end, document): None for document in documents})
         tokens = samples.cursor.consumed_tokens
         if (tokens - samples.step.num_tokens) // CURSOR_TOKENS < tokens // CURSOR_TOKENS:
             self._cursors[end] = samples.cursor
@@ -83,5 +103,7 @@ class FeedLog:
         differences, self._differences = tuple(self._differences), {}
         self._given_to = max(self._given_to, consumed_samples)
         return FeedNotes(
-            bad_documents=tuple(text for _, text in bad), encoder_differences=differences, cursors=cursors
+            bad_documents=tuple(document for _, document in bad),
+            encoder_differences=differences,
+            cursors=cursors,
         )

@@ -41,7 +41,7 @@ class StepSamples:
         self.bad_reasons = bad_reasons  # of the bad documents that the cursor passes in this step
         self._tokens = tokens  # (num_tokens + 1,) inputs and the last label; empty for a step of no samples
         self._document_starts = document_starts  # (num,) positions in the step at which a document begins
-        self._source, self._before, self._source_cursor = source, before, source_cursor
+        self.source, self._before, self._source_cursor = source, before, source_cursor
 
     @property
     def targets(self) -> int:
@@ -60,7 +60,7 @@ class StepSamples:
             consumed_samples=self._before.consumed_samples + self.step.num_samples,
             consumed_tokens=self._before.consumed_tokens + self.step.num_tokens,
             target_tokens=self._before.target_tokens + self.step.num_tokens,
-            sources={**self._before.sources, self._source: self._source_cursor},
+            sources={**self._before.sources, self.source: self._source_cursor},
         )
 
     @cached_property

@@ -1,0 +1,46 @@
+"""The command `dashboard`. It loads a web server, when it is called; no other command does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.shared import app, print_lines, say
+
+
+@app.command()
+def dashboard(
+    storage: Annotated[str, typer.Argument(help="the folder in which runs lie, or one run's folder")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free")] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", help="address to listen on; another than this machine's own is reached by others"
+        ),
+    ] = "127.0.0.1",
+    open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
+) -> None:
+    """Serve a page that shows the runs of a storage folder, alive or not, and acts on them; prints its link.
+
+    Example: orchestrator dashboard runs --open
+    """
+    from orchestrator.monitor.dashboard.auth import is_loopback
+    from orchestrator.monitor.dashboard.serve import serve
+
+    if not is_loopback(host):
+        say(
+            f"warning: {host} is reached from other machines, and what is sent is not encrypted: whoever has "
+            "the link, or reads along, can stop runs; an ssh tunnel needs no --host"
+        )
+
+    def announce(link: str) -> None:
+        print_lines([link])
+        if open_page:
+            import webbrowser
+
+            webbrowser.open(link)
+
+    serve(Path(storage), host, port, announce, until_eof)

@@ -1,0 +1,124 @@
+"""What readers found out about a run, left in its storage for other readers: audits, and points that were
+read back.
+
+Only a run's coordinator writes its journal, and who audits a run is no part of it: so a finding is a file.
+
+    findings/000001.json   sealed; Finding. Created exclusively, numbered without gaps, never changed
+
+A finding says what was true of what was read then. Nothing is decided by it: a start, a deletion and another
+audit look for themselves. It may be deleted by hand, the newest ones first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history.claim_files import now_text
+from orchestrator.history.request_files import asker
+from orchestrator.records import decode, encode
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import SealError, seal, unseal
+
+FOLDER = "findings"
+AUDIT, VERIFY = "audit", "verify"
+_NAME = re.compile(r"(\d{6,})\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """`what` is audit or verify; `attempt` was the newest of the run then; `seconds` is how long it took;
+    `by` is who looked (user@host) and `created` when (ISO 8601), for people.
+
+    `result` of an audit: `exactly_once`, `first_step`, `last_step`, `final_up_to_step`, `samples`, `tokens`,
+    `not_shown`, as in `audit --json`. Of verify: `checked` (digests) and `points`, each with `point`,
+    `healthy`. `unreadable` says why a file cannot be read (then it says nothing else).
+    """
+
+    number: int
+    what: str
+    attempt: int
+    seconds: float
+    result: dict[str, Any] = field(default_factory=dict)
+    by: str = ""
+    created: str = ""
+    run_id: str = ""
+    unreadable: str = ""
+
+
+class FindingFiles:
+    """Those of one run; `run_id` is run.json's. Every method may raise `StorageError`."""
+
+    def __init__(self, storage: Storage, run_id: str) -> None:
+        self._storage, self._run_id = storage, run_id
+
+    def add(self, what: str, attempt: int, seconds: float, result: dict[str, Any]) -> Finding:
+        """Leave a finding; durable when it returns."""
+        number = max(self._numbers(), default=0)
+        while True:
+            number += 1
+            found = Finding(
+                number=number,
+                what=what,
+                attempt=attempt,
+                seconds=seconds,
+                result=result,
+                by=asker(),
+                created=now_text(),
+                run_id=self._run_id,
+            )
+            if self._storage.create(_path(number), seal(encode(found))):
+                return found
+
+    def all(self) -> tuple[Finding, ...]:
+        """All, oldest first; what cannot be read says so."""
+        return tuple(self._read(number) for number in self._numbers())
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, self._storage.list(FOLDER)) if match)
+
+    def _read(self, number: int) -> Finding:
+        path = _path(number)
+        try:
+            found = decode(Finding, unseal(self._storage.read(path)), path)
+            if (found.number, found.run_id) != (number, self._run_id):
+                raise SealError(f"it is finding {found.number} of run {found.run_id or 'without an id'}")
+        except (FileNotFoundError, OrchestratorError) as error:
+            if isinstance(error, StorageError):
+                raise
+            reason = f"{path} cannot be read: {error}"
+            return Finding(number=number, what="", attempt=0, seconds=0.0, unreadable=reason)
+        return found
+
+
+def audit_result(report: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of an audit's document."""
+    kept = ("exactly_once", "first_step", "last_step", "final_up_to_step", "samples", "tokens", "not_shown")
+    return {name: report[name] for name in kept}
+
+
+def verify_result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a document of `verify`."""
+    points = [{"point": row["name"], "healthy": row["healthy"]} for row in rows]
+    return {"checked": "digests", "points": points}
+
+
+def newest_audit(findings: tuple[Finding, ...]) -> Finding | None:
+    """The one that was made last."""
+    return next((found for found in reversed(findings) if found.what == AUDIT), None)
+
+
+def verified_points(findings: tuple[Finding, ...]) -> dict[str, tuple[Finding, bool]]:
+    """Per point that was read back: when last (the finding), and whether it was healthy."""
+    return {
+        each["point"]: (found, each["healthy"])
+        for found in findings
+        if found.what == VERIFY
+        for each in found.result["points"]
+    }
+
+
+def _path(number: int) -> str:
+    return f"{FOLDER}/{number:06d}.json"

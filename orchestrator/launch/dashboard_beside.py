@@ -1,0 +1,81 @@
+"""The run's page beside the run (`monitor.dashboard`): the command `dashboard` as a process of its own. It
+ends with the driver, however that ends, for it reads a pipe of which the driver holds the other end.
+
+It knows nothing of what the page shows, and the run does not depend on it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.launch.progress import Progress
+
+END_S = 5.0  # how long its end is waited for
+
+
+@contextmanager
+def dashboard_beside(job: JobConfig, folder: Path, progress: Progress) -> Iterator[None]:
+    """Serves the run's folder while inside, if the job asks for it; the link goes to the screen alone. If it
+    cannot be served a line says so, and the run goes on.
+    """
+    process = _start(folder, progress) if job.monitor.dashboard else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            _end(process)
+
+
+def _start(folder: Path, progress: Progress) -> subprocess.Popen[str] | None:
+    program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", str(folder), "--until-eof"]
+    try:
+        process = subprocess.Popen(  # noqa: S603  our own program
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is the driver's: it saves first
+        )
+    except OSError as error:
+        progress.say(f"warning: {_why(str(error))}")
+        return None
+    threading.Thread(target=_announce, args=(process, progress), name="dashboard", daemon=True).start()
+    return process
+
+
+def _announce(process: subprocess.Popen[str], progress: Progress) -> None:
+    assert process.stdout is not None, "it is a pipe"
+    assert process.stderr is not None, "it is a pipe"
+    link = process.stdout.readline().strip()
+    if link:
+        progress.show_secret(f"dashboard: {link}")
+    said = process.stderr.read()  # until it ends; nothing stands in its way
+    if not link and process.stdin is not None and not process.stdin.closed:
+        progress.say(f"warning: {_why(said)}")
+
+
+def _why(said: str) -> str:
+    last = (said.strip().splitlines() or ["it ended without a word"])[-1]
+    return (
+        f"the dashboard was not started: {last}; the run goes on without it. `orchestrator dashboard` "
+        "serves it from any machine that sees the storage"
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

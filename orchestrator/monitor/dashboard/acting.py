@@ -1,0 +1,111 @@
+"""The routes that act: plan, confirm, ask what became of it. No other route changes anything."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args
+
+from fastapi import FastAPI
+from fastapi import Path as InPath
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from orchestrator.config.schema import NAME
+from orchestrator.monitor.dashboard.actions import ACTIONS, Asked, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.answers import (
+    UNANSWERABLE,
+    Problem,
+    RouteError,
+    json_response,
+    named,
+    not_found,
+    shown,
+)
+from orchestrator.monitor.dashboard.doing import Doings
+from orchestrator.monitor.dashboard.runs import OpenRun, Runs
+from orchestrator.monitor.run import Run
+
+POINT = r"^\d{8,12}-a\d{4,8}-g\d{4,8}$"
+RunName = Annotated[str, InPath(max_length=200)]
+ActionName = Literal["save", "stop", "pin", "unpin", "verify"]
+assert set(ACTIONS) == set(get_args(ActionName)), "the schema lists the actions"
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AskedBody(_Body):
+    """What an action is asked to do; see `actions.Asked`."""
+
+    point: Annotated[str, Field(pattern=POINT)] | None = None
+    now: bool = False
+    why: Annotated[str, Field(max_length=500)] = ""
+    new_run: Annotated[str, Field(pattern=NAME)] | None = None
+
+    def asked(self) -> Asked:
+        """As a value."""
+        return Asked(point=self.point, now=self.now, why=self.why, new_run=self.new_run)
+
+
+class ConfirmBody(AskedBody):
+    """A plan that is confirmed: its token, and the basis that its reader saw."""
+
+    token: Annotated[str, Field(max_length=200)]
+    basis: dict[str, str | int | None] = {}
+
+
+def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
+    """Plan, confirm, and what became of it."""
+    doings, secret = Doings(), secrets.token_bytes(32)
+
+    @app.post("/api/runs/{run}/actions/{action}/plan")
+    def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
+        opened, asked = runs.open(run), body.asked()
+        return json_response(plan(action, asked, _sight(opened, action, asked), secret, clock()).to_json())
+
+    @app.post("/api/runs/{run}/actions/{action}", status_code=202)
+    def confirmed(run: RunName, action: ActionName, body: ConfirmBody) -> Response:
+        opened, asked = runs.open(run), body.asked()
+        begun = doings.known(body.token)
+        if begun is None:
+            sight = _sight(opened, action, asked)
+            if is_stale(action, asked, sight, secret, clock(), body.token):
+                raise RouteError(_stale(body.basis, sight.basis))
+            begun = doings.begin(run, action, body.token, lambda: ACTIONS[action].do(Run(opened.uri), asked))
+        if begun is None:
+            raise RouteError(
+                Problem(status=409, code="busy", text="many actions are under way; wait for one to end")
+            )
+        return json_response(begun.to_json(), 202)
+
+    @app.get("/api/runs/{run}/actions/{number}")
+    def state(run: RunName, number: Annotated[str, InPath(max_length=40)]) -> Response:
+        found = doings.find(runs.open(run).name, number)
+        if found is None:
+            raise not_found("no_action", f"there is no action {number}")
+        return shown(found.to_json())
+
+
+def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:
+    detail = None
+    with run.readable(anew=True) as views:
+        if ACTIONS[action].needs_point:
+            if asked.point is None:
+                raise RouteError(
+                    Problem(status=UNANSWERABLE, code="no_point", text=f"{action} needs a resume point")
+                )
+            with named("no_point"):
+                detail = views.point(asked.point)
+        return Sight(uri=run.uri, summary=views.summary(full=False), detail=detail)
+
+
+def _stale(was: dict[str, Any], now: dict[str, Any]) -> Problem:
+    return Problem(
+        status=409,
+        code="stale",
+        text="the run has moved on since this was planned, or the plan is too old; nothing was done",
+        do="plan it again",
+        more={"was": was, "now": now},
+    )

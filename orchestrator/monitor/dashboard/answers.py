@@ -1,0 +1,123 @@
+"""How the API answers: JSON without anything secret, and errors that say what to do.
+
+It knows no run and no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_text
+from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
+
+UNANSWERABLE = 422
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Why a request is not answered as asked. `text` is the command line's, word for word, where it has one;
+    `do` says what helps; `more` are further fields.
+    """
+
+    status: int
+    code: str
+    text: str
+    do: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of an error."""
+        document = {"code": self.code, "text": redacted_text(self.text), **self.more}
+        return {"error": {**document, "do": self.do} if self.do else document}
+
+
+class RouteError(Exception):
+    """Raised by a route: the answer is its problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.text)
+        self.problem = problem
+
+
+def not_found(code: str, text: str, do: str = "") -> RouteError:
+    """Nothing of this name is there."""
+    return RouteError(Problem(status=404, code=code, text=text, do=do))
+
+
+class named:  # noqa: N801  it reads as a word
+    """A refusal inside means that nothing of this name is there."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Turns the refusal."""
+        if isinstance(error, RefusedError):
+            raise not_found(self._code, str(error)) from error
+
+
+def problem_of(error: OrchestratorError) -> Problem:
+    """What an error of ours means to who asked."""
+    match error:
+        case StorageError():
+            return Problem(status=503, code="storage", text=str(error))
+        case BusyError():
+            return Problem(status=409, code="busy", text=str(error))
+        case RefusedError():
+            return Problem(status=UNANSWERABLE, code="refused", text=str(error))
+    return Problem(status=UNANSWERABLE, code=type(error).__name__, text=str(error))
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Numbers that are not finite are null."""
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON)
+
+
+def shown(value: Any, status: int = 200) -> Response:
+    """What was read from a run, without the secrets in it."""
+    return json_response(without_secrets(value), status)
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """`config.redaction.redacted` for documents with many numbers; a source's cursor, where `token` is a
+    place, is left as it is.
+    """
+    if isinstance(value, str):
+        return redacted(value, key)
+    if isinstance(value, Mapping):
+        if _hides(key):
+            return HIDDEN
+        return value if "prefix_digest" in value else {k: without_secrets(v, k) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, key) for each in value]
+    return HIDDEN if value is not None and _hides_numbers(key) else value
+
+
+@lru_cache(1000)
+def _hides(key: str) -> bool:
+    return is_secret(key)
+
+
+@lru_cache(1000)
+def _hides_numbers(key: str) -> bool:
+    return is_secret(key, 0)
+
+
+def error_response(problem: Problem) -> Response:
+    """The answer to a request that cannot be answered as asked."""
+    response = json_response(problem.to_json(), problem.status)
+    if problem.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+JSON = "application/json"

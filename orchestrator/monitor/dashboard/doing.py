@@ -1,0 +1,79 @@
+"""Carries out confirmed actions, each in a thread of its own, and remembers what became of them for as long
+as the server lives. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.errors import OrchestratorError
+
+KEPT = 200  # actions that are remembered
+MOST_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doing:
+    """One action of one run; `state` is running, done or failed, `text` what to say then."""
+
+    id: str
+    run: str
+    action: str
+    state: str = "running"
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document."""
+        return {"id": self.id, "action": self.action, "state": self.state, "text": self.text}
+
+
+class Doings:
+    """All actions that this server has begun. Safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: OrderedDict[str, Doing] = OrderedDict()
+        self._by_token: dict[str, str] = {}
+
+    def known(self, token: str) -> Doing | None:
+        """What was begun with a plan's token: a second confirmation of it begins nothing."""
+        with self._lock:
+            return self._by_id.get(self._by_token.get(token, ""))
+
+    def begin(self, run: str, action: str, token: str, do: Callable[[], str]) -> Doing | None:
+        """Carries `do` out beside this thread; None if `MOST_AT_ONCE` actions are under way."""
+        with self._lock:
+            if token in self._by_token and (begun := self._by_id.get(self._by_token[token])):
+                return begun
+            if sum(each.state == "running" for each in self._by_id.values()) >= MOST_AT_ONCE:
+                return None
+            begun = Doing(id=secrets.token_hex(8), run=run, action=action)
+            self._by_id[begun.id], self._by_token[token] = begun, begun.id
+            while len(self._by_id) > KEPT:
+                gone, _ = self._by_id.popitem(last=False)
+                self._by_token = {t: i for t, i in self._by_token.items() if i != gone}
+        # it waits for a run's answer, perhaps for long: the server's end does not wait for it
+        threading.Thread(target=self._do, args=(begun, do), name=f"action {action}", daemon=True).start()
+        return begun
+
+    def find(self, run: str, number: str) -> Doing | None:
+        """One of them."""
+        with self._lock:
+            found = self._by_id.get(number)
+        return found if found is not None and found.run == run else None
+
+    def _do(self, begun: Doing, do: Callable[[], str]) -> None:
+        state, text = "failed", "it ended without a word; the server's standard error says why"
+        try:
+            state, text = "done", do()
+        except OrchestratorError as error:
+            text = str(error)
+        finally:
+            with self._lock:
+                if begun.id in self._by_id:
+                    self._by_id[begun.id] = replace(begun, state=state, text=text)

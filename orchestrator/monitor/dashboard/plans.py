@@ -1,0 +1,293 @@
+"""The planner: what `orchestrator plan` would answer for the newest attempt's configuration with another
+number of workers, batch or length, or from another resume point, and how a step would lie on the workers.
+
+It decides nothing: `planning.resume_plan` does. What the run holds it takes from the views, so that a long
+journal is not read once more.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
+from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.data.frozen import read_frozen
+from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import FOLDER
+from orchestrator.launch.start import prepare
+from orchestrator.monitor.dashboard.runs import OpenRun
+from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
+from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.store import RunStore
+
+SHOWN_WORKERS = 64
+_DATA_S = 30.0  # for so long files are not looked at again
+FIELDS = {
+    "num_workers": "cluster.num_workers",
+    "global_batch_size": "train.global_batch_size",
+    "micro_batch_size": "train.micro_batch_size",
+    "seq_len": "pack.seq_len",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """What is asked: a point's name (None: the newest whole one), and new values as they are typed."""
+
+    point: str | None
+    values: Mapping[str, str]  # of FIELDS, without those that stay
+
+    @property
+    def overrides(self) -> list[str]:
+        """As the command line takes them."""
+        return [f"{FIELDS[name]}={text}" for name, text in self.values.items()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Data:
+    """The data as they are found now: identities (the run's, theirs), notes, and what refuses them."""
+
+    identities: tuple[RunIdentity, RunIdentity] | None
+    notes: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+
+class Planner:
+    """Plans for one run. Safe to use from threads."""
+
+    def __init__(self, run: OpenRun, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock, self._lock = run, clock, threading.Lock()
+        self._configs: dict[int, dict[str, Any] | None] = {}  # by attempt: its flat configuration
+        self._data: dict[str, tuple[float, _Data]] = {}
+
+    def document(self, asked: WhatIf) -> dict[str, Any]:
+        """The document of `plan --json`, with `layout`, `tokens_per_step`, `estimate` and `command`.
+
+        Raises `ConfigError` for values that the command line refuses to read, `RefusedError` for an unknown
+        point or a run that has not begun.
+        """
+        with self._lock, self._run.readable() as views:
+            flat = self._newest_config()
+            wanted = asked.point or "latest"
+            job = parse_config(nested(in_todays_fields(flat)), [*asked.overrides, f"resume.from={wanted}"])
+            point, damages, refused = self._choose(views, wanted)
+            data = self._look_at_data(job)
+            found = decide(self._run.store, job, point, data.identities)
+            found = _completed(found, data, damages, refused, point)
+            if point is not None and asked.point:
+                found = replace(found, rewind=_rewinds(views, wanted, point))
+            return {**found.to_json(), **_of_the_page(views, job, flat, asked, found, point)}
+
+    def _newest_config(self) -> dict[str, Any]:
+        """That of the newest attempt that has begun."""
+        for number in reversed(self._run.store.claim_numbers()):
+            if self._configs.get(number) is None:
+                self._configs[number] = config_of(self._run.store, number)
+            if found := self._configs[number]:
+                return found
+        raise RefusedError(
+            f"{self._run.uri}: no attempt of this run has begun yet, so there is nothing to plan"
+        )
+
+    def _choose(
+        self, views: RunViews, wanted: str
+    ) -> tuple[Point | None, tuple[Damage, ...], tuple[str, ...]]:
+        """The point, the damages of newer ones, and why the named one cannot be taken."""
+        store, names = self._run.store, _on_history(views)
+        try:
+            point, damages = choose_among(store, names, (), wanted, fast=True)
+        except OrchestratorError as error:
+            if wanted == "latest" or wanted not in store.point_names():
+                raise
+            return _readable(store, wanted), (), (str(error),)
+        return point, damages, ()
+
+    def _look_at_data(self, job: JobConfig) -> _Data:
+        key = json.dumps([job.to_json()["data"], job.resume.accept_changed, job.pack.mode])
+        known = self._data.get(key)
+        if known is None or self._clock() - known[0] > _DATA_S:
+            known = self._data[key] = (self._clock(), self._data_now(job))
+        return known[1]
+
+    def _data_now(self, job: JobConfig) -> _Data:
+        run = self._run.store.read_run()
+        if run is None:
+            return _Data(identities=None, notes=(), refusals=())
+        same = (run.identity, run.identity)
+        if not self._is_here(job):
+            note = "the data are not looked at: this machine does not see the run's tokenizer"
+            return _Data(identities=same, notes=(note,), refusals=())
+        try:
+            spec = prepare(job, Path(self._run.store.storage.root), freeze=False)
+        except DataIdentityError as error:
+            return _Data(identities=None, notes=(), refusals=(str(error),))
+        except OrchestratorError as error:  # they are elsewhere: this machine need not see them
+            note = f"the data are not looked at from here, where the dashboard runs: {error}"
+            return _Data(identities=same, notes=(note,), refusals=())
+        return _Data(identities=(run.identity, spec.identity()), notes=spec.notes, refusals=())
+
+    def _is_here(self, job: JobConfig) -> bool:
+        """Whether the data can be looked at without asking a hub for a tokenizer."""
+        frozen = read_frozen(Path(self._run.store.storage.root))
+        known = frozen is not None and frozen.record.tokenizer == job.data.tokenizer
+        return frozen is not None and (known or Path(job.data.tokenizer).expanduser().is_dir())
+
+
+def config_of(store: RunStore, attempt: int) -> dict[str, Any] | None:
+    """The flat configuration with which an attempt has begun, as its journal says; None if it has not."""
+    try:
+        data = store.storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl")
+    except FileNotFoundError:
+        return None
+    mark = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
+    for line in data.splitlines():
+        if mark in line:
+            try:
+                fields = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                return None  # it is being written
+            if fields.get("kind") == EventKind.ATTEMPT:
+                config: dict[str, Any] = fields["config"]
+                return config
+    return None
+
+
+def layout(job: JobConfig) -> list[dict[str, Any]]:
+    """How a step's micro-batches lie on the workers, with the fewest and the most of them."""
+    cluster, train = job.cluster, job.train
+    num_micro = num_micro_batches(train.global_batch_size, train.micro_batch_size)
+    return [
+        {
+            "world_size": world,
+            "num_micro": num_micro,
+            "per_worker": [
+                len(rank_run(num_micro, rank, world)) for rank in range(min(world, SHOWN_WORKERS))
+            ],
+            "rounds": micro_batches_per_rank(num_micro, world),
+            "idle": idle_share(num_micro, world),
+        }
+        for world in sorted({cluster.start_workers, cluster.max_workers})
+    ]
+
+
+def _on_history(views: RunViews) -> list[str]:
+    """The points on the history, oldest first, damaged ones too."""
+    names: list[str] = []
+    while True:
+        page = views.points(state="all", sort="step", q="", offset=len(names), limit=500)
+        names += [row["name"] if not row.get("orphan_why") else "" for row in page["rows"]]
+        if not page["rows"] or len(names) >= page["total"]:
+            return [name for name in names if name]
+
+
+def _readable(store: RunStore, name: str) -> Point | None:
+    """A point that cannot be resumed, for what the plan would have been."""
+    try:
+        return store.read_point(name)
+    except OrchestratorError:
+        return None
+
+
+def _completed(
+    found: ResumePlan,
+    data: _Data,
+    damages: Sequence[Damage],
+    refused: tuple[str, ...],
+    point: Point | None,
+) -> ResumePlan:
+    """With what `orchestrator.launch.api.plan` adds."""
+    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    if point is not None and not refused:
+        notes.append("sizes of the point's files are right; the start verifies their digests, too")
+    refusals = (*refused, *found.refusals, *data.refusals)
+    return replace(
+        found,
+        action="refuse" if refusals else found.action,
+        refusals=refusals,
+        notes=(*found.notes, *notes, *data.notes),
+    )
+
+
+def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
+    """What leaves the history; see `coordinator.attempt.rewind_sentence`."""
+    aside = views.point(wanted)["aside"]
+    names = _on_history(views)
+    kept = {*up_to(names, point)}
+    after = [name for name in names if name not in kept]
+    steps = aside["steps"] if aside else 0
+    return rewind_text(wanted, steps, _labels_after(views, point) if steps else (0, 0), after)
+
+
+def _labels_after(views: RunViews, point: Point) -> tuple[int, int]:
+    """The labels of the first and the last step of the history after a point."""
+    table = views.timeline(px=None)["segments"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    rows = [row for row in rows if row["fate"] == 0]
+    key = point.key
+    here = [row for row in rows if (row["attempt"], row["generation"]) >= (key.attempt, key.generation)]
+    own = (key.attempt, key.generation)
+    if here and (here[0]["attempt"], here[0]["generation"]) == own and here[0]["s1"] > key.step:
+        return key.step + 1, rows[-1]["s1"]
+    later = [row for row in here if (row["attempt"], row["generation"]) > own]
+    return (later[0]["s0"] if later else key.step + 1), rows[-1]["s1"]
+
+
+def _of_the_page(
+    views: RunViews,
+    job: JobConfig,
+    flat: Mapping[str, Any],
+    asked: WhatIf,
+    found: ResumePlan,
+    point: Point | None,
+) -> dict[str, Any]:
+    """What the page shows beside the plan."""
+    summary = views.summary(full=True)
+    new = job.train.global_batch_size * job.pack.seq_len
+    old = point.config["train.global_batch_size"] * point.config["pack.seq_len"] if point else new
+    return {
+        "layout": layout(job),
+        "tokens_per_step": [old, new],
+        "estimate": _estimate(views, summary, job.cluster.start_workers, new, found.remaining_steps),
+        "command": _command(summary.get("command"), asked, job, flat),
+    }
+
+
+def _estimate(
+    views: RunViews, summary: Mapping[str, Any], workers: int, tokens: int, steps: int | None
+) -> dict[str, float | None]:
+    """Seconds of a step and of all that remain, if each worker is as fast as it was in the last steps."""
+    rate = (summary.get("speed") or {}).get("tokens_per_s")
+    table = views.timeline(px=None)["segments"]
+    world = table["rows"][-1][table["columns"].index("world")] if table["rows"] else None
+    if not rate or not world or not workers:
+        return {"step_s": None, "remaining_s": None}
+    step_s = tokens / (rate / world * workers)
+    return {"step_s": step_s, "remaining_s": None if steps is None else step_s * steps}
+
+
+def _command(recorded: str | None, asked: WhatIf, job: JobConfig, flat: Mapping[str, Any]) -> str:
+    """The command that does it: the one that began the newest attempt, with other values."""
+    now, keys = job.flat(), {"resume.from", *FIELDS.values()}
+    words = shlex.split(recorded) if recorded else ["orchestrator", "train", "CONFIG"]
+    kept = [word for word in words if word.partition("=")[0] not in keys]
+    given = {word.partition("=")[0] for word in words} & keys - {"resume.from"}
+    new = [
+        f"{key}={json.dumps(now[key])}"
+        for key in FIELDS.values()
+        if key in given or now[key] != flat.get(key)
+    ]
+    new += [f"resume.from={asked.point}"] if asked.point else []
+    return shlex.join([*kept, *new])

@@ -1,0 +1,97 @@
+"""Serves the dashboard on a socket until it is interrupted. Requests are not logged: nothing that a browser
+sends is written anywhere.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from orchestrator.errors import RefusedError
+from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.monitor.dashboard.auth import new_token
+
+_END_S = 2.0  # how long the end waits for answers that are under way
+
+
+class _Server(uvicorn.Server):
+    """Ends its streams when it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, closing: threading.Event) -> None:
+        super().__init__(config)
+        self._closing = closing
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal."""
+        self._closing.set()
+        super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """From another thread."""
+        self._closing.set()
+        self.should_exit = True
+
+
+def serve(
+    storage: Path, host: str, port: int, announce: Callable[[str], None], until_eof: bool = False
+) -> None:
+    """Serves `storage` until Ctrl-C or SIGTERM; with `until_eof` also until standard input ends, which it
+    does with the process that started this one. `announce` gets the link, once the socket listens.
+
+    Raises `RefusedError` if there is no such folder, or the address cannot be taken.
+    """
+    if not storage.is_dir():
+        raise RefusedError(
+            f"{storage} is no folder; give the storage in which runs lie (run.storage), or one run's folder"
+        )
+    listening = _listen(host, port)
+    token, closing = new_token(), threading.Event()
+    config = uvicorn.Config(
+        make_app(storage.resolve(), token, host, closing=closing),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(_END_S),
+    )
+    server = _Server(config, closing)
+    if until_eof:
+        threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+    announce(link(host, listening.getsockname()[1], token))
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:
+        return  # that is how it is ended
+    finally:
+        listening.close()
+
+
+def link(host: str, port: int, token: str) -> str:
+    """Where the page is. The fragment does not leave the browser."""
+    name = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):  # noqa: S104  the user has asked for it
+        name = socket.gethostname()
+    return f"http://{name}:{port}/#token={token}"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise RefusedError(
+            f"the dashboard cannot listen on {host} port {port}: {error.strerror or error}; give another "
+            "--port (0: any that is free) or --host"
+        ) from error
+
+
+def _end_with_input(server: _Server) -> None:
+    while sys.stdin and sys.stdin.buffer.read(1 << 10):
+        pass
+    server.end()

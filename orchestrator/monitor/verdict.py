@@ -1,0 +1,126 @@
+"""One sentence on how a run stands: the same for the page, the notebook and `status`.
+
+Pure: facts in, words out. `level` says how much it wants somebody: ok, warn, bad, or idle (nothing to do).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.history import sentences
+from orchestrator.monitor.missing import missing_text
+from orchestrator.monitor.views.words import count, span, steps
+
+# what a run may be at; `open`: it has not ended, and it was not watched long enough to say if it is alive
+NEW, STARTING, RUNNING, WAITING, OPEN = "new", "starting", "running", "waiting", "open"
+DONE, STOPPED, FAILED, GONE, UNREADABLE = "done", "stopped", "failed", "gone", "unreadable"
+OVER = (NEW, DONE, STOPPED, FAILED, GONE)  # nothing will change by itself any more
+STILL_S = 5.0  # the least time without a step that is worth mentioning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Risk:
+    """What would be trained again if everything died now: since the newest resume point. `seconds` is None
+    where that is not known.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a run stands. None, or empty, is what is not known or does not apply.
+
+    `reason`: of its end, or what is unreadable. `silent_s`: for how long nothing showed life, `quiet_s`: no
+    step came. `has_no_point`: it is known that no resume point was ever committed. `concerns`: what somebody
+    should look at, in few words, the worst first; `is_bad`: one of them is.
+    """
+
+    state: str
+    attempt: int | None = None
+    reason: str = ""
+    step: int | None = None
+    total_steps: int | None = None
+    workers: int | None = None
+    workers_wanted: int | None = None
+    there: str = ""
+    quiet_s: float | None = None
+    silent_s: float = 0.0
+    point: str | None = None
+    has_no_point: bool = True
+    risk: Risk | None = None
+    missing: tuple[str, ...] = ()
+    concerns: tuple[str, ...] = ()
+    is_bad: bool = False
+
+
+def verdict(at: Standing) -> str:
+    """The sentence, without a capital or a full stop, for it stands behind the run's name; more sentences may
+    follow after `. `.
+    """
+    text = _state_text(at)
+    if at.state == GONE and at.risk is not None and at.risk.steps and at.point is not None and not at.missing:
+        text += f"; {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens) after it are trained again"
+    if at.state in (STARTING, RUNNING, WAITING) and (risk := _risk_text(at)):
+        text += f". {risk}"
+    if at.concerns and at.state in (RUNNING, WAITING):
+        text += f". Look at: {', '.join(at.concerns)}"
+    return text + (f"; {missing_text(at.missing)}" if at.missing else "")
+
+
+def level(at: Standing) -> str:
+    """ok, warn, bad or idle."""
+    if at.state in (FAILED, GONE, UNREADABLE) or at.missing or at.is_bad:
+        return "bad"
+    if at.state == WAITING or at.concerns:
+        return "warn"
+    return "idle" if at.state in (NEW, DONE, STOPPED) else "ok"
+
+
+def _state_text(at: Standing) -> str:
+    where = f"step {at.step:,}" if at.step is not None else "no step yet"
+    if at.step is not None and at.total_steps is not None:
+        where += f" of {at.total_steps:,}"
+    again = f"start the same command again: it continues from {at.point or 'the beginning'}"
+    if at.point is None and not at.has_no_point:
+        again = "no resume point is seen; `orchestrator plan CONFIG` says what a start would do"
+    workers = f"{at.workers} of {at.workers_wanted or at.workers} workers"
+    still = at.quiet_s is not None and at.quiet_s >= STILL_S
+    quiet = f", but no step for {at.quiet_s:.0f} s" if still else ""
+    dead = "no claim of an attempt is left of this run"
+    if at.attempt is not None:
+        dead = (
+            f"not running: attempt {at.attempt} has no end record and gave no sign of life for "
+            f"{_silence(at.silent_s)}, last at {where}" + ("" if at.missing else f"; {again}")
+        )
+    texts = {
+        NEW: "no attempt of this run has begun yet",
+        STARTING: f"starting attempt {at.attempt}: {where}",
+        RUNNING: f"running: {where}, {workers}{quiet}",
+        WAITING: f"waiting for workers at {where}: {at.there or f'{workers} are left'}",
+        OPEN: f"not ended: {where}",
+        DONE: sentences.ended(DONE, at.reason),
+        STOPPED: sentences.ended(STOPPED, at.reason),
+        FAILED: sentences.ended(FAILED, at.reason),
+        GONE: dead,
+        UNREADABLE: f"unreadable: {at.reason}",
+    }
+    return texts[at.state]
+
+
+def _silence(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else span(seconds)
+
+
+def _risk_text(at: Standing) -> str:
+    if at.risk is None:
+        return ""
+    if not at.risk.steps:
+        return "If everything died now, nothing would be lost"
+    work = f", {span(at.risk.seconds)} of work" if at.risk.seconds is not None else ""
+    return (
+        f"If everything died now, {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens{work}) would be "
+        "trained again"
+    )

@@ -1,0 +1,227 @@
+"""What all views of a run are made from: its journal as columns, its small files, its history, and how it
+lives.
+
+It decides nothing and formats nothing. What is derived from generations and attempts is made anew only when
+one of these is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeVar
+
+import numpy as np
+
+from orchestrator.history.claims import ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.views.arrays import Array, Growing, Pyramid
+from orchestrator.monitor.views.columns import Columns, Event, Generation
+from orchestrator.monitor.views.files import RunFiles
+from orchestrator.monitor.views.path import Path
+
+Value = TypeVar("Value")
+
+DRAIN = "drain notice"  # `by` of an end that nobody wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Life:
+    """Whether the newest attempt lives, as this process saw it. `alive`: it changed something within
+    `limit_s`; False: nothing for so long; None: watched for less (`watched_s`). `last_sign`: when it changed
+    last, by this machine's clock; None: not since it is watched.
+    """
+
+    alive: bool | None = None
+    last_sign: float | None = None
+    watched_s: float = 0.0
+    limit_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """How an attempt ended. `by` is None where the journal does not say who wanted it."""
+
+    t: float
+    outcome: str
+    reason: str
+    by: str | None
+
+
+class Along:
+    """Steps in one order, by row; columns and pyramids are gathered when they are first asked for, and then
+    go on with the rows.
+    """
+
+    def __init__(self, columns: Columns, rows: Growing) -> None:
+        self._columns, self._rows = columns, rows
+        self._gathered: dict[str, Growing] = {}
+        self._pyramids: dict[str, Pyramid] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, name: str) -> Array:
+        found = self._gathered.get(name)
+        if found is None:
+            found = self._gathered[name] = Growing(self._columns[name].dtype)
+        found.extend(self._columns[name][self._rows.array[len(found) :]])
+        return found.array
+
+    @property
+    def rows(self) -> Array:
+        """Rows of the columns."""
+        return self._rows.array
+
+    def pyramid(self, name: str) -> Pyramid:
+        """Over one column."""
+        found = self._pyramids.setdefault(name, Pyramid())
+        found.extend(self[name])
+        return found
+
+
+@dataclass(kw_only=True, slots=True)
+class Facts:
+    """One look at a run. `shape` counts what makes derived things new: attempts, ends, generations, fates;
+    `size` all lines.
+    """
+
+    files: RunFiles
+    columns: Columns
+    path: Path
+    history: Along
+    life: Life = field(default_factory=Life)
+    shape: int = 0
+    size: int = 0
+    points_seen: int = 0  # counts what is new of points and pins
+    points_journalled: int = 0  # events that tell of points
+    _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self.files.run.name if self.files.run else ""
+
+    @property
+    def uri(self) -> str:
+        """Where it lies."""
+        return self.files.store.storage.root
+
+    @property
+    def created(self) -> float | None:
+        """When it was begun first."""
+        return stamp(self.files.run.created) if self.files.run else None
+
+    def kept(self, name: str, key: Any, make: Callable[[], Value]) -> Value:
+        """`make()`, once for each `key` of this name; that of an older key is forgotten."""
+        found = self._kept.get(name)
+        if found is None or found[0] != key:
+            found = self._kept[name] = (key, make())
+        return found[1]
+
+    # ---------------------------------------------------------------------- attempts
+    def end_of(self, attempt: int | None) -> End | None:
+        """How an attempt ended: by its journal, or its end record; None if neither says."""
+        if attempt is None:
+            return None
+        events = [e for e in self.columns.of_attempt.get(attempt, ()) if e.kind == EventKind.END]
+        if events:
+            last = events[-1]
+            fields = last.fields
+            return End(
+                t=last.t, outcome=fields["outcome"], reason=fields["reason"], by=fields.get("by") or None
+            )
+        if (end := self.files.ends.get(attempt)) is not None:
+            by = getattr(end, "by", None) or None
+            return End(t=stamp(end.ended) or 0.0, outcome=end.outcome, reason=end.reason, by=by)
+        return None
+
+    def began(self, attempt: int) -> float | None:
+        """When it wrote its first line."""
+        written = self.columns.attempts.get(attempt)
+        return written.first if written else None
+
+    def wrote(self, attempt: int | None) -> float | None:
+        """When it wrote its last line."""
+        written = self.columns.attempts.get(attempt) if attempt is not None else None
+        return written.last if written else None
+
+    def config(self, attempt: int | None) -> dict[str, Any]:
+        """The flat configuration of an attempt; empty where its journal has not begun."""
+        begun = self.beginning(attempt)
+        return dict(begun.fields["config"]) if begun else {}
+
+    def beginning(self, attempt: int | None) -> Event | None:
+        """The event with which an attempt began."""
+        events = self.columns.of_attempt.get(attempt, ()) if attempt is not None else ()
+        return next((event for event in events if event.kind == EventKind.ATTEMPT), None)
+
+    def parent(self, attempt: int | None) -> ClaimParent | None:
+        """What it continues."""
+        return self.files.parents.get(attempt) if attempt is not None else None
+
+    # ---------------------------------------------------------------------- generations
+    @property
+    def head(self) -> Generation | None:
+        """The generation at the end of the history; None before the newest attempt has formed one."""
+        return self.columns.generations[self.path.head] if self.path.head is not None else None
+
+    def generations(self) -> list[Generation]:
+        """Those with a start, in order."""
+        known = [g for g in self.columns.generations if g.start is not None]
+        return sorted(known, key=lambda g: g.id)
+
+    def events(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, in the order of the journal."""
+        found = [event for kind in kinds for event in self.columns.kinds.get(kind, ())]
+        return sorted(found, key=lambda e: (e.attempt, e.seq)) if len(kinds) > 1 else found
+
+    # ---------------------------------------------------------------------- places on the history
+    def index_at(self, t: float) -> int:
+        """How many steps of the history ended at or before this time."""
+        return int(np.searchsorted(self.history["t"], t, side="right"))
+
+    def index_after(self, tokens: int) -> int:
+        """How many steps of the history end at or before this position."""
+        return int(np.searchsorted(self.history["consumed_tokens"], tokens, side="right"))
+
+    @property
+    def tokens(self) -> int:
+        """Where the history ends."""
+        if len(self.history):
+            return int(self.history["consumed_tokens"][-1])
+        return self.head.start.consumed_tokens if self.head and self.head.start else 0
+
+    @property
+    def step(self) -> int | None:
+        """The label of the history's last step; None before the first."""
+        return int(self.history["step"][-1]) if len(self.history) else None
+
+
+def stamp(text: str) -> float | None:
+    """A time of a sealed file as seconds since 1970; None for what is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def short(value: float | None, digits: int = 5) -> float | None:
+    """For a picture: `digits` significant digits; None for what is not finite, which JSON cannot express."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")
+
+
+def shorts(values: Array, digits: int = 5) -> list[float | None]:
+    """`short` of every value."""
+    finite = np.isfinite(values)
+    some = np.where(finite & (values != 0), np.abs(values), 1.0)
+    power = digits - 1 - np.floor(np.log10(some))
+    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)  # both are exact
+    rounded = np.where(finite, np.round(np.where(finite, values, 0.0) * up / down) * down / up, 0.0)
+    if finite.all():
+        return rounded.tolist()  # type: ignore[no-any-return]
+    return [value if ok else None for value, ok in zip(rounded.tolist(), finite.tolist(), strict=True)]

@@ -1,0 +1,152 @@
+"""The small files of a run that a page shows: claims, ends, points with the sizes of their files, pins.
+
+What cannot change is read once; sizes are compared again by turns, so that a look costs no more for a run
+with many points. It reads no file of tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.history.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
+from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.monitor.views.lines import UnreadableError
+from orchestrator.resume import verify
+from orchestrator.resume.pins import Hold
+from orchestrator.resume.points import COMMIT, Commit
+from orchestrator.resume.run_file import RUN_FILE, RunFile
+from orchestrator.resume.store import RunStore
+
+_NEWEST, _BY_TURNS = 2, 16  # points whose sizes are compared at each look
+
+
+@dataclass(kw_only=True, slots=True)
+class PointFacts:
+    """A committed point as its files are. `commit` is None if that cannot be read; `wrong` is what is wrong,
+    by file: sizes and presence only.
+    """
+
+    name: str
+    commit: Commit | None
+    wrong: dict[str, str] = field(default_factory=dict)
+
+
+class RunFiles:
+    """The files of one run but its journal, as they were at the last `refresh`."""
+
+    def __init__(self, store: RunStore) -> None:
+        self.store = store
+        self.run: RunFile | None = None
+        self.claims: dict[int, Claim] = {}
+        self.parents: dict[int, ClaimParent] = {}
+        self.cut_off: dict[int, UnreadableFile] = {}
+        self.ends: dict[int, AttemptEnd] = {}
+        self.points: dict[str, PointFacts] = {}
+        self.leftovers: frozenset[str] = frozenset()
+        self.pins: dict[str, Hold] = {}
+        self._turn = 0
+
+    @property
+    def newest(self) -> int | None:
+        """The newest attempt, also one that has not begun."""
+        return max(self.claims, default=None)
+
+    @property
+    def begun(self) -> int | None:
+        """The newest attempt with a parent file: the one that the history is followed from."""
+        return max(self.parents, default=None)
+
+    def refresh_attempts(self) -> bool:
+        """Look for new claims, parent files and ends; whether there are any. Raises `UnreadableError` for
+        what is another run's, `StorageError`.
+        """
+        store, newest_before = self.store, max(self.claims, default=0)
+        before = (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
+        if self.run is None:
+            self.run = self._run_file()
+        for number in store.claim_numbers():
+            if number not in self.claims:
+                self.claims[number] = self._own(store.read_claim(number))
+            if number not in self.parents and number not in self.cut_off:
+                parent = store.read_parent(number)
+                if isinstance(parent, ClaimParent):
+                    self.parents[number] = parent
+                elif parent is not None:
+                    self.cut_off[number] = parent
+        for number in self.claims:
+            # an attempt may say its end when the next has followed; it does so soon, or never
+            if number not in self.ends and number >= newest_before - 1:
+                end = store.read_end(number)
+                if end is not None:
+                    self.ends[number] = end
+        return before != (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
+
+    def refresh_points(self) -> bool:
+        """Look for points and pins that came or went, and compare sizes; whether anything is new. Raises
+        `StorageError`.
+        """
+        store = self.store
+        folders = store.storage.list(verify.POINTS)
+        there = store.point_names()
+        changed = set(there) != set(self.points)
+        self.points = {name: self.points.get(name) or self._read(name) for name in there}
+        self.leftovers = frozenset(folders) - set(there)
+        known = there[:-_NEWEST]
+        at = self._turn % max(1, len(known))
+        self._turn = at + _BY_TURNS
+        for name in {*known[at : at + _BY_TURNS], *there[-_NEWEST:]}:
+            changed |= self.compare(name)
+        pins = store.pins()
+        changed, self.pins = changed or pins != self.pins, pins
+        return changed
+
+    def compare(self, name: str) -> bool:
+        """Compare the sizes of one point's files now; whether that says something new."""
+        facts = self.points[name]
+        before, facts.wrong = facts.wrong, self._wrong(name, facts.commit)
+        return before != facts.wrong
+
+    # ---------------------------------------------------------------------- inside
+    def _run_file(self) -> RunFile | None:
+        try:
+            return self.store.read_run()
+        except ResumePointError as error:
+            raise UnreadableError(RUN_FILE, 0, str(error)) from error
+
+    def _own(self, claim: Claim) -> Claim:
+        run = self.run
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise UnreadableError(
+                f"attempts/{claim.number:04d}.json",
+                0,
+                f"it belongs to run {claim.run_id or 'without an id'}, run.json says "
+                f"{run.id or 'without an id'}: the folder holds pieces of two runs",
+            )
+        return claim
+
+    def _read(self, name: str) -> PointFacts:
+        commit, wrong = None, {}
+        try:
+            commit = verify.read_commit(self.store.storage, name)
+        except verify.DamageError as error:
+            wrong = {error.damage.file: error.damage.reason}
+        except StorageError:
+            raise
+        except OrchestratorError as error:
+            wrong = {COMMIT: str(error)}
+        facts = PointFacts(name=name, commit=commit, wrong=wrong)
+        if commit is not None:
+            facts.wrong = self._wrong(name, commit)
+        return facts
+
+    def _wrong(self, name: str, commit: Commit | None) -> dict[str, str]:
+        if commit is None:
+            return self._read(name).wrong
+        wrong = {}
+        for entry in commit.files:
+            try:
+                verify.check_file(self.store.storage, name, entry, with_digest=False)
+            except verify.DamageError as error:
+                wrong[error.damage.file] = error.damage.reason
+        return wrong

@@ -1,0 +1,342 @@
+"""What happened to a run, one entry for each thing that people ask about: a fault and its healing are one.
+
+From generations, how attempts began and ended, and what the journal says of faults; the sentences are
+`history.sentences`' where the journal says who was lost.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.history import sentences
+from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND
+from orchestrator.history.claims import GenerationId
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.views.columns import Event, Generation
+from orchestrator.monitor.views.facts import DRAIN, Facts
+from orchestrator.monitor.views.words import span, steps
+from orchestrator.records import GroupChange, decode
+from orchestrator.resume.points import parse_point_name
+
+HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
+_FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting")
+_CHANGES = ("join", "resume", "resize", "change", "start", "done")
+_SKIP = frozenset({"resume.from", "run.storage"})
+SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens", "lost_steps", "world_from",
+         "world_to", "point")  # fmt: skip
+
+Entry = dict[str, Any]
+
+
+def happenings(facts: Facts) -> list[Entry]:
+    """All, oldest first."""
+    key = (facts.shape, sum(len(facts.columns.kinds.get(kind, ())) for kind in _KINDS))
+    return facts.kept("happenings", key, lambda: _happenings(facts))
+
+
+def brief(entry: Entry) -> Entry:
+    """What a list shows of one."""
+    return {name: entry.get(name) for name in SHOWN}
+
+
+def waiting_now(facts: Facts) -> Entry | None:
+    """The entry that says for what the newest attempt waits, if it does."""
+    newest = facts.files.begun
+    return next(
+        (e for e in reversed(happenings(facts)) if e["kind"] == "waiting" and e["attempt"] == newest), None
+    )
+
+
+_KINDS = (EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, EventKind.GROUP_FORMED, "waiting")
+
+
+def _happenings(facts: Facts) -> list[Entry]:
+    found: list[Entry] = []
+    open_fault: Entry | None = None
+    before: Generation | None = None
+    changes = _changes(facts)
+    for generation in facts.generations():
+        entry = _formed(facts, generation, before, changes.get(generation.id))
+        if before is None or before.id[0] != generation.id[0]:
+            open_fault = None
+        before = generation
+        if open_fault is not None and _heals(entry, open_fault):
+            open_fault["recovered_s"] = round(entry["t"] - open_fault["t"], 1)
+            open_fault = None
+            continue
+        found.append(entry)
+        if entry["kind"] in ("worker", "frozen") and entry["world_to"] < entry["world_from"]:
+            open_fault = entry
+    found += _from_events(facts)
+    found.sort(key=lambda entry: entry["t"])
+    return [_placed(facts, entry) for entry in found]
+
+
+def _heals(entry: Entry, fault: Entry) -> bool:
+    is_whole = entry["kind"] == "join" and entry["world_to"] >= fault["world_from"]
+    return is_whole and bool(entry["t"] - fault["t"] < HEALED_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One generation, the one before it, and what the journal says came between."""
+
+    now: Generation
+    before: Generation | None
+    events: list[Event]
+    change: GroupChange | None
+
+    @property
+    def world(self) -> int:
+        return self.now.start.world_size if self.now.start else 0
+
+    @property
+    def world_before(self) -> int:
+        return self.before.start.world_size if self.before and self.before.start else 0
+
+
+def _formed(
+    facts: Facts, generation: Generation, before: Generation | None, change: GroupChange | None
+) -> Entry:
+    start = generation.start
+    assert start is not None, "only generations with a start are told"
+    attempt = generation.id[0]
+    entry: Entry = {
+        "t": generation.t, "tokens": start.consumed_tokens, "step": start.step, "attempt": attempt,
+        "generation": generation.id[1], "world_to": start.world_size, "lost_steps": 0, "lost_tokens": 0,
+        "pause_s": _pause(facts, generation, before),
+        "world_from": before.start.world_size if before and before.start else None,
+    }  # fmt: skip
+    if before is None or before.id[0] != attempt:
+        _begun(facts, entry, before)
+        return entry
+    of_attempt = facts.columns.of_attempt.get(attempt, [])
+    first, last = (
+        bisect.bisect(of_attempt, g.event.seq, key=lambda e: e.seq) if g.event else 0
+        for g in (before, generation)
+    )
+    # work that this attempt itself went back over, because nobody held it any more
+    _lost(facts, entry, generation, before)
+    _within(entry, _Group(generation, before, of_attempt[first:last], change))
+    return entry
+
+
+def _pause(facts: Facts, generation: Generation, before: Generation | None) -> float | None:
+    if before is None or not generation.ranges or not before.ranges:
+        return None
+    columns = facts.columns
+    row, last = generation.ranges[0][0], before.ranges[-1][1] - 1
+    return round(max(0.0, float(columns["t"][row] - columns["step_s"][row] - columns["t"][last])), 2)
+
+
+def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
+    """The first generation of an attempt."""
+    attempt = entry["attempt"]
+    claim = facts.files.claims.get(attempt)
+    why = claim.why if claim is not None else "start"
+    entry["kind"] = "coordinator" if why == RESTARTED else why
+    if before is None or why not in (RESUME, REWIND):
+        return
+    for piece in facts.path.dropped(attempt):
+        entry["lost_steps"] += len(piece.rows)
+        entry["lost_tokens"] += int(facts.columns["width"][piece.rows].sum())
+    end, last = facts.end_of(before.id[0]), facts.wrote(before.id[0])
+    entry["down_s"] = round(max(0.0, entry["t"] - (last if last is not None else entry["t"])), 1)
+    entry["ended"], entry["ended_by"] = (end.outcome, end.by) if end is not None else (None, None)
+    if why == RESUME and end is None:
+        entry["kind"] = "crash"
+        return
+    parent = facts.parent(attempt)
+    diffs = [d for d in parent.differences if d.field not in _SKIP] if parent is not None else []
+    if why == RESUME and (diffs or entry["world_from"] != entry["world_to"]):
+        entry["kind"] = "resize" if entry["world_from"] != entry["world_to"] else "change"
+        entry["diffs"] = [{"field": d.field, "old": d.old, "new": d.new} for d in diffs]
+
+
+def _lost(facts: Facts, entry: Entry, generation: Generation, before: Generation) -> None:
+    start = generation.start
+    parent = start.parent if start is not None else None
+    columns, index = facts.columns, facts.columns.index[before.id]
+    if parent is None or (parent.attempt, parent.generation) != before.id or parent.step >= before.last_step:
+        return
+    rows = columns.rows(index)
+    gone = rows[columns["step"][rows] > parent.step]
+    entry["lost_steps"], entry["lost_tokens"] = len(gone), int(columns["width"][gone].sum())
+
+
+def _within(entry: Entry, group: _Group) -> None:
+    """A generation that an attempt formed after another of its own."""
+    kinds: dict[str, list[Event]] = {}
+    for event in group.events:
+        kinds.setdefault(event.kind, []).append(event)
+    change = group.change
+    if change is not None:
+        entry["change"] = change
+    members = {
+        "error": [e.fields["member"] for e in kinds.get(EventKind.MEMBER_FAILED, ())],
+        "worker": [e.fields["member"] for e in kinds.get(EventKind.MEMBER_DEAD, ())],
+        "frozen": [e.fields["member"] for e in kinds.get(EventKind.LEFT_OUT, ())],
+    }
+    if members["error"]:
+        entry["kind"] = "error"
+        entry["detail"] = kinds[EventKind.MEMBER_FAILED][0].fields["text"]
+    elif members["worker"] and group.world <= group.world_before:
+        entry["kind"], entry["members"] = "worker", members["worker"]
+        if "waiting" in kinds:
+            entry["waited_s"] = round(group.now.t - kinds["waiting"][0].t)
+    elif members["frozen"]:
+        entry["kind"], entry["members"] = "frozen", members["frozen"]
+    elif change is not None and change.lost:
+        entry["kind"], entry["members"] = "worker", [loss.worker.host for loss in change.lost]
+    elif group.world > group.world_before:
+        entry["kind"] = "join"
+    else:
+        entry["kind"] = "reform"
+        entry["detail"] = group.now.start.reason if group.now.start else ""
+
+
+def _changes(facts: Facts) -> dict[GenerationId, GroupChange]:
+    """What coordinators said of the generations that they formed."""
+    found = {}
+    for event in facts.events(EventKind.GROUP_FORMED):
+        known = {k: v for k, v in event.fields.items() if k in GroupChange.__slots__}
+        with suppress(OrchestratorError):  # of a version that says other things
+            change = decode(GroupChange, known)
+            found[change.attempt, change.generation] = change
+    return found
+
+
+def _from_events(facts: Facts) -> list[Entry]:
+    found = []
+    for event in facts.events(EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END):
+        fields = event.fields
+        entry: Entry = {
+            "t": event.t, "attempt": event.attempt, "generation": None, "step": None, "tokens": None,
+            "lost_steps": 0,
+        }  # fmt: skip
+        if event.kind == EventKind.END:
+            if fields["outcome"] == "stopped":
+                continue
+            found.append(entry | {"kind": fields["outcome"], "detail": fields["reason"]})
+            continue
+        key = parse_point_name(fields["point"])
+        entry |= {"point": fields["point"], "step": key.step if key else None, "detail": fields["reason"]}
+        if event.kind == EventKind.DAMAGED_POINT:
+            found.append(entry | {"kind": "damaged", "detail": f"{fields['file']} {fields['reason']}"})
+        else:
+            found.append(entry | {"kind": "nosave"})
+    return [*found, *_waiting(facts)]
+
+
+def _waiting(facts: Facts) -> list[Entry]:
+    """The newest attempt waits for workers, if that is the last that it said of its group."""
+    newest = facts.files.begun
+    events = [e for e in facts.events("waiting") if e.attempt == newest]
+    formed = max((g.t for g in facts.generations() if g.id[0] == newest), default=0.0)
+    if not events or events[-1].t <= formed or facts.end_of(newest) is not None:
+        return []
+    last = events[-1]
+    return [
+        {
+            "t": last.t, "attempt": newest, "generation": None, "step": None, "tokens": None, "lost_steps": 0,
+            "kind": "waiting", "needed": last.fields["needed"], "there": last.fields["there"],
+        }
+    ]  # fmt: skip
+
+
+def _placed(facts: Facts, entry: Entry) -> Entry:
+    if entry["tokens"] is None or entry["step"] is None:
+        at = facts.index_at(entry["t"])
+        if entry["tokens"] is None:
+            entry["tokens"] = int(facts.history["consumed_tokens"][at - 1]) if at else 0
+        if entry["step"] is None:
+            entry["step"] = int(facts.history["step"][at - 1]) if at else 0
+    entry["tokens"] = int(np.int64(entry["tokens"]))
+    kind = entry["kind"]
+    entry["level"] = (
+        "fault"
+        if kind in _FAULTS
+        else REWIND
+        if kind == REWIND
+        else "change"
+        if kind in _CHANGES
+        else "routine"
+    )
+    entry["text"] = _sentence(entry)
+    entry.pop("change", None)
+    return entry
+
+
+def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
+    a, b = e.get("world_from"), e.get("world_to")
+    lost = f"{steps(e['lost_steps'])} lost" if e["lost_steps"] else "no step lost"
+    match e["kind"]:
+        case "worker" | "frozen":
+            return _faulted(e, lost)
+        case "crash":
+            return f"Everything died; resumed after {span(e['down_s'])} with {b} workers, {lost}"
+        case "error":
+            return f"A worker failed: {sentences.first_sentence(e['detail'])}"
+        case "coordinator":
+            return f"The coordinator restarted; {_pause_text(e)}no step lost"
+        case "join":
+            more = (b or 0) - (a or 0)
+            return f"{more} worker{'s' if more > 1 else ''} joined: {a} → {b}"
+        case "start":
+            return f"Started with {b} workers"
+        case "resume":
+            why = "a drain notice" if e.get("ended_by") == DRAIN else "a stop"
+            return f"Resumed after {why} ({span(e.get('down_s'))} down), {lost}"
+        case "resize" | "change":
+            changed = ", ".join(map(_difference, (e.get("diffs") or [])[:3])) or f"{a} → {b} workers"
+            return f"Resumed with another configuration: {changed}; {lost}"
+        case "rewind":
+            return f"Rewound to step {e['step']:,}: {steps(e['lost_steps'])} set aside as an orphan branch"
+        case "damaged":
+            return f"Resume point {e['point']} is damaged: {e['detail']}"
+        case "nosave":
+            return f"A save was given up: {e['detail']}"
+        case "waiting":
+            return f"Waiting for workers: {e['there']} of at least {e['needed']} are there"
+        case "failed":
+            return f"The run failed: {sentences.first_sentence(e['detail'])}"
+        case "done":
+            return f"Done: {e['detail']}"
+    detail = sentences.first_sentence(e.get("detail") or "")
+    return "The group formed again" + (f" after: {detail}" if detail else "")
+
+
+def _faulted(e: Entry, lost: str) -> str:
+    """A group that lost somebody."""
+    a, b, members = e["world_from"], e["world_to"], e["members"]
+    change: GroupChange | None = e.get("change")
+    tail = f", back to {a} after {span(e['recovered_s'])}" if "recovered_s" in e else ""
+    if change is not None and change.lost:
+        who = sentences.losses(change.lost)
+        return f"{who[:1].upper()}{who[1:]}: {a} → {b} workers, {_pause_text(e)}{lost}{tail}"
+    if e["kind"] == "frozen":
+        return (
+            f"Worker {members[0][:8]} did not answer and was left out: {a} → {b} workers, "
+            f"{_pause_text(e)}{lost}{tail}"
+        )
+    head = f"{len(members)} workers died" if len(members) > 1 else f"Worker {members[0][:8]} died"
+    if "waited_s" in e:
+        waited = f"waited {span(e['waited_s'])} for workers, then went on with {b}"
+        return f"{head}. Below the minimum: {waited}; {lost}"
+    return f"{head}: {a} → {b} workers, {_pause_text(e)}{lost}{tail}"
+
+
+def _pause_text(e: Entry) -> str:
+    return f"training paused {span(e['pause_s'])}, " if e.get("pause_s") is not None else ""
+
+
+def _difference(diff: dict[str, Any]) -> str:
+    old, new = ("…" if isinstance(v, list | dict) else json.dumps(v) for v in (diff["old"], diff["new"]))
+    return f"{diff['field'].split('.')[-1]} {old} → {new}"

@@ -1,0 +1,172 @@
+"""The attempts of a run as a commit graph: what each did, what it continued, and the lane in which it is
+drawn. Lane 0 is the history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.history.claim_files import RESTARTED
+from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.monitor.views.facts import Facts
+from orchestrator.monitor.views.path import FATES, HISTORY, Piece
+from orchestrator.monitor.views.points_table import by_name
+from orchestrator.records import StateKey, encode
+
+LIMIT = 500
+_SKIP = frozenset({"resume.from", "run.storage"})
+
+Row = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Rail:
+    """Where an attempt stands in the graph: its `lane`, the lanes that pass through its row, and those that
+    join the history there.
+    """
+
+    attempt: int
+    lane: int
+    through: list[int]
+    joins: list[int] = field(default_factory=list)
+
+
+def attempts(facts: Facts, routine: bool = False, offset: int = 0, limit: int = 200) -> dict[str, Any]:
+    """A page of the attempts, newest first; those that are nothing but restarts of the coordinator are left
+    out unless `routine`.
+    """
+    rows = _rows(facts)
+    shown = [row for row in rows if routine or not _is_routine(row)]
+    offset = max(0, offset)
+    page = shown[offset : offset + max(0, min(LIMIT, limit))]
+    return {"total": len(shown), "all": len(rows), "offset": offset, "rows": page}
+
+
+def lanes(numbers: list[int], on_history: frozenset[int], parent_of: Mapping[int, int | None]) -> list[Rail]:
+    """The graph, newest attempt first. `parent_of`: the attempt whose state each continues."""
+    rails, lane_of, tips = list[Rail](), dict[int, int](), dict[int, int]()
+    merges: dict[int, int] = {}
+    for number in sorted(numbers, reverse=True):  # lanes open at tips and close where they left the history
+        lane = 0
+        if number not in on_history:
+            used = set(tips.values())
+            lane = lane_of.get(number) or next(i for i in range(1, len(numbers) + 2) if i not in used)
+            tips[number] = lane
+        rails.append(Rail(attempt=number, lane=lane, through=sorted({0, *tips.values()})))
+        parent = parent_of.get(number)
+        if lane:
+            del tips[number]
+            if parent in on_history and parent is not None:
+                merges[number] = parent
+            elif parent is not None:
+                lane_of[parent] = tips[parent] = lane
+    # a branch that left the history at an attempt is seen down to that one's row
+    open_until: dict[int, int] = {}
+    for rail in rails:
+        rail.through = sorted({*rail.through, *open_until})
+        rail.joins = sorted(lane for lane, until in open_until.items() if until == rail.attempt)
+        for lane in rail.joins:
+            del open_until[lane]
+        if rail.attempt in merges:
+            open_until[rail.lane] = merges[rail.attempt]
+    return rails
+
+
+def _is_routine(row: Row) -> bool:
+    told = row["changes"] or row["forks"] or row["joins"] or row["newest"] or not row["on_history"]
+    return row["why"] == RESTARTED and not told
+
+
+def _rows(facts: Facts) -> list[Row]:
+    rows = facts.kept("lanes", (facts.shape, facts.points_seen), lambda: _all(facts))
+    if rows:  # the newest attempt goes on between two generations
+        newest = rows[0]
+        newest |= _trained(facts, newest["attempt"], facts.path.pieces)
+        newest["t1"] = facts.wrote(newest["attempt"])
+    return rows
+
+
+def _all(facts: Facts) -> list[Row]:
+    claims, on_history = facts.files.claims, facts.path.attempts
+    firsts: dict[int, StateKey | None] = {}
+    generations: dict[int, int] = {}
+    for generation in facts.generations():
+        number = generation.id[0]
+        generations[number] = generations.get(number, 0) + 1
+        if number not in firsts and generation.start is not None:
+            firsts[number] = generation.start.parent
+    continued: dict[int, StateKey | None] = {}
+    for number in claims:
+        parent = facts.parent(number)
+        continued[number] = firsts.get(number) or (parent.parent if parent is not None else None)
+    by_attempt: dict[int, list[Piece]] = {}
+    for piece in facts.path.pieces:
+        by_attempt.setdefault(facts.columns.generations[piece.generation].id[0], []).append(piece)
+    graph = lanes(list(claims), on_history, {n: p.attempt if p else None for n, p in continued.items()})
+    points, rows = by_name(facts), list[Row]()
+    for rail in graph:
+        number = rail.attempt
+        claim, parent, end = claims[number], facts.parent(number), facts.end_of(number)
+        state = continued[number]
+        differences = parent.differences if parent is not None else ()
+        after = claims.get(number + 1)
+        rows.append(
+            {
+                "attempt": number,
+                "why": claim.why,
+                "t0": facts.began(number),
+                "t1": facts.wrote(number),
+                "lane": rail.lane,
+                "through": rail.through,
+                "joins": rail.joins,
+                "on_history": number in on_history,
+                **_trained(facts, number, by_attempt.get(number, [])),
+                "generations": generations.get(number, 0),
+                "outcome": end.outcome if end is not None else None,
+                "ended_by": end.by if end is not None else None,
+                "reason": end.reason if end is not None else "",
+                "parent": state.point_name if state is not None else None,
+                "parent_is_point": state is not None and state.point_name in points,
+                "changes": [
+                    {"field": d.field, "old": d.old, "new": d.new, "rule": d.rule}
+                    for d in differences
+                    if d.field not in _SKIP
+                ],
+                "forked_from": _forked_from(claim, parent),
+                "forks": [],
+                "host": claim.host or None,
+                "newest": number == facts.files.begun,
+                "next_why": after.why if after is not None else None,
+            }
+        )
+    for i, row in enumerate(rows):
+        row["below"] = rows[i + 1]["through"] if i + 1 < len(rows) else []
+        row["above"] = rows[i - 1]["through"] if i else []
+    return rows
+
+
+def _forked_from(claim: Claim, parent: ClaimParent | None) -> Any:
+    """Of which run and point it is a fork, where its claim says so."""
+    found = getattr(claim, "forked_from", None) or getattr(parent, "forked_from", None)
+    return encode(found) if found else None
+
+
+def _trained(facts: Facts, number: int, pieces: list[Piece]) -> Row:
+    """What an attempt trained, and what of it was left aside."""
+    columns, worlds = facts.columns, list[int]()
+    mine = [piece for piece in pieces if columns.generations[piece.generation].id[0] == number]
+    for piece in mine:
+        start = columns.generations[piece.generation].start
+        if start is not None and (not worlds or worlds[-1] != start.world_size):
+            worlds.append(start.world_size)
+    aside = [piece for piece in mine if piece.fate != HISTORY]
+    return {
+        "first_step": int(columns["step"][mine[0].rows[0]]) - 1 if mine else None,
+        "last_step": int(columns["step"][mine[-1].rows[-1]]) if mine else None,
+        "worlds": worlds,
+        "trained": sum(len(piece.rows) for piece in mine),
+        "aside": sum(len(piece.rows) for piece in aside),
+        "aside_fate": FATES[aside[0].fate] if aside else None,
+    }

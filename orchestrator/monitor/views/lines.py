@@ -1,0 +1,212 @@
+"""The lines of a run's journal, each once, read on from where the last look ended.
+
+It knows segments, sequence numbers and whose lines they are, by the rules of `history.journal_reader`; it
+interprets no kind. What a look costs grows with what is new, not with the journal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from orchestrator.errors import OrchestratorError
+from orchestrator.history.journal import FOLDER
+from orchestrator.storage.files import Storage
+
+_ATTEMPT, _SEGMENT = re.compile(r"a(\d{4,})"), re.compile(r"(\d{6,})\.jsonl")
+_NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some by turns
+_BY_TURNS = 8
+CHUNK = 8192  # lines that are decoded at a time
+
+Line = dict[str, Any]
+
+
+class UnreadableError(OrchestratorError):
+    """A piece of the run is not as it was written: nothing that follows from it is shown. `line` is 0 where
+    no line is meant.
+    """
+
+    def __init__(self, file: str, line: int, reason: str) -> None:
+        super().__init__(file, line, reason)
+        self.file, self.line, self.reason = file, line, reason
+
+    def __str__(self) -> str:
+        where = f"{self.file} line {self.line}" if self.line else self.file
+        return f"{where} is not as it was written: {self.reason}; restore the file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Some consecutive lines of one segment: `path`, the attempt whose journal it is, and (number in the
+    file, line).
+    """
+
+    path: str
+    attempt: int
+    lines: list[tuple[int, Line]]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Segment:
+    """How far a segment was read. `begin`: the first sequence number that was new in it; `is_new`: it began
+    with that one.
+    """
+
+    path: str
+    offset: int = 0
+    num_lines: int = 0
+    begin: int = 0
+    is_new: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class _Attempt:
+    next_seq: int = 1
+    segments: list[_Segment] = field(default_factory=list)
+    torn: str = ""
+    repeats: dict[int, bytes] | None = None  # while the segment may still begin with lines that stood before
+
+
+class JournalLines:
+    """Follows all attempts' journals. Not for several threads; after an error it must not be used again."""
+
+    def __init__(self, storage: Storage, run_id: str | None) -> None:
+        """`run_id`: that of run.json, which every segment must have (None: whatever they have)."""
+        self._storage, self._run_id = storage, run_id
+        self._attempts: dict[int, _Attempt] = {}
+        self._turn = 0
+
+    def new(self) -> Iterator[Chunk]:
+        """The complete lines that came since the last call, attempts and lines in order. Raises
+        `UnreadableError`, and `StorageError` if storage cannot be read; then begin anew.
+        """
+        for number, name in self._due():
+            folder = f"{FOLDER}/{name}"
+            numbers = sorted(int(m[1]) for m in map(_SEGMENT.fullmatch, self._storage.list(folder)) if m)
+            if numbers != list(range(1, len(numbers) + 1)):
+                raise UnreadableError(
+                    folder, 0, f"it has the segments {numbers}, expected 1 to {len(numbers)}"
+                )
+            if not numbers:
+                continue
+            attempt = self._attempts.setdefault(number, _Attempt())
+            known = len(attempt.segments)
+            paths = [f"{folder}/{n:06d}.jsonl" for n in numbers[known:]]
+            if known:  # the newest of those that are known may have grown
+                yield from self._read(number, attempt, attempt.segments[-1])
+            for path in paths:
+                segment = _Segment(path=path, begin=attempt.next_seq)
+                attempt.segments.append(segment)
+                attempt.repeats = None
+                yield from self._read(number, attempt, segment)
+
+    @property
+    def torn(self) -> tuple[str, ...]:
+        """The segments that end in the middle of a line."""
+        return tuple(a.torn for _, a in sorted(self._attempts.items()) if a.torn)
+
+    def _due(self) -> list[tuple[int, str]]:
+        """The attempts to look at now: all that are new, the newest, and some of the others by turns."""
+        matches = (match for match in map(_ATTEMPT.fullmatch, self._storage.list(FOLDER)) if match)
+        found = sorted((int(match[1]), match[0]) for match in matches)
+        old, newest = found[:-_NEWEST], found[-_NEWEST:]
+        new = [each for each in old if each[0] not in self._attempts]
+        rest = [each for each in old if each[0] in self._attempts]
+        at = self._turn % max(1, len(rest))
+        self._turn = at + _BY_TURNS
+        return sorted({*new, *rest[at : at + _BY_TURNS], *newest})
+
+    def _read(self, number: int, attempt: _Attempt, segment: _Segment) -> Iterator[Chunk]:
+        try:
+            data = self._storage.read(segment.path, segment.offset)
+        except FileNotFoundError as error:
+            raise UnreadableError(segment.path, 0, "it vanished while it was read") from error
+        end = data.rfind(b"\n") + 1
+        rest = len(data) > end
+        texts = data[:end].split(b"\n")[:-1]
+        del data
+        if texts and segment.num_lines == 0:
+            self._require_own(segment.path, texts[0])
+        before = attempt.next_seq
+        for at in range(0, len(texts), CHUNK):
+            lines = self._decode(attempt, segment, texts[at : at + CHUNK])
+            if lines:
+                yield Chunk(path=segment.path, attempt=number, lines=lines)
+        segment.offset += end
+        if rest:
+            attempt.torn = segment.path
+        elif attempt.next_seq > before:
+            attempt.torn = ""
+
+    def _decode(self, attempt: _Attempt, segment: _Segment, texts: list[bytes]) -> list[tuple[int, Line]]:
+        found: list[tuple[int, Line]] = []
+        loads, expected, number = orjson.loads, attempt.next_seq, segment.num_lines
+        try:
+            for text in texts:
+                number += 1
+                line = loads(text)
+                if line["seq"] != expected:
+                    self._repeated(attempt, segment, number, line["seq"], text)
+                    continue
+                expected += 1
+                attempt.next_seq = expected
+                found.append((number, line))
+        except (OrchestratorError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UnreadableError):
+                raise
+            reason = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+            raise UnreadableError(segment.path, number, reason) from error
+        segment.num_lines = number
+        return found
+
+    def _repeated(self, attempt: _Attempt, segment: _Segment, number: int, seq: Any, text: bytes) -> None:
+        """A line that is not the next one: a segment may begin with some that stand before it."""
+        nothing_new = attempt.next_seq == segment.begin
+        if nothing_new and attempt.repeats is None:
+            attempt.repeats = self._may_repeat(attempt)
+        known = attempt.repeats if nothing_new and attempt.repeats is not None else {}
+        if seq not in known:
+            cut = (
+                f"; {attempt.torn} is cut off after line number {attempt.next_seq - 1}"
+                if attempt.torn
+                else ""
+            )
+            raise OrchestratorError(
+                f"expected line number {attempt.next_seq} of the attempt, found {seq}{cut}"
+            )
+        if known[seq] != text:
+            raise OrchestratorError(f"it differs from line {seq} in the segment before it")
+        segment.is_new = False
+
+    def _may_repeat(self, attempt: _Attempt) -> dict[int, bytes]:
+        """The lines of the segments before, back to the newest one that began with a new line and had any."""
+        known: dict[int, bytes] = {}
+        for segment in attempt.segments[-2::-1]:
+            texts = self._storage.read(segment.path).split(b"\n")[:-1]
+            new = {
+                line["seq"]: text for text in texts if (line := orjson.loads(text))["seq"] >= segment.begin
+            }
+            known = {**new, **known}
+            if new and segment.is_new:
+                break
+        return known
+
+    def _require_own(self, path: str, first: bytes) -> None:
+        """Every line says whose it is; the first speaks for its segment."""
+        if self._run_id is None:
+            return
+        try:
+            found = orjson.loads(first).get("run_id", "")
+        except (orjson.JSONDecodeError, AttributeError):
+            return  # reading its lines says what is wrong
+        if found != self._run_id:
+            raise UnreadableError(
+                path,
+                0,
+                f"it belongs to run {found or 'without an id'}, run.json says "
+                f"{self._run_id or 'without an id'}: the folder holds pieces of two runs",
+            )

@@ -1,0 +1,118 @@
+"""One resume point: what it holds, what differs from the one before it, what going back there would cost, and
+the commands for it.
+
+It reads the point's documents, whose digests are checked; its tensors it does not read.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from orchestrator.config.schema import field_rules, in_todays_fields
+from orchestrator.errors import RefusedError, ResumePointError, StorageError
+from orchestrator.monitor.views.facts import Facts, short
+from orchestrator.monitor.views.points_table import DAMAGED, HEALTHY, ORPHAN, by_name, newest_healthy, table
+from orchestrator.records import encode
+from orchestrator.resume.points import Point
+
+NEAR = 50  # steps that the loss at a point is the mean of
+
+Row = dict[str, Any]
+
+
+def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
+    """The document. Raises `RefusedError` if there is no such point, `StorageError`."""
+    row = by_name(facts).get(name)
+    if row is None:
+        raise RefusedError(f"{facts.name} has no resume point {name[:60]}")
+    newest = newest_healthy(facts)
+    there = facts.files.points.get(name)
+    commit = there.commit if there is not None else None
+    held, before = _read(facts, name), _before(facts, row)
+    old = _read(facts, before["name"]) if before is not None else None
+    return {
+        "point": row,
+        "now": now,
+        "newest": newest is not None and newest["name"] == name,
+        **_cost(facts, row),
+        "cursor": encode(held.cursor) if held is not None else None,
+        "before": before["name"] if before is not None else None,
+        "differences": differences(old.config, held.config) if old is not None and held is not None else [],
+        "optimizer_steps": commit.optimizer_steps if commit is not None else None,
+        "weights_digest": commit.weights_digest if commit is not None else None,
+        "files_digest": commit.files_digest if commit is not None else None,
+        "files": _files(facts, name, row),
+        "config": held.config if held is not None else None,
+        "commands": _commands(facts, row),
+    }
+
+
+def differences(old: Row, new: Row) -> list[Row]:
+    """How two flat configurations differ: field, old, new, what a resume may do with it (rule), its
+    meaning.
+    """
+    rules = {rule.path: rule for rule in field_rules()}
+    before, after = in_todays_fields(old), in_todays_fields(new)
+    found = []
+    for path in sorted({*before, *after}):
+        if before.get(path) != after.get(path):
+            rule = rules.get(path)
+            declared = {"rule": rule.rule if rule else None, "meaning": rule.doc if rule else ""}
+            found.append({"field": path, "old": before.get(path), "new": after.get(path), **declared})
+    return found
+
+
+def _read(facts: Facts, name: str) -> Point | None:
+    try:
+        return facts.files.store.read_point(name)
+    except StorageError:
+        raise
+    except ResumePointError:
+        return None  # damaged; its row says how, or the next look will
+
+
+def _before(facts: Facts, row: Row) -> Row | None:
+    """The point that it is compared with: the healthy one before it, or for one that is not, any."""
+    wanted = {HEALTHY} if row["state"] == HEALTHY else {HEALTHY, DAMAGED, ORPHAN}
+    rows = [r for r in table(facts) if r["state"] in wanted]
+    at = next(i for i, r in enumerate(rows) if r["name"] == row["name"])
+    return rows[at - 1] if at else None
+
+
+def _cost(facts: Facts, row: Row) -> Row:
+    """What going back there sets aside, and the loss there; None for a point that is not on the history."""
+    if row["state"] != HEALTHY or row["consumed_tokens"] is None:
+        return {"aside": None, "loss": None}
+    at = facts.index_after(row["consumed_tokens"])
+    near = facts.history["loss"][max(0, at - NEAR) : at]
+    aside = {
+        "steps": len(facts.history) - at,
+        "tokens": max(0, facts.tokens - row["consumed_tokens"]),
+        "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
+    }
+    return {"aside": aside, "loss": short(float(near.mean())) if len(near) else None}
+
+
+def _files(facts: Facts, name: str, row: Row) -> list[Row]:
+    there = facts.files.points.get(name)
+    commit, wrong = (there.commit, there.wrong) if there is not None else (None, {})
+    told = dict(part.split(" ", 1) for part in row["reason"].split("; ") if " " in part)
+    problems = {**told, **wrong} if row["state"] == DAMAGED else wrong
+    entries = commit.files if commit is not None else ()
+    return [{**encode(entry), "problem": problems.get(entry.path)} for entry in entries]
+
+
+def _commands(facts: Facts, row: Row) -> dict[str, str]:
+    """What does the same from a terminal; CONFIG stands for the configuration file where nobody noted it."""
+    uri, name = shlex.quote(facts.uri), row["name"]
+    begun = facts.beginning(facts.files.begun)
+    train = (begun.fields.get("command") if begun is not None else None) or "orchestrator train CONFIG"
+    fork = shlex.quote(f"{facts.uri}-fork")
+    return {
+        "resume": train,
+        "rewind": f"orchestrator rewind {uri} --to {name}",
+        "fork": f"orchestrator fork {uri} {fork} --at {name}",
+        "export": f"orchestrator export {uri} {name} exports/{shlex.quote(facts.name)}-{row['step']}",
+        "verify": f"orchestrator verify {uri} {name}",
+    }

@@ -1,0 +1,284 @@
+"""One run as a server of pages shows it: read once, then only what is new; every view a JSON value.
+
+`refresh` reads storage; the views read nothing but the few documents of a point. An object is for one thread
+at a time. The documents are those of the dashboard's API (docs/dashboard-api.md, where there is one); times
+are seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.verdict import UNREADABLE, Standing, level, verdict
+from orchestrator.monitor.views import (
+    events,
+    goodput,
+    lanes,
+    path,
+    point_detail,
+    points_table,
+    series,
+    sources,
+    summary,
+    timeline,
+)
+from orchestrator.monitor.views.columns import Columns
+from orchestrator.monitor.views.facts import Along, Facts, Life
+from orchestrator.monitor.views.files import RunFiles
+from orchestrator.monitor.views.lines import JournalLines, UnreadableError
+from orchestrator.resume.store import RunStore
+
+WATCH_S = 10.0  # without any change for so long, a run without an end is dead (membership rule 12)
+LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
+AGAIN_S = 10.0  # after which a run that could not be read is read once more
+
+Document = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reading:
+    """What is kept between two looks."""
+
+    files: RunFiles
+    columns: Columns
+    lines: JournalLines
+    facts: Facts
+
+
+class RunViews:
+    """The views of one run. Every view may raise `RefusedError`: for a name that there is not, and, all but
+    `summary`, for a run of which nothing can be shown.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        watch_s: float = WATCH_S,
+    ) -> None:
+        """`clock`: for what people read. `monotonic`: by which the run is watched for `watch_s`."""
+        self._store, self._clock, self._monotonic, self._watch_s = store, clock, monotonic, watch_s
+        self._reading: _Reading | None = None
+        self._failed_at = 0.0
+        self.unreadable: UnreadableError | None = None
+        self._signs: tuple[int, bytes] | None = None  # of the newest attempt, as they were last seen
+        self._watched_since = self._changed_at = 0.0
+        self._sign_at: float | None = None
+        self._life = Life(limit_s=watch_s)
+
+    # ---------------------------------------------------------------------- reading
+    def refresh(self) -> bool:
+        """Look at the run; whether anything that a view shows may have changed. The first look reads all of
+        it. A piece that is not as it was written makes the run `unreadable`; it is read again after a while.
+
+        Raises `StorageError` if storage cannot be read: then nothing changed.
+        """
+        if self.unreadable is not None and self._monotonic() - self._failed_at < AGAIN_S:
+            return False
+        try:
+            changed = self._look()
+        except UnreadableError as error:
+            was, self.unreadable = self.unreadable, error
+            self._reading, self._failed_at = None, self._monotonic()
+            return was is None or was.args != error.args
+        except StorageError:
+            self._reading = None  # a part of what is new may have been taken
+            raise
+        changed |= self.unreadable is not None
+        self.unreadable = None
+        return self._watch() | changed
+
+    @property
+    def last_id(self) -> str:
+        """The newest line's place in the journal, `a0200:17`; empty before the first."""
+        return self._reading.columns.last_id if self._reading is not None else ""
+
+    def _look(self) -> bool:
+        for _ in range(LOOKS):
+            reading = self._reading or self._begin()
+            files, facts = reading.files, reading.facts
+            new_files = files.refresh_attempts() or self._reading is None
+            before = self._store.attempt_files()
+            size, generations = len(reading.columns.events), len(reading.columns.generations)
+            new_lines = reading.columns.refresh(reading.lines)
+            new_points = files.refresh_points()
+            if new_points and points_table.lost(facts):  # the run may have deleted them since
+                new_lines |= reading.columns.refresh(reading.lines)
+            if before != self._store.attempt_files():
+                self._keep(reading)
+                facts.shape += 1
+                continue  # an attempt was claimed between them
+            ended = any(e.kind == EventKind.END for e in reading.columns.events[size:])
+            reshaped = new_files or ended or len(reading.columns.generations) > generations
+            reshaped = reshaped or self._reading is None or facts.path.size < 0
+            if new_lines or reshaped:
+                facts.size += 1
+                if reshaped or not path.extend(reading.columns, facts.path):
+                    self._reshape(reading)
+            seen = points_table.seen(facts)
+            if new_points or seen != facts.points_journalled:
+                facts.points_seen, facts.points_journalled = facts.points_seen + 1, seen
+            self._keep(reading)
+            return bool(new_lines or reshaped or new_points)
+        raise StorageError(
+            f"{self._store.storage.root} went on each of the {LOOKS} times that it was read, so that what "
+            "was read does not fit together; look again"
+        )
+
+    def _begin(self) -> _Reading:
+        files, columns = RunFiles(self._store), Columns()
+        files.refresh_attempts()
+        run_id = files.run.id if files.run is not None else None
+        way = path.build(columns, (), ())
+        way.size = -1  # not built yet
+        facts = Facts(files=files, columns=columns, path=way, history=Along(columns, way.rows))
+        return _Reading(
+            files=files, columns=columns, lines=JournalLines(self._store.storage, run_id), facts=facts
+        )
+
+    def _keep(self, reading: _Reading) -> None:
+        self._reading = reading
+
+    def _reshape(self, reading: _Reading) -> None:
+        """The history anew: an attempt, a generation or an end has come, or steps beside the history."""
+        facts, files = reading.facts, reading.files
+        try:
+            facts.path = path.build(
+                reading.columns, list(files.claims.values()), list(files.parents.values())
+            )
+        except OrchestratorError as error:
+            raise UnreadableError("journal", 0, f"the run's history contradicts itself: {error}") from error
+        facts.history = Along(reading.columns, facts.path.rows)
+        facts.shape += 1
+
+    def _watch(self) -> bool:
+        """Whether the newest attempt lives: by change, on this process's own clock."""
+        assert self._reading is not None, "it was read just now"
+        facts, now = self._reading.facts, self._monotonic()
+        number = facts.files.newest or 0
+        over = number == 0 or facts.end_of(number) is not None
+        signs = (number, b"" if over else self._store._signs_of_life(number))
+        if self._signs is None:
+            self._watched_since = self._changed_at = now
+        elif signs != self._signs:
+            self._changed_at, self._sign_at = now, self._clock()
+        first, self._signs = self._signs is None, signs
+        quiet = now - self._changed_at
+        alive = None if self._sign_at is None and quiet < self._watch_s else quiet < self._watch_s
+        before = facts.life
+        facts.life = Life(
+            alive=None if over else alive,
+            last_sign=self._sign_at,
+            watched_s=now - self._watched_since,
+            limit_s=self._watch_s,
+        )
+        return first or before.alive != facts.life.alive or before.last_sign != facts.life.last_sign
+
+    @property
+    def _facts(self) -> Facts:
+        if self.unreadable is not None:
+            raise RefusedError(str(self.unreadable))
+        if self._reading is None:
+            self.refresh()
+            return self._facts
+        return self._reading.facts
+
+    @property
+    def facts(self) -> Facts:
+        """What all views are made of, as it was last read."""
+        return self._facts
+
+    # ---------------------------------------------------------------------- views
+    def summary(self, full: bool = True) -> Document:
+        """The run at a glance; without `full` as in a list of runs. An unreadable run has its state, `error`
+        (file, line, reason) and the verdict only.
+        """
+        now = self._clock()
+        if self.unreadable is None and self._reading is None:
+            self.refresh()
+        error = self.unreadable
+        if error is None:
+            return summary.summary(self._facts, now, full)
+        standing = Standing(state=UNREADABLE, reason=str(error))
+        return {
+            "name": self._store.storage.root.rstrip("/").rpartition("/")[2],
+            "uri": self._store.storage.root,
+            "now": now,
+            "state": UNREADABLE,
+            "reason": f"{error.file} line {error.line}" if error.line else error.file,
+            "since": None,
+            "created": None,
+            "error": {"file": error.file, "line": error.line or None, "reason": error.reason},
+            "points_there": self._store.point_names()[-3:],
+            "verdict": {"level": level(standing), "text": summary.sentence(verdict(standing))},
+        }
+
+    def timeline(self, px: int | None = None) -> Document:
+        """Attempts, generations, points and what happened; `px`: how wide it is drawn."""
+        return timeline.timeline(self._facts, px, self._clock())
+
+    def series(
+        self,
+        axis: str = "tokens",
+        metrics: Sequence[str] = ("loss",),
+        start: float | None = None,
+        stop: float | None = None,
+        px: int = 800,
+    ) -> Document:
+        """Curves; `axis` is tokens or time, `start` and `stop` are in its unit."""
+        return series.series(self._facts, axis, metrics, start, stop, px)
+
+    def points(
+        self, state: str = "all", sort: str = "-step", q: str = "", offset: int = 0, limit: int = 100
+    ) -> Document:
+        """A page of the resume points."""
+        return points_table.points(self._facts, state, sort, q, offset, limit)
+
+    def point(self, name: str) -> Document:
+        """One resume point. Its files' sizes are compared now."""
+        facts = self._facts
+        if name in facts.files.points and facts.files.compare(name):
+            facts.points_seen += 1
+        return point_detail.point(facts, name, self._clock())
+
+    def attempts(self, routine: bool = False, offset: int = 0, limit: int = 200) -> Document:
+        """A page of the attempts, newest first; `routine`: with plain restarts of the coordinator."""
+        return lanes.attempts(self._facts, routine, offset, limit)
+
+    def sources(self) -> Document:
+        """What was trained on, by source."""
+        return sources.sources(self._facts)
+
+    def goodput(self) -> Document:
+        """Where the time went."""
+        return goodput.goodput(self._facts)
+
+    def events(
+        self,
+        level: Collection[str] = (),
+        kind: Collection[str] = (),
+        attempt: int | None = None,
+        q: str = "",
+        start: float | None = None,
+        stop: float | None = None,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> Document:
+        """A page of the events, newest first."""
+        return events.events(self._facts, level, kind, attempt, q, start, stop, offset, limit)
+
+    def event(self, id_: str) -> Document:
+        """One event with the fields of its line."""
+        return events.event(self._facts, id_)
+
+    def happenings_since(self, id_: str) -> list[Document]:
+        """The events after a place in the journal, as rows, in the journal's order: what a reader of the
+        stream has missed. Empty for a place that is no id.
+        """
+        return events.since(self._facts, id_)

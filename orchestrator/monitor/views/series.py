@@ -1,0 +1,135 @@
+"""Curves of a run, for a chart so many pixels wide: the history with its spread, abandoned branches apart.
+
+Any range of any length costs about the same (`arrays.Pyramid`). A pixel without a step has no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orchestrator.errors import RefusedError
+from orchestrator.monitor.views.arrays import Array, Growing
+from orchestrator.monitor.views.facts import Along, Facts, shorts
+from orchestrator.monitor.views.path import FATES, HISTORY, REWOUND, Piece
+
+AXES = {"time": "t", "tokens": "consumed_tokens"}
+METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
+# of two sums: what of it, what by, and its name
+RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
+LEAST_PX, MOST_PX = 40, 4000
+GAP_S, GAP_STEPS = 60.0, 8
+
+Pixels = tuple[Array, Array, Array]  # numbers of pixels, and of each the rows [start, stop)
+
+
+class Branch:
+    """Steps that were abandoned together."""
+
+    def __init__(self, facts: Facts, pieces: Sequence[Piece]) -> None:
+        rows = np.concatenate([piece.rows for piece in pieces])
+        self.fate, self.by = pieces[0].fate, pieces[0].by
+        self.along = Along(facts.columns, Growing("i8", rows))
+        generations = facts.columns.generations
+        self.attempts = [generations[p.generation].id[0] for p in (pieces[0], pieces[-1])]
+
+
+def series(
+    facts: Facts,
+    axis: str = "tokens",
+    metrics: Sequence[str] = ("loss",),
+    start: float | None = None,
+    stop: float | None = None,
+    px: int = 800,
+) -> dict[str, Any]:
+    """The document. `start` and `stop` are in the axis' unit. Raises `RefusedError` for an axis or a metric
+    that there is not.
+    """
+    if axis not in AXES:
+        raise RefusedError(f"there is no axis {axis!r}; use one of {', '.join(AXES)}")
+    if unknown := [m for m in metrics if m not in METRICS and m not in RATIOS]:
+        raise RefusedError(f"there is no metric {unknown[0]!r}; use {', '.join((*METRICS, *RATIOS))}")
+    px = max(LEAST_PX, min(MOST_PX, px))
+    branches = facts.kept("branches", facts.shape, lambda: _branches(facts))
+    ends = [x for b in (facts.history, *(b.along for b in branches)) if len(x := b[AXES[axis]])]
+    low = start if start is not None else min((float(x[0]) for x in ends), default=0.0)
+    high = stop if stop is not None else max((float(x[-1]) for x in ends), default=1.0)
+    x = facts.history[AXES[axis]]
+    pixels = _pixels(x, low, high, px)
+    found: dict[str, Any] = {
+        "axis": axis,
+        "from": low,
+        "to": high,
+        "px": px,
+        "steps": int(np.searchsorted(x, high, "right") - np.searchsorted(x, low, "left")),
+        "i": pixels[0].tolist(),
+        "history": {metric: _curve(facts.history, metric, pixels, True) for metric in metrics},
+        "gaps": _gaps(facts, pixels) if axis == "time" else [],
+        "branches": [],
+    }
+    for branch in branches:
+        part = _pixels(branch.along[AXES[axis]], low, high, px)
+        if len(part[0]):
+            steps = branch.along["step"]
+            found["branches"].append(
+                {
+                    "fate": FATES[branch.fate],
+                    "by": branch.by,
+                    "attempts": branch.attempts,
+                    "from_step": int(steps[0]),
+                    "to_step": int(steps[-1]),
+                    "i": part[0].tolist(),
+                    "values": {metric: _curve(branch.along, metric, part, False) for metric in metrics},
+                }
+            )
+    return found
+
+
+def _branches(facts: Facts) -> list[Branch]:
+    """Of all that a rewind set aside one branch, of what was lost one for each generation."""
+    groups: dict[tuple[int, Any], list[Piece]] = {}
+    for piece in facts.path.pieces:
+        if piece.fate != HISTORY:
+            where = piece.by if piece.fate == REWOUND else piece.generation
+            groups.setdefault((piece.fate, where), []).append(piece)
+    return [Branch(facts, pieces) for pieces in sorted(groups.values(), key=lambda p: int(p[0].rows[0]))]
+
+
+def _pixels(x: Array, low: float, high: float, px: int) -> Pixels:
+    """Which steps fall into which pixel, as far as any do; `x` does not fall."""
+    first, last = int(np.searchsorted(x, low, "left")), int(np.searchsorted(x, high, "right"))
+    each = (high - low) / px or 1.0
+    edges = low + each * np.arange(px + 1)
+    cuts = np.searchsorted(x[first:last], edges[1:-1], "left") + first
+    cuts = np.concatenate([[first], cuts, [last]])
+    some = np.flatnonzero(np.diff(cuts) > 0)
+    return some, cuts[:-1][some], cuts[1:][some]
+
+
+def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[str, Any]:
+    _, starts, stops = pixels
+    if metric in RATIOS:
+        of, by = (along.pyramid(name).over(starts, stops)[2] for name in RATIOS[metric])
+        return {"mean": shorts(of / np.maximum(by, 1e-9))}
+    low, high, total, count = along.pyramid(metric).over(starts, stops)
+    if metric == "peak_memory_bytes":
+        low = np.where(low < 0, np.nan, low)  # some were not recorded
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(np.isnan(low), np.nan, total / np.where(count > 0, count, np.nan))
+    if not with_bands:
+        return {"mean": shorts(mean)}
+    return {"mean": shorts(mean), "min": shorts(low), "max": shorts(high)}
+
+
+def _gaps(facts: Facts, pixels: Pixels) -> list[list[float]]:
+    """Pauses between two pixels that are longer than steps explain."""
+    t, seconds = facts.history["t"], facts.history["step_s"][-200:]
+    if not len(t):
+        return []
+    limit = max(GAP_S, GAP_STEPS * float(np.median(seconds)))
+    _, starts, stops = pixels
+    before, after = t[stops[:-1] - 1], t[starts[1:]]
+    long = np.flatnonzero(after - before > limit)
+    return [[float(before[i]), float(after[i])] for i in long]

@@ -1,0 +1,321 @@
+"""A run at a glance: state, progress, speed, what is at risk, where a start would go on."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.verdict import (
+    GONE,
+    OPEN,
+    RUNNING,
+    STARTING,
+    WAITING,
+    Risk,
+    Standing,
+    level,
+    verdict,
+)
+from orchestrator.monitor.views import goodput
+from orchestrator.monitor.views.checks import BAD, WARN, checks
+from orchestrator.monitor.views.facts import Facts, short
+from orchestrator.monitor.views.happenings import brief, happenings, waiting_now
+from orchestrator.monitor.views.path import HISTORY
+from orchestrator.monitor.views.points_table import (
+    DAMAGED,
+    DIGESTS,
+    HEALTHY,
+    ORPHAN,
+    deleted,
+    newest_healthy,
+    table,
+)
+
+RECENT = 9
+SPEED_STEPS = 200
+LOSS_NOW, LOSS_BEFORE = 50, 1000
+RIBBON_S, RIBBON_CELLS = 86400, 48
+CONFIG = (
+    "train.global_batch_size", "train.micro_batch_size", "pack.seq_len", "cluster.num_workers",
+    "resume.every_steps", "resume.keep_latest", "train.lr", "train.schedule", "train.numerics",
+    "model.config", "train.precision", "model.dtype",
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def summary(facts: Facts, now: float, full: bool = True) -> Row:
+    """The document; without `full` as in the list of runs."""
+    state, reason, since = standing(facts)
+    out: Row = {
+        "name": facts.name,
+        "uri": facts.uri,
+        "now": now,
+        "state": state,
+        "reason": reason,
+        "since": since,
+        "created": facts.created,
+    }
+    out |= _group(facts, state) | _progress(facts, state)
+    point = newest_healthy(facts)
+    out["risk"] = _risk(facts, point, out)
+    out["point"] = _point(facts, point)
+    out["points"] = _points(facts)
+    out["goodput"] = _goodput(facts)
+    out["loss"] = _loss(facts)
+    out["ribbon"] = ribbon(facts, now)
+    if full:
+        out |= _more(facts, out, now)
+    return out
+
+
+def standing(facts: Facts) -> tuple[str, str, float | None]:
+    """(state, why, since). A run without an end is what its watching found: `open` while that is too short to
+    say, for no clock of another machine is asked.
+    """
+    newest = facts.files.newest
+    if newest is None:
+        return STARTING, "no attempt has begun", facts.created
+    end = facts.end_of(newest)
+    if end is not None:
+        return end.outcome, end.reason, end.t
+    last = facts.life.last_sign or facts.wrote(newest) or facts.created
+    if facts.life.alive is False:
+        return GONE, "no end is written, and nothing has been written since", last
+    if facts.life.alive is None:
+        watched = (
+            f"no end is written; watched for {facts.life.watched_s:.0f} of {facts.life.limit_s:.0f} s so far"
+        )
+        return OPEN, watched, last
+    if facts.head is None:
+        return STARTING, "workers are being started", facts.began(newest) or facts.created
+    waits = waiting_now(facts)
+    if waits is not None:
+        return WAITING, f"{waits['there']} of at least {waits['needed']} workers are there", waits["t"]
+    return RUNNING, "", facts.began(newest)
+
+
+def _group(facts: Facts, state: str) -> Row:
+    head, newest = facts.head, facts.files.newest
+    config = facts.config(facts.files.begun)
+    wanted = config.get("cluster.num_workers")
+    world = head.start.world_size if head is not None and head.start is not None else 0
+    waits = waiting_now(facts) if state == WAITING else None
+    if waits is not None:
+        world = waits["there"]
+    alive = state in (RUNNING, WAITING, STARTING, OPEN)
+    return {
+        "attempt": newest,
+        "generation": head.id[1] if head is not None else 0,
+        "world_size": world if alive else 0,
+        "world_wanted": [wanted, wanted] if isinstance(wanted, int) else wanted,
+        "world_since": head.t if head is not None else None,
+        "last_sign": facts.life.last_sign or facts.wrote(newest),
+        "alive": facts.life.alive if facts.end_of(newest) is None else False,
+    }
+
+
+def _progress(facts: Facts, state: str) -> Row:
+    history, config = facts.history, facts.config(facts.files.begun)
+    size, parent = len(history), facts.parent(facts.files.begun)
+    last = slice(max(0, size - SPEED_STEPS), None)
+    seconds = float(history["step_s"][last].sum())
+    speed = float(history["width"][last].sum()) / seconds if seconds > 0 else 0.0
+    total = parent.budgets.total_tokens if parent is not None and parent.budgets is not None else None
+    left = max(0, total - facts.tokens) if total is not None else None
+    step, width = facts.step or 0, 0
+    if facts.head is not None and facts.head.start is not None:
+        width = facts.head.start.global_batch_size * facts.head.start.seq_len
+    elif config:
+        width = config["train.global_batch_size"] * config["pack.seq_len"]
+    alive = state in (RUNNING, WAITING, STARTING, OPEN)
+    return {
+        "last_step": {
+            "t": float(history["t"][-1]) if size else None,
+            "step": step,
+            "loss": short(float(history["loss"][-1])) if size else None,
+        },
+        "progress": {
+            "step": step,
+            "max_step": step + math.ceil(left / width) if left is not None and width else None,
+            "tokens": facts.tokens,
+            "total_tokens": total,
+            "samples": int(history["consumed_samples"][-1]) if size else 0,
+            "share": facts.tokens / total if total else None,
+            "eta_s": left / speed if left is not None and speed and alive else None,
+        },
+        "speed": {
+            "tokens_per_s": short(speed) if size else None,
+            "step_s": short(_upper_median(history["step_s"][last])) if size else None,
+            "data_wait_share": short(float(history["data_wait_s"][last].sum()) / seconds)
+            if seconds > 0
+            else None,
+        },
+    }
+
+
+def _upper_median(values: Any) -> float:
+    return float(np.sort(values)[len(values) // 2])
+
+
+def _risk(facts: Facts, point: Row | None, out: Row) -> Row:
+    every = facts.config(facts.files.begun).get("resume.every_steps")
+    saved = (point["consumed_tokens"] or 0) if point is not None else 0
+    at, alive = facts.index_after(saved), out["state"] in (RUNNING, WAITING, STARTING, OPEN)
+    step, head = out["progress"]["step"], facts.head
+    return {
+        "tokens": max(0, facts.tokens - saved),
+        "steps": len(facts.history) - at,
+        "seconds": round(float(facts.history["step_s"][at:].sum()), 1),
+        "every_steps": every,
+        "next_in_steps": every - step % every if every and alive else None,
+        # only what the journal says: who holds a whole state depends on the numerics and on who is loading
+        "copies": (getattr(head.start, "copies", None) or head.said("copies")) if head and alive else None,
+    }
+
+
+def _point(facts: Facts, point: Row | None) -> Row | None:
+    if point is None:
+        return None
+    shown = (
+        "name",
+        "step",
+        "t",
+        "checked",
+        "checked_at",
+        "bytes",
+        "consumed_tokens",
+        "attempt",
+        "generation",
+    )
+    read = [r["checked_at"] for r in table(facts) if r["state"] == HEALTHY and r["checked"] == DIGESTS]
+    return {name: point[name] for name in shown} | {"checked_newest": max(filter(None, read), default=None)}
+
+
+def _points(facts: Facts) -> Row:
+    rows = table(facts)
+    return {
+        "healthy": sum(row["state"] == HEALTHY for row in rows),
+        "pinned": sum(row["pinned"] for row in rows),
+        "damaged": sum(row["state"] == DAMAGED for row in rows),
+        "orphan": sum(row["state"] == ORPHAN for row in rows),
+        "deleted": len(facts.kept("deleted", (facts.shape, facts.points_seen), lambda: deleted(facts))),
+        "total": len(rows),
+        "bytes": sum(row["bytes"] for row in rows),
+    }
+
+
+def _goodput(facts: Facts) -> Row:
+    good = goodput.measured(facts)
+    parts, wall = good.parts, good.wall_s
+    recent: dict[str, float] = {}
+    for day in sorted(good.days)[-2:]:
+        for part, value in good.days[day].items():
+            recent[part] = recent.get(part, 0.0) + value
+    lately = sum(recent.values())
+    return {
+        "share": short(parts["productive"] / wall) if len(facts.history) and wall > 0 else None,
+        "recent": short(recent["productive"] / lately) if lately > 0 else None,
+        "parts": {part: short(value) for part, value in parts.items()},
+        "wall_s": short(wall),
+        "off_s": short(good.off_s),
+    }
+
+
+def _loss(facts: Facts) -> Row:
+    losses = facts.history["loss"]
+    before = losses[-LOSS_BEFORE - LOSS_NOW : -LOSS_NOW]
+    full = len(before) == LOSS_BEFORE
+    return {
+        "now": short(float(losses[-LOSS_NOW:].mean())) if len(losses) else None,
+        "before": short(float(before.mean())) if full else None,
+    }
+
+
+def ribbon(facts: Facts, now: float) -> list[list[float | None] | None]:
+    """The last 24 h in 48 pieces: [share that was trained and counts, share that was trained and left aside],
+    None where the run did not exist or was over.
+    """
+    low, each = now - RIBBON_S, RIBBON_S / RIBBON_CELLS
+    edges = low + each * np.arange(RIBBON_CELLS + 1)
+    shares = np.zeros((2, RIBBON_CELLS))
+    columns = facts.columns
+    for piece in facts.path.pieces:
+        a, b = int(piece.rows[0]), int(piece.rows[-1])
+        begin, end = columns["t"][a] - columns["step_s"][a], columns["t"][b]
+        if end > low:
+            inside = np.clip(np.minimum(end, edges[1:]) - np.maximum(begin, edges[:-1]), 0.0, None)
+            shares[0 if piece.fate == HISTORY else 1] += inside
+    first = min((written.first for written in columns.attempts.values()), default=now)
+    end_ = facts.end_of(facts.files.newest)
+    last = now if end_ is None else end_.t
+    spans = np.minimum(np.minimum(edges[1:], now), last) - np.maximum(edges[:-1], first)
+    return [
+        None if span <= 1 else [short(min(1.0, shares[0, i] / span)), short(min(1.0, shares[1, i] / span))]
+        for i, span in enumerate(spans.tolist())
+    ]
+
+
+def _more(facts: Facts, out: Row, now: float) -> Row:
+    """What the page of one run has."""
+    config = facts.config(facts.files.begun)
+    begun = facts.beginning(facts.files.begun)
+    told = [entry for entry in happenings(facts) if entry["kind"] != "coordinator"]
+    faults = [entry for entry in happenings(facts) if entry["level"] == "fault"]
+    restarts = [entry for entry in happenings(facts) if entry["kind"] == "coordinator"]
+    more: Row = {
+        "config": {name: config.get(name) for name in CONFIG},
+        "command": (begun.fields.get("command") or None) if begun is not None else None,
+        "files": {"free_bytes": free_bytes(facts.uri)},
+    }
+    more["checks"] = checks(facts, {**out, **more}, now)
+    at = _standing(facts, out, more["checks"], now)
+    more["verdict"] = {"level": level(at), "text": sentence(verdict(at))}
+    more["recent"] = [brief(entry) for entry in told[-RECENT:][::-1]]
+    more["last_fault"] = brief(faults[-1]) if faults else None
+    more["hour"] = {
+        "faults": sum(now - entry["t"] < 3600 for entry in faults),  # noqa: PLR2004  an hour
+        "restarts": sum(now - entry["t"] < 3600 for entry in restarts),  # noqa: PLR2004
+    }
+    more["sources"] = [source["name"] for source in config.get("data.sources") or []]
+    return more
+
+
+def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standing:
+    concerns = sorted((c for c in checked if c["level"] in (BAD, WARN)), key=lambda c: c["level"] != BAD)
+    wanted, risk = out["world_wanted"], out["risk"]
+    since = out["since"]
+    return Standing(
+        state=out["state"],
+        attempt=out["attempt"],
+        reason=out["reason"],
+        step=facts.step,
+        total_steps=out["progress"]["max_step"],
+        workers=out["world_size"],
+        workers_wanted=wanted[1] if wanted else None,
+        there=out["reason"] if out["state"] == WAITING else "",
+        silent_s=max(facts.life.watched_s, now - since if since else 0.0),
+        point=out["point"]["name"] if out["point"] else None,
+        has_no_point=not facts.events(EventKind.POINT_COMMITTED),
+        risk=Risk(steps=risk["steps"], tokens=risk["tokens"], seconds=risk["seconds"]),
+        concerns=tuple(f"{c['label'].lower()} ({c['value']})" for c in concerns),
+        is_bad=any(c["level"] == BAD for c in concerns),
+    )
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")
+
+
+def free_bytes(path: str) -> int | None:
+    """Of the file system on which the run lies; None where that cannot be found out."""
+    try:
+        s = os.statvfs(path)
+    except OSError:
+        return None
+    return s.f_bavail * s.f_frsize

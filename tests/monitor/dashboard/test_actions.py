@@ -1,0 +1,221 @@
+"""Plan, confirm, done: what an action says before, when its plan no longer holds, and what it does."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import RefusedError
+from orchestrator.monitor.dashboard.actions import ACTIONS, EXPIRES_S, Asked, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.doing import MOST_AT_ONCE, Doings
+from tests.monitor.dashboard.serving import Served, served
+
+SECRET = b"of this server"
+POINT = "00000100-a0001-g0001"
+SUMMARY = {
+    "state": "running",
+    "attempt": 2,
+    "generation": 3,
+    "world_size": 4,
+    "point": {"name": POINT, "bytes": 4_200_000_000},
+    "risk": {"tokens": 14_300_000, "steps": 109, "seconds": 710.0},
+}
+DETAIL = {"point": {"name": POINT, "bytes": 4_200_000_000, "pinned": True}, "files": [{}, {}]}
+SIGHT = Sight(uri="/runs/my run", summary=SUMMARY, detail=DETAIL)
+
+
+def token_of(name: str, asked: Asked, sight: Sight = SIGHT, now: float = 1000.0) -> str:
+    token = plan(name, asked, sight, SECRET, now).token
+    assert token is not None
+    return token
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: str) -> None:
+    found = plan(name, Asked(point=POINT), SIGHT, SECRET, 1000.0)
+    assert found.effects
+    assert found.title
+    assert found.command.startswith(f"orchestrator {name} '/runs/my run'")
+    assert found.basis == {"attempt": 2, "generation": 3, "newest_point": POINT, "state": "running"}
+    assert found.token
+    assert not found.refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "stale"),
+    [
+        ({}, False),
+        ({"risk": {"tokens": 0, "steps": 0, "seconds": 0.0}}, False),
+        ({"attempt": 3}, True),
+        ({"generation": 4}, True),
+        ({"state": "waiting"}, True),
+        ({"point": None}, True),
+        ({"point": {"name": "00000200-a0002-g0003"}}, True),
+    ],
+)
+@pytest.mark.parametrize("name", ["save", "stop", "pin"])
+def test_a_plan_holds_until_the_run_has_moved_on(name: str, change: dict[str, Any], stale: bool) -> None:
+    asked = Asked(point=POINT if name == "pin" else None)
+    moved = replace(SIGHT, summary={**SUMMARY, **change})
+    assert is_stale(name, asked, moved, SECRET, 1010.0, token_of(name, asked)) is stale
+
+
+def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
+    asked = Asked(point=POINT)
+    token = token_of("pin", asked)
+    assert not is_stale("pin", asked, SIGHT, SECRET, 1000.0 + EXPIRES_S, token)
+    assert not is_stale("pin", replace(asked, why="a note"), SIGHT, SECRET, 1000.0, token)
+    others = [
+        ("unpin", asked, SIGHT, SECRET, 1000.0, token),
+        ("pin", Asked(point="00000200-a0001-g0001"), SIGHT, SECRET, 1000.0, token),
+        ("pin", asked, replace(SIGHT, uri="/runs/other"), SECRET, 1000.0, token),
+        ("pin", asked, SIGHT, b"of another server", 1000.0, token),
+        ("pin", asked, SIGHT, SECRET, 1001.0 + EXPIRES_S, token),
+        ("pin", asked, SIGHT, SECRET, 999.0, token),
+        ("pin", asked, SIGHT, SECRET, 1000.0, token[:-1]),
+        ("pin", asked, SIGHT, SECRET, 1000.0, ""),
+        ("pin", asked, SIGHT, SECRET, 1000.0, "9" * 5000),
+    ]
+    for other in others:
+        assert is_stale(*other), other
+    assert is_stale("stop", Asked(now=True), SIGHT, SECRET, 1000.0, token_of("stop", Asked()))
+
+
+@pytest.mark.parametrize("state", ["starting", "done", "stopped", "failed", "gone", "open"])
+def test_nobody_is_asked_who_is_not_alive(state: str) -> None:
+    there = replace(SIGHT, summary={**SUMMARY, "state": state})
+    for name in ("save", "stop"):
+        found = plan(name, Asked(), there, SECRET, 1000.0)
+        assert found.refusals
+        assert found.token is None
+    assert plan("pin", Asked(point=POINT), there, SECRET, 1000.0).token
+
+
+def test_stopping_at_once_says_what_is_lost() -> None:
+    (_, kept), _ = plan("stop", Asked(), SIGHT, SECRET, 0.0).effects
+    (_, lost), _ = plan("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
+    assert "Nothing is lost" in kept
+    assert "109 steps (14.3 M tokens, 11.8 min of work)" in lost
+
+
+def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins_nothing() -> None:
+    doings, over, begun = Doings(), threading.Event(), []
+
+    def do() -> str:
+        begun.append(1)
+        over.wait(60)
+        return "done"
+
+    first = doings.begin("made", "save", "token 0", do)
+    assert doings.begin("made", "save", "token 0", do) == first
+    others = [doings.begin("made", "save", f"token {n}", do) for n in range(1, MOST_AT_ONCE)]
+    assert all(others)
+    assert doings.begin("made", "save", "one more", do) is None
+    over.set()
+    assert first is not None
+    assert doings.find("other", first.id) is None
+    assert settled(lambda: doings.find("made", first.id)).text == "done"
+    assert len(begun) == MOST_AT_ONCE
+
+
+def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
+    doings = Doings()
+
+    def refuse() -> str:
+        raise RefusedError("nobody is there")
+
+    begun = doings.begin("made", "save", "token", refuse)
+    assert begun is not None
+    found = settled(lambda: doings.find("made", begun.id))
+    assert (found.state, found.text) == ("failed", "nobody is there")
+
+
+def settled(look: Any) -> Any:
+    """What is found once it runs no more."""
+    pause = threading.Event()
+    for _ in range(6000):
+        found = look()
+        if found.state != "running":
+            return found
+        pause.wait(0.01)
+    raise AssertionError("it does not end")
+
+
+# ----------------------------------------------------------------------------------------- through the routes
+def confirmed(run: Served, name: str, **asked: Any) -> Any:
+    """A plan, its confirmation, and what became of it."""
+    planned = run.post(f"{name}/plan", **asked)
+    assert planned.status_code == 200, planned.text
+    document = planned.json()
+    begun = run.post(name, **asked, token=document["token"], basis=document["basis"])
+    assert begun.status_code == 202, begun.text
+
+    class State:
+        def __init__(self, values: Any) -> None:
+            self.state, self.text = values["state"], values["text"]
+
+    return settled(lambda: State(run.get(f"/actions/{begun.json()['id']}")))
+
+
+def test_a_point_is_pinned_verified_and_unpinned_from_the_page(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    done = confirmed(run, "pin", point=run.point, why="a good one")
+    assert (done.state, run.made.store.pins()[run.point].reason) == ("done", "a good one")
+    assert run.point in done.text
+    assert confirmed(run, "verify", point=run.point).text == f"{run.point}: every digest is right."
+    assert confirmed(run, "unpin", point=run.point).state == "done"
+    assert run.made.store.pins() == {}
+    assert confirmed(run, "verify", point=run.made.points[0]).state == "done"
+
+
+def test_a_damaged_file_is_named_by_verify(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    file = next((tmp_path / "made" / "points" / run.point / "model").iterdir())
+    file.chmod(0o644)
+    file.write_bytes(b"x" * file.stat().st_size)
+    done = confirmed(run, "verify", point=run.point)
+    assert done.state == "done"
+    assert f"{run.point} is damaged: model/{file.name}" in done.text
+
+
+def test_a_plan_is_stale_when_the_run_has_moved_on_and_then_nothing_is_done(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    planned = run.post("pin/plan", point=run.point).json()
+    number = max(run.made.store.claim_numbers())
+    run.made.store.write_end(number, "stopped", "asked to", run.made.run.id)
+    answer = run.post("pin", point=run.point, token=planned["token"], basis=planned["basis"])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "stale")
+    assert error["was"] == planned["basis"]
+    assert error["now"]["state"] == "stopped"
+    assert run.made.store.pins() == {}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "code"),
+    [
+        ("resize/plan", {}, 422, "invalid"),
+        ("pin/plan", {}, 422, "no_point"),
+        ("pin/plan", {"point": "../../etc"}, 422, "invalid"),
+        ("pin/plan", {"point": "00000007-a0001-g0001"}, 404, "no_point"),
+        ("pin/plan", {"force": True}, 422, "invalid"),
+        ("pin", {"point": POINT}, 422, "invalid"),
+        ("stop/plan", {"now": "yes"}, 422, "invalid"),
+        ("save", {"token": "x", "basis": {}}, 409, "stale"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_refused(
+    run: Served, route: str, body: dict[str, Any], status: int, code: str
+) -> None:
+    answer = run.post(route, **body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+
+
+def test_a_dead_run_refuses_to_save_and_has_no_token(run: Served) -> None:
+    found = run.post("save/plan").json()
+    assert found["token"] is None
+    assert found["refusals"]

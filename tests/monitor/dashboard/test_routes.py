@@ -1,0 +1,159 @@
+"""What the API answers: documents that fit together, errors that say what to do, and nothing from outside the
+storage folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import StorageError
+from orchestrator.monitor.dashboard.runs import Runs
+from tests.monitor.dashboard.serving import SCRIPT, SECRET, Served, client, make_hostile, served, text_of
+
+
+def test_every_route_answers_with_what_the_others_say(run: Served) -> None:
+    for path in run.routes():
+        answer = run.client.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert answer.headers["content-type"] == "application/json"
+    (row,) = run.client.get("/api/runs").json()["runs"]
+    summary = run.get("")
+    assert row["name"] == summary["name"] == "made"
+    assert summary["state"] in {"open", "gone"}, "it is watched for ten seconds"
+    points = run.get("/points?sort=step")
+    assert [each["name"] for each in points["rows"] if not each["orphan_why"]] == run.made.points
+    assert summary["point"]["name"] == run.point == run.get(f"/points/{run.point}")["point"]["name"]
+    goodput = run.get("/goodput")
+    assert sum(goodput["parts"].values()) == pytest.approx(goodput["wall_s"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        ("/api/nothing", 404, "no_route"),
+        ("/api/runs/none", 404, "no_run"),
+        ("/api/runs/none/points", 404, "no_run"),
+        ("/api/runs/made/points/00000007-a0001-g0001", 404, "no_point"),
+        ("/api/runs/made/points/..%00", 404, "no_point"),
+        ("/api/runs/made/events/a0001:99999", 404, "no_event"),
+        ("/api/runs/made/events/x", 404, "no_event"),
+        ("/api/runs/made/actions/0123", 404, "no_action"),
+        ("/api/runs/made/series?px=1", 422, "invalid"),
+        ("/api/runs/made/series?from=nan", 422, "invalid"),
+        ("/api/runs/made/points?limit=501", 422, "invalid"),
+        ("/api/runs/made/points?offset=-1", 422, "invalid"),
+        ("/api/runs/made/points?sort=name", 422, "invalid"),
+        ("/api/runs/made/plan?seq_len=12.5", 422, "ConfigError"),
+        ("/api/runs/made/plan?point=00000007-a0001-g0001", 422, "refused"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(run: Served, path: str, status: int, code: str) -> None:
+    answer = run.client.get(path)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert error["text"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..",
+        ".",
+        "%2e%2e",
+        "..%2f..%2fetc",
+        "%2fetc",
+        "made%2f..%2f..%2foutside",
+        "..%5coutside",
+        "outside-link",
+        "made%00",
+        "%2e%2e%2foutside",
+        "a" * 300,
+        SCRIPT,
+    ],
+)
+def test_no_name_leads_out_of_the_storage_folder(tmp_path: Path, name: str) -> None:
+    inside, outside = tmp_path / "storage", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "run.json").write_text("{}")
+    (inside / "outside-link").symlink_to(outside)
+    (inside / "run.json.d").mkdir()
+    answer = client(inside).get(f"/api/runs/{name}/points")
+    assert answer.status_code in {401, 404, 422}, answer.text
+    assert client(inside).get("/api/runs").json()["runs"] == []
+
+
+def test_one_runs_own_folder_shows_that_run_alone(run: Served, tmp_path: Path) -> None:
+    (shown,) = client(run.storage / "made").get("/api/runs").json()["runs"]
+    assert shown["name"] == "made"
+    shutil.copytree(run.storage / "made", tmp_path / "made")
+    shutil.copytree(run.storage / "made", tmp_path / "other")
+    alone = client(tmp_path / "made")
+    assert [each["name"] for each in alone.get("/api/runs").json()["runs"]] == ["made"]
+    assert alone.get("/api/runs/other").status_code == 404
+
+
+def test_an_empty_storage_has_no_runs_and_one_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    asking = client(tmp_path)
+    assert asking.get("/api/runs").json()["runs"] == []
+    gone = client(tmp_path / "gone").get("/api/runs")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (503, "storage")
+    with pytest.raises(StorageError, match="cannot be read"):
+        Runs(tmp_path / "gone").names()
+
+
+def test_a_run_that_was_deleted_and_begun_anew_is_another_run(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    assert run.get("")["progress"]["step"] > 0
+    shutil.rmtree(tmp_path / "made")
+    assert run.client.get("/api/runs/made").status_code == 404
+    again = served(tmp_path, seed=9)
+    assert run.get("/points?sort=step")["rows"][-1]["name"] in again.made.points
+
+
+def test_a_damaged_journal_is_answered_with_the_file_the_line_and_what_is_left(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    segment = tmp_path / "made" / "journal" / "a0001" / "000001.jsonl"
+    lines = segment.read_bytes().split(b"\n")
+    lines[3] = b"not what was written"
+    os.chmod(segment, 0o644)
+    segment.write_bytes(b"\n".join(lines))
+    answer = run.client.get("/api/runs/made/points")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["line"]) == (422, "unreadable", 4)
+    assert error["file"].endswith("a0001/000001.jsonl")
+    assert error["points"] == sorted(error["points"])
+    (listed,) = run.client.get("/api/runs").json()["runs"]
+    assert listed["state"] == "unreadable"
+
+
+def test_no_route_shows_a_secret_whatever_says_it(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    said = f"https://user:{SECRET}@host/x?token={SECRET} password={SECRET} hf_{SECRET}{SECRET}"
+    make_hostile(run.made, said)
+    for path in [*run.routes(), "/api/runs"]:
+        answer = run.client.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert SECRET not in answer.text, path
+        assert "12345678" not in answer.text, path
+    for row in run.get("/events?limit=500")["rows"]:
+        event = run.get(f"/events/{row['id']}")
+        assert SECRET not in text_of(event), row
+    planned = run.client.post("/api/runs/made/actions/verify/plan", json={"point": run.point})
+    assert SECRET not in planned.text
+
+
+def test_hostile_text_stays_text_in_json(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    make_hostile(run.made, SCRIPT)
+    found = [path for path in run.routes() if SCRIPT in text_of(run.client.get(path).json())]
+    assert len(found) >= 4, found
+    for path in run.routes():
+        answer = run.client.get(path)
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["x-content-type-options"] == "nosniff"
