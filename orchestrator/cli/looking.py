@@ -57,7 +57,7 @@ def points(
     if dry_run:
         raise typer.BadParameter("--dry-run goes with --prune")
     opened = open_run(run)
-    rows = opened.points()
+    rows = opened.list_points()
     if json:
         print_json(rows)
     elif tree:
@@ -137,11 +137,11 @@ def status(
     from orchestrator.monitor.run import open_run
 
     opened = open_run(run)
-    for seen in opened.watch() if watch else [opened.status()]:
+    for seen in opened.looks() if watch else [opened.status()]:
         if json:
             print_json(seen.to_json(), lines=watch)
         else:
-            from orchestrator.cli.tables import status_lines
+            from orchestrator.monitor.view_text import status_lines
 
             if watch and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it

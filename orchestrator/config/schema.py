@@ -403,6 +403,15 @@ def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> J
     return _finish(read_mapping(mapping), overrides, "configuration")
 
 
+def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """A job by whatever names it (itself, a mapping, a YAML file), with the overrides set on top."""
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, Mapping):
+        return parse_config(config, overrides)
+    return parse_config(config.to_json(), overrides) if overrides else config
+
+
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
     if isinstance(overrides, str):

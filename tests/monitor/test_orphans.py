@@ -33,9 +33,9 @@ def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[s
     runner, history, orphans = rewound  # noqa: F811
     run = Run(runner.folder)
     assert run.prune(dry_run=True) == [Pruned(point=name) for name in orphans]
-    assert {row["name"] for row in run.points()} == {*history, *orphans}
+    assert {row["name"] for row in run.list_points()} == {*history, *orphans}
     assert run.prune() == [Pruned(point=name, deleted=True) for name in orphans]
-    rows = run.points()
+    rows = run.list_points()
     assert [(row["name"], row["on_lineage"], row["healthy"]) for row in rows] == [
         (name, True, True) for name in history
     ]
@@ -53,7 +53,7 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
         Pruned(point=first, deleted=True),
         Pruned(point=second, kept=f"pinned by {pin.by}: the loss was lower there"),
     ]
-    (row,) = (row for row in run.points() if row["name"] == second)
+    (row,) = (row for row in run.list_points() if row["name"] == second)
     assert row["pin"] == {"by": pin.by, "reason": pin.reason, "created": pin.created}
     assert run.unpin(second) == pin
     with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
@@ -108,7 +108,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
         assert copy.plan().point == history[-1]
         found = {pruned.point for pruned in Run(copy.folder).prune() if pruned.deleted}
         assert found <= {*orphans}
-        assert [row["name"] for row in Run(copy.folder).points()] == history
+        assert [row["name"] for row in Run(copy.folder).list_points()] == history
         assert sorted(path.name for path in (copy.folder / "points").iterdir()) == sorted(history)
         number += 1
     assert number > 10
@@ -168,7 +168,7 @@ def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) 
     assert pruned(runner, dry_run=True) == {names[0]: False, names[2]: pin}
     assert runner.store.point_names() == names
     assert pruned(runner) == {names[0]: True, names[2]: pin}
-    rows = Run(runner.folder).points()
+    rows = Run(runner.folder).list_points()
     assert [row["name"] for row in rows] == names[1:], "20 is a multiple of 20"
     assert all(row["healthy"] and row["on_lineage"] for row in rows)
     assert Run(runner.folder).status(0).missing == ()
@@ -217,10 +217,10 @@ def test_a_kill_while_retention_is_carried_out_loses_nothing(
             else:
                 was_cut_off = False
         assert copy.plan().point == names[-1]
-        assert all(row["healthy"] for row in Run(copy.folder).points())
+        assert all(row["healthy"] for row in Run(copy.folder).list_points())
         assert Run(copy.folder).status(0).missing == ()
         Run(copy.folder).prune()
-        assert [row["name"] for row in Run(copy.folder).points()] == names[2:]
+        assert [row["name"] for row in Run(copy.folder).list_points()] == names[2:]
         assert sorted(path.name for path in (copy.folder / "points").iterdir()) == names[2:]
         number += 3
     assert number > 10

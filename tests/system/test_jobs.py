@@ -220,9 +220,9 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert measured[0].keys() >= {f"ray_orchestrator_{name}" for name in PER_STEP}
     assert measured[0]["ray_orchestrator_world_size"] == 1
     assert "SIGTERM: saving and stopping" in logs
-    (newest,) = job.run.points()
+    (newest,) = job.run.list_points()
     assert newest["step"] >= 2, logs
-    assert newest["consumed_samples"] == job.run.steps()[-1].consumed_samples, "a finished step was lost"
+    assert newest["consumed_samples"] == job.run.records()[-1].consumed_samples, "a finished step was lost"
 
     # the first workers have imported everything themselves
     server.workers_begin_as(warm)
@@ -230,11 +230,11 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"job tiny-\w+: succeeded.*\n", ended.stdout)
     assert f"resumes from {newest['name']}" in ended.stderr
-    assert job.run.steps()[-1].step == newest["step"] + 5
+    assert job.run.records()[-1].step == newest["step"] + 5
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2
     shown = EventAccumulator(str(Path(job.run.uri) / FOLDER)).Reload().Scalars("loss")
-    steps = job.run.steps()
+    steps = job.run.records()
     assert [event.step for event in shown] == [step.consumed_tokens for step in steps]
     assert [event.value for event in shown] == pytest.approx([step.loss for step in steps], rel=1e-6)
 
