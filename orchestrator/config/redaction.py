@@ -21,8 +21,9 @@ import yaml
 
 HIDDEN = "***"
 _SECRET = re.compile(r"token|secret|password|passwd|key|credential", re.IGNORECASE)
-# names that hold these words and mean something else: a tokenizer whatever its value, the others numbers
-_TOKENIZER = re.compile(r"tokeni[sz]\w*", re.IGNORECASE)
+# names that hold these words and mean something else: a tokenizer and a choice of ours whatever their value,
+# the others numbers
+_TOKENIZER = re.compile(r"tokeni[sz]\w*|special_tokens\w*", re.IGNORECASE)
 _COUNT = re.compile(
     r"tokens(?=_|\b)|token(?=_ids?\b)|keys?(?=_value|_dim|_length|_heads|_size)", re.IGNORECASE
 )

@@ -52,6 +52,7 @@ def test_a_secret_in_an_override_is_hidden(override: str) -> None:
     "override",
     [
         "data.tokenizer=gpt2",
+        "data.special_tokens_in_text=text",
         "data.tokenizer=org/name",
         "train.max_tokens=1000000",
         "train.max_tokens=null",
