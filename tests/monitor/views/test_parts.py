@@ -42,6 +42,7 @@ from orchestrator.monitor.views.facts import shorts
 from orchestrator.monitor.views.lanes import lanes
 from orchestrator.monitor.views.point_detail import differences
 from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.monitor.views.timeline import merged
 from orchestrator.monitor.views.words import count, span
 from orchestrator.records import encode
 from tests.monitor.live_run import LiveRun
@@ -220,6 +221,21 @@ def test_lost_steps_are_told_where_the_attempt_goes_on_and_drawn_with_their_fate
         (2, 3, "rewound"),
         (1, 4, "lost"),
     ]
+
+
+def test_segments_that_are_thinner_than_a_pixel_are_one_and_hide_no_other_fate_or_world_size() -> None:
+    every = [
+        [1, at, float(at), at + 0.9, 10 * at, 10 * at + 10, at, at + 1, 3 if at == 30 else 2, *other]
+        for at, other in ((at, (1, 9) if at in (50, 51) else (0, None)) for at in range(100))
+    ]
+    assert merged(every, 1000) == every
+    few = merged(every, 10)
+    assert [(row[4], row[5], *row[8:]) for row in few if row[8:] != [2, 0, None]] == [
+        (300, 310, 3, 0, None),
+        (500, 520, 2, 1, 9),
+    ]
+    assert len(few) < 20
+    assert [row[4] for row in few[1:]] == [row[5] for row in few[:-1]]
 
 
 # ------------------------------------------------------------ data
