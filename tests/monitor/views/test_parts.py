@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.timeline import merged
 from orchestrator.monitor.views.words import count, span
 from orchestrator.records import encode
-from tests.monitor.live_run import LiveRun
+from tests.monitor.live_run import LiveRun, reader
 from tests.monitor.test_status import JOIN
 from tests.resume.samples import key, record, start
 from tests.storage.crashfs import ModelDisk
@@ -339,12 +338,14 @@ def test_the_verdict_is_one_sentence_for_every_state(at: Standing, text: str, ho
     assert (verdict(at), level(at)) == (text, how)
 
 
-def test_status_and_the_page_say_the_same(live: LiveRun, tmp_path: Path) -> None:
+def test_status_and_the_page_say_the_same(live: LiveRun) -> None:
     live.save(live.live)
     live.train(live.live, 2)
     live.end()
-    views = views_of(live)
-    assert views.summary()["verdict"]["text"] == "Stopped: asked to."
+    with reader(live.store.storage._disk, lambda call, path: None) as (run, store):
+        said = run.status(0.0).verdict
+        shown = RunViews(store).summary()["verdict"]["text"]
+    assert (said, shown) == ("stopped: asked to", "Stopped: asked to.")
 
 
 def test_steps_that_another_attempt_brings_count_where_they_were_trained(live: LiveRun) -> None:
