@@ -1,8 +1,9 @@
 """One run as a server of pages shows it: read once, then only what is new; every view a JSON value.
 
 `refresh` reads storage; the views read nothing but the few documents of a point. An object is for one thread
-at a time. The documents are those of the dashboard's API (docs/dashboard-api.md, where there is one); times
-are seconds since 1970.
+at a time. Times are seconds since 1970, None is what is not recorded. Secrets in configurations, errors and
+events are hidden (`config.redaction`). A state of a run is one of `monitor.verdict`: `open` means that it has
+no end, and was not watched long enough to say whether it is alive.
 """
 
 from __future__ import annotations

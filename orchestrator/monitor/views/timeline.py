@@ -22,15 +22,15 @@ PINNED, DELETED = 1, 4
 
 
 def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
-    """The document. `px`: how wide it is drawn; neighbours of one generation's fate and world size that are
-    both thinner than a pixel, in time and in position, are one segment then.
+    """The document. `px`: how wide it is drawn; neighbours of one fate and world size that are both thinner
+    than a pixel, in time and in position, are one segment then, under the first one's attempt.
     """
     segments = facts.kept("segments", facts.shape, lambda: [_segment(facts, p) for p in _by_time(facts)])
     segments = [
         _grown(facts, segment, piece) for segment, piece in zip(segments, _by_time(facts), strict=True)
     ]
     if px:
-        segments = _merged(segments, px)
+        segments = merged(segments, px)
     return {
         "now": now,
         "max_world": max((segment[8] for segment in segments), default=1),
@@ -92,7 +92,8 @@ def _grown(facts: Facts, segment: list[Any], piece: Piece) -> list[Any]:
     return _segment(facts, piece) if segment[7] != facts.columns["step"][piece.rows[-1]] else segment
 
 
-def _merged(segments: list[list[Any]], px: int) -> list[list[Any]]:
+def merged(segments: list[list[Any]], px: int) -> list[list[Any]]:
+    """The segments that are seen on so many pixels, see `timeline`."""
     if not segments:
         return []
     time_px = (segments[-1][3] - segments[0][2]) / px

@@ -42,7 +42,7 @@ def records(columns: Columns, rows: Any) -> list[StepRecord]:
     return [columns.record(int(row)) for row in rows]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(MOVE, max_size=60), st.integers(0, 99))
 def test_the_history_has_the_steps_that_lineage_finds(moves: list[tuple[str, int]], seed: int) -> None:
     world = play([("train", 0), *moves])
@@ -60,7 +60,7 @@ def test_the_history_has_the_steps_that_lineage_finds(moves: list[tuple[str, int
     assert sum(len(piece.rows) for piece in found.pieces if piece.fate == HISTORY) == len(found.rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(MOVE, max_size=40), st.integers(0, 99), st.data())
 def test_a_journal_read_in_any_pieces_is_the_same_as_read_at_once(
     moves: list[tuple[str, int]], seed: int, data: st.DataObject

@@ -20,7 +20,7 @@ from tests.monitor.live_run import READS, ROOT, Paused
 from tests.monitor.test_live_search import Beside, WrongError
 from tests.resume.samples import no_sleep
 
-SEEDS = (*range(11), 103)
+SEEDS = (*range(7), 103)
 LOOKS = 8  # in each history
 
 

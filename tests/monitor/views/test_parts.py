@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,10 @@ from orchestrator.monitor.views.facts import shorts
 from orchestrator.monitor.views.lanes import lanes
 from orchestrator.monitor.views.point_detail import differences
 from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.monitor.views.timeline import merged
 from orchestrator.monitor.views.words import count, span
 from orchestrator.records import encode
-from tests.monitor.live_run import LiveRun
+from tests.monitor.live_run import LiveRun, reader
 from tests.monitor.test_status import JOIN
 from tests.resume.samples import key, record, start
 from tests.storage.crashfs import ModelDisk
@@ -222,6 +222,21 @@ def test_lost_steps_are_told_where_the_attempt_goes_on_and_drawn_with_their_fate
     ]
 
 
+def test_segments_that_are_thinner_than_a_pixel_are_one_and_hide_no_other_fate_or_world_size() -> None:
+    every = [
+        [1, at, float(at), at + 0.9, 10 * at, 10 * at + 10, at, at + 1, 3 if at == 30 else 2, *other]
+        for at, other in ((at, (1, 9) if at in (50, 51) else (0, None)) for at in range(100))
+    ]
+    assert merged(every, 1000) == every
+    few = merged(every, 10)
+    assert [(row[4], row[5], *row[8:]) for row in few if row[8:] != [2, 0, None]] == [
+        (300, 310, 3, 0, None),
+        (500, 520, 2, 1, 9),
+    ]
+    assert len(few) < 20
+    assert [row[4] for row in few[1:]] == [row[5] for row in few[:-1]]
+
+
 # ------------------------------------------------------------ data
 def test_what_an_audit_and_a_verification_found_is_shown_and_what_is_not_recorded_is_null(
     live: LiveRun,
@@ -323,12 +338,14 @@ def test_the_verdict_is_one_sentence_for_every_state(at: Standing, text: str, ho
     assert (verdict(at), level(at)) == (text, how)
 
 
-def test_status_and_the_page_say_the_same(live: LiveRun, tmp_path: Path) -> None:
+def test_status_and_the_page_say_the_same(live: LiveRun) -> None:
     live.save(live.live)
     live.train(live.live, 2)
     live.end()
-    views = views_of(live)
-    assert views.summary()["verdict"]["text"] == "Stopped: asked to."
+    with reader(live.store.storage._disk, lambda call, path: None) as (run, store):
+        said = run.status(0.0).verdict
+        shown = RunViews(store).summary()["verdict"]["text"]
+    assert (said, shown) == ("stopped: asked to", "Stopped: asked to.")
 
 
 def test_steps_that_another_attempt_brings_count_where_they_were_trained(live: LiveRun) -> None:
