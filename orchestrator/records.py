@@ -12,15 +12,26 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from orchestrator.errors import OrchestratorError
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+else:  # who reads a run needs no numpy, which takes 0.1 s to load
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("Int32Array", "Int64Array"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import numpy
+
+        return numpy.typing.NDArray[getattr(numpy, name.removesuffix("Array").lower())]
+
+
 Record = TypeVar("Record")
 
 

@@ -44,8 +44,11 @@ ON_RAY = {
     "tests/system/test_driver.py",
     "tests/system/test_faults.py",
     "tests/system/test_kills.py",
+    "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_shapes.py",
+    "tests/test_docs_run.py",
+    "tests/system/test_submitted.py",
 }
 
 

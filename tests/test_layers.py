@@ -17,7 +17,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "records", "faults", "paused_gc"},
+    {"errors", "records", "faults", "paused_gc", "html_text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -35,6 +35,7 @@ WITHOUT_RAY_AND_TORCH = (
     "records.py",
     "faults.py",
     "paused_gc.py",
+    "html_text.py",
     "config/",
     "storage/",
     "planning/",
@@ -168,6 +169,20 @@ def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
         "import sys, orchestrator.launch.api, orchestrator.monitor.run, orchestrator.cli.commands;"
         "import orchestrator.cli.tables, orchestrator.data.spec;"
         "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
+    code = (
+        "import sys, orchestrator.cli.commands as c, orchestrator.monitor.run\n"
+        "try: c.main(['points', '/no-such-run'])\n"
+        "except SystemExit: pass\n"
+        "slow = ('ray', 'torch', 'transformers', 'pyarrow', 'numpy', 'tenacity', 'fastapi', 'pandas')\n"
+        "from orchestrator.config.schema import JobConfig\n"
+        "built = [] if 'Mock' in type(JobConfig.__pydantic_validator__).__name__ else ['JobConfig']\n"
+        "print([m for m in slow if m in sys.modules] + built)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

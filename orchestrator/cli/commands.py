@@ -9,13 +9,41 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator.cli import dashboard, looking, steering, training
+from orchestrator.cli import (
+    branching,
+    dashboard,
+    doctor,
+    following,
+    looking,
+    steering,
+    submit,
+    training,
+    weights,
+)
+from orchestrator.cli.examples import add_examples
+from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
 from orchestrator.launch.screen import let_go
 
-__all__ = ["app", "dashboard", "looking", "main", "steering", "training"]  # the modules declare the commands
+# the modules declare the commands
+__all__ = [
+    "app",
+    "branching",
+    "dashboard",
+    "doctor",
+    "following",
+    "looking",
+    "main",
+    "steering",
+    "submit",
+    "training",
+    "weights",
+]
+
+add_examples(app)
+add_exit_codes(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

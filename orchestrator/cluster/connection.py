@@ -31,10 +31,13 @@ _SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # and what is left of that, when its processes are killed
 # Ray calls a dead node dead after 13.6 s by default; with these after 2 to 3 s. They must be set where a node
 # is started, so they hold for a cluster that we start ourselves; the README gives them for others.
-_HEALTH = {
+HEALTH_CHECKS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+}
+_HEALTH = {
+    **HEALTH_CHECKS,
     # Workers at nice 0: tokenizers make themselves nicer than the training workers beside them.
     "RAY_worker_niceness": "0",
 }

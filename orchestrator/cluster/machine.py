@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,27 @@ def cgroup_limit_bytes(membership: Path, mount: Path) -> int | None:
         elif "memory" in controllers.split(","):
             limits += _limits(mount / "memory", path, "memory.limit_in_bytes")
     return min(limits, default=None)
+
+
+def cpu_limit(membership: Path = _PROC_CGROUP, mount: Path = _CGROUPS) -> float:
+    """How many CPUs' time this process and its children may take: those that it may run on, or the smallest
+    quota of the cgroups around it if that is less. Version 1 and 2; see `cgroup_limit_bytes`.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return float(cores)
+    shares = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            texts = (text.split() for text in _texts(mount, path, "cpu.max"))
+            shares += [int(text[0]) / int(text[1]) for text in texts if text[0] != "max"]
+        elif "cpu" in controllers.split(","):
+            quotas, periods = (_texts(mount / "cpu", path, f"cpu.cfs_{w}_us") for w in ("quota", "period"))
+            shares += [int(q) / int(p) for q, p in zip(quotas, periods, strict=False) if int(q) > 0]
+    return min([float(cores), *shares])
 
 
 def machine_id() -> str:
@@ -97,18 +119,49 @@ def _limits(root: Path, path: str, name: str) -> Iterator[int]:
     """What the files `name` from `path` up to `root` say; `max`, and a cgroup that is not seen here, say
     nothing.
     """
+    for text in _texts(root, path, name):
+        with suppress(ValueError):
+            yield int(text)
+
+
+def _texts(root: Path, path: str, name: str) -> Iterator[str]:
+    """The files `name` from `path` up to `root`, as far as they are seen here."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
-        try:
-            yield int(root.joinpath(*parts[:depth], name).read_text())
-        except (OSError, ValueError):
-            continue
+        with suppress(OSError):
+            yield root.joinpath(*parts[:depth], name).read_text()
 
 
 def shared_memory_bytes() -> int | None:
     """What is free in /dev/shm of this machine; None where there is none (macOS)."""
     folder = "/dev/shm"  # noqa: S108  nothing is written there
     return shutil.disk_usage(folder).free if sys.platform == "linux" and os.path.isdir(folder) else None
+
+
+def file_system(folder: str) -> str:
+    """The kind of the file system that holds a folder (`ext4`, `nfs4`, `tmpfs`); "" where it is not known."""
+    try:
+        lines = (_PROC / "self" / "mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    path, best = os.path.realpath(folder), ("", "")
+    for line in lines:
+        _, mount, kind, *_ = line.split(" ")
+        mount = mount.encode().decode("unicode_escape")  # a space stands as \\040
+        within = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if within and len(mount) >= len(best[0]):
+            best = (mount, kind)
+    return best[1]
+
+
+def open_file_limit() -> int | None:
+    """How many files a process may have open; None where the system has no such limit."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def free_disk_bytes(folder: str) -> int:

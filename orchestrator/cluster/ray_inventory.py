@@ -258,6 +258,16 @@ VARIABLES = (
         "a chunk of tokens arrives 0.1 s later",
     ),
     _variable(
+        "RAY_JOB_STOP_WAIT_TIME_S",
+        "dashboard/modules/job/job_supervisor.py",
+        "a job that is stopped has 3 s to save: stop it by `orchestrator stop`, which waits",
+    ),
+    _variable(
+        "RAY_RUNTIME_ENV_IGNORE_GITIGNORE",
+        "_private/ray_constants.py",
+        "a submitted job gets no file that .gitignore names: give its data by absolute paths",
+    ),
+    _variable(
         "RAY_DATA_USAGE_DISABLED",
         "data/_internal/usage/collector.py",
         "a helper process for usage statistics starts beside the feeder",

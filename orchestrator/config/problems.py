@@ -340,6 +340,7 @@ _RULES = (
     _Between(fields=("data.sources",), check=_local_sources),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),
+    _Between(fields=("model.init_from",), check=_local),
     _Between(fields=("data.num_epochs", *_STOPS), check=_endless),
     _Between(fields=("data.window_bytes", "data.fragment_bytes"), check=_window),
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),

@@ -47,7 +47,12 @@ def free(expected: str, **constraints: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, serialize_by_alias=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        serialize_by_alias=True,
+        defer_build=True,  # who only reads a run parses no configuration
     )
 
 
@@ -146,6 +151,8 @@ class ModelConfig(_Section):
     """
     factory_args: Annotated[dict[str, Any], same("a mapping of arguments")] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
+    init_from: Annotated[str | None, same("a folder, or null", min_length=1)] = None
+    """Folder that the first weights of a new run come from: exported ones, or a point of another run."""
     attn_implementation: Annotated[Literal["auto", "eager", "sdpa"], may_change("auto, eager or sdpa")] = (
         "auto"
     )
@@ -255,17 +262,25 @@ class ResumeConfig(_Section):
     """Save a resume point every so many minutes; null: not by time."""
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
+    keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Also keep each point whose step is a multiple of this; null: none for that."""
+    keep_best: Annotated[int, free("a whole number >= 0", ge=0)] = 0
+    """Also keep so many points with the lowest mean loss of the steps since the point before."""
+    export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
     """`continue`: exactly at the next unread token."""
     from_: Annotated[
         str,
         may_change(
-            "latest, or a point's name such as 00000480-a0003-g0007",
+            "latest, or a point's name such as 00000480-a0003-g0007, or the folder of another run's point "
+            "such as runs/other/points/00000480-a0003-g0007",
             alias="from",
-            pattern=r"^(latest|[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,})$",
+            pattern=r"^(latest|(.*/)?[0-9]{8,}-a[0-9]{4,}-g[0-9]{4,}/?)$",
         ),
     ] = "latest"
-    """Point to resume from: `latest`, or a name; an older one rewinds the run."""
+    """Point to resume from: `latest`, or a name; an older one rewinds the run. The folder of another run's
+    point begins a new run with it (a fork)."""
     accept_changed: Annotated[bool, may_change("true or false")] = False
     """Go on although files of the sources have changed."""
 
@@ -275,8 +290,12 @@ class MonitorConfig(_Section):
 
     progress_s: Annotated[float, free("a number > 0, in seconds", gt=0)] = 5.0
     """Time between two lines of progress, in seconds."""
+    digest_every_steps: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Journal the digest of the weights every so many steps, for `replay`; null: only points have it."""
     dashboard: Annotated[bool, free("true or false")] = False
     """Serve the run's page beside it, on the driver's machine, and print its link."""
+    tensorboard: Annotated[bool, free("true or false")] = True
+    """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
 
 
 class JobConfig(_Section):
@@ -287,9 +306,9 @@ class JobConfig(_Section):
     pack: PackConfig
     model: ModelConfig
     train: TrainConfig
-    cluster: ClusterConfig = ClusterConfig()
-    resume: ResumeConfig = ResumeConfig()
-    monitor: MonitorConfig = MonitorConfig()
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
     def to_json(self) -> dict[str, Any]:
         """Sections and fields as plain JSON values; `parse_config` of it gives an equal configuration."""
@@ -309,6 +328,15 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     if weights is not None:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
     return now
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A flat configuration (`section.field`) as sections and fields."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,6 +401,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
     """The same for a mapping made in Python, or read back from a `config.json`."""
     return _finish(read_mapping(mapping), overrides, "configuration")
+
+
+def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """A job by whatever names it (itself, a mapping, a YAML file), with the overrides set on top."""
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, Mapping):
+        return parse_config(config, overrides)
+    return parse_config(config.to_json(), overrides) if overrides else config
 
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:

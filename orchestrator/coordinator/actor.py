@@ -30,6 +30,7 @@ from orchestrator.coordinator.launch_machine import (
     Say,
     Warn,
 )
+from orchestrator.coordinator.measuring import measured
 from orchestrator.elastic.cause import Cause
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
@@ -100,6 +101,8 @@ class CoordinatorStart:
     flat_config: dict[str, Any]
     rng: dict[str, Any]
     fault_plan: str = ""
+    keep_every: int | None = None
+    keep_best: int = 0
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
 
@@ -134,7 +137,10 @@ class Coordinator:
         attempt = self._attempt = continue_launch(
             self._store, start.attempt, socket.gethostname(), self._fault, claimed
         )
-        self._journal = JournalWriter(self._store.storage, attempt.number, start.run, run_id=attempt.run_id)
+        self._metrics = measured(start.flat_config, start.storage, start.run, attempt)
+        self._journal = JournalWriter(
+            self._store.storage, attempt.number, start.run, run_id=attempt.run_id, listener=self._metrics
+        )
         if attempt.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
@@ -173,6 +179,9 @@ class Coordinator:
         machine = CommitMachine(
             attempt=attempt.number,
             keep_latest=start.keep_latest,
+            keep_every=start.keep_every,
+            keep_best=start.keep_best,
+            losses=attempt.losses,
             vote_limit_s=VOTE_LIMIT_S,
             points=attempt.inherited,
             pinned=point.name if point else None,
@@ -275,6 +284,17 @@ class Coordinator:
         if attempt == self._attempt.number and records:
             self._launch.rendezvous.applied(generation, records[-1].step, time.monotonic())
         await self._notify()
+
+    async def digest(self, launch: str, key: StateKey, weights_digest: str) -> None:
+        """What the weights of a state are; of an older attempt's it is left out."""
+        self._check(launch)
+        if key.attempt == self._attempt.number:
+            self._journal.event(
+                EventKind.STATE_DIGEST,
+                generation=key.generation,
+                step=key.step,
+                weights_digest=weights_digest,
+            )
 
     async def phase(self, launch: str, member: str, limit_s: float) -> None:
         """`member` has begun or left a phase: from now on the others may have to wait `limit_s` for it."""
@@ -565,6 +585,8 @@ class Coordinator:
             if self._launch.ended is None:
                 await self._flush()
                 await self._commits.notify(Tick(now_s=time.monotonic()))
+            for text in self._metrics.troubles():
+                await self.warned(text)
             await asyncio.sleep(FLUSH_EVERY_S)
 
     async def _flush(self, limit_s: float | None = None) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
-from orchestrator.data.tokens.encoder import installed_encoders
+from orchestrator.coordinator.forking import is_folder, point_info, take_over
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -34,16 +34,16 @@ from orchestrator.history.claim_files import (
     UnreadableFile,
     unreadable_claim,
 )
-from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, ForkedFrom, Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.planning.resume_plan import PointInfo, ResumePlan, plan_resume
+from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord
+from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord, encode
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
@@ -63,7 +63,8 @@ class Survey:
     oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
     committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
     lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
-    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of.
+    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of. `fork` is
+    the claim with whose `origin` the history begins, of a fork; its generation is among the journal's.
     """
 
     journal: Journal
@@ -76,6 +77,7 @@ class Survey:
     fates: Fates
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
+    fork: ClaimParent | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +91,8 @@ class Attempt:
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
-    the number of blocks of each source.
+    the number of blocks of each source; `forked_from` is the point of another run that it takes over;
+    `losses` are the mean losses of points.
     """
 
     number: int
@@ -113,6 +116,8 @@ class Attempt:
     run_id: str = ""
     command: str = ""
     num_blocks: dict[str, int] = field(default_factory=dict)
+    forked_from: ForkedFrom | None = None
+    losses: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def parent(self) -> StateKey | None:
@@ -158,8 +163,10 @@ def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
     """
     if not (gone := frozenset(names).difference(store.point_names())):
         return gone
+    if not (left := gone - store.deletions()):
+        return gone
     events = read_outline(store.storage).events
-    return gone & point_fates(((event.kind, event.fields) for event in events), ()).deleted
+    return gone - left.difference(point_fates(((event.kind, event.fields) for event in events), ()).deleted)
 
 
 def _look(store: RunStore, with_steps: bool) -> Survey:
@@ -179,9 +186,14 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
             torn=outline.torn,
         )
         lineage = effective_chain(claims, parents, journal.generations)
+    begins = [parent for parent in parents if parent.begins is not None]
+    first = lineage.segments[0].start if lineage.segments else None
+    journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
     fates = _fates(journal.events, parents)
+    pruned = store.deletions()
+    fates = Fates(kept=fates.kept - pruned, deleted=fates.deleted | pruned)
     missing = fates.kept.difference(there)
     missing -= deleted_now(store, missing)
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
@@ -196,14 +208,21 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
         fates=fates,
         encoders=encoders,
         unreadable=unreadable,
+        fork=next((parent for parent in begins if parent.begins == first), None),
     )
 
 
 def _of_no_generation(seen: Survey) -> frozenset[str]:
-    """The points whose generation the journal does not have: it was formed when the journal had been read."""
+    """The points whose generation the journal does not have: it was formed when the journal had been read.
+    What a fork begins with has none, also where its claim came to nothing.
+    """
     known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
     keys = {name: parse_point_name(name) for name in own}
-    return frozenset(name for name, key in keys.items() if key and (key.attempt, key.generation) not in known)
+    return frozenset(
+        name
+        for name, key in keys.items()
+        if key and key.attempt != ORIGIN and (key.attempt, key.generation) not in known
+    )
 
 
 def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
@@ -227,6 +246,16 @@ def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fa
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def mean_losses(seen: Survey) -> dict[str, float | None]:
+    """The mean loss of the steps since the point before, of each point on the history."""
+    found = {
+        event.fields["point"]: event.fields.get("mean_loss")
+        for event in seen.journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    return {name: found.get(name) for name in seen.points}
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
@@ -279,6 +308,8 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     gives it again (torchrun does by itself); one that would train something else rewinds again.
     """
     wanted = config.resume.from_
+    if is_folder(wanted):
+        return "latest"  # a fork begins so once, and continues then
     begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
     if wanted == "latest" or not begun:
         return wanted
@@ -292,7 +323,7 @@ def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str
     was done already; empty if there is nothing to say.
     """
     wanted = config.resume.from_
-    if wanted == "latest" or point is None:
+    if wanted == "latest" or is_folder(wanted) or point is None:
         return ""
     if wanted_point(seen, config) == "latest":
         return (
@@ -350,34 +381,18 @@ def choose_among(
     return store.read_point(wanted), ()
 
 
-def point_info(store: RunStore, point: Point) -> PointInfo:
-    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt."""
-    parent = store.read_parent(point.key.attempt)
-    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
-    if isinstance(parent, ClaimParent):
-        budgets, encoders = parent.budgets or budgets, parent.encoders
-    return PointInfo(
-        name=point.name,
-        key=point.key,
-        cursor=point.cursor,
-        global_batch_size=point.config["train.global_batch_size"],
-        seq_len=point.config["pack.seq_len"],
-        world_size=point.commit.world_size,
-        optimizer_steps=point.commit.optimizer_steps,
-        budgets=budgets,
-        encoders=encoders,
-    )
-
-
 def decide(
     store: RunStore,
     config: JobConfig,
     point: Point | None,
     identities: tuple[RunIdentity, RunIdentity] | None,
+    origin: Origin | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    from orchestrator.data.tokens.encoder import installed_encoders
+
     rules = {rule.path: rule.rule for rule in field_rules()}
-    info, flat = (point_info(store, point), point.config) if point else (None, None)
+    info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
     return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
 
 
@@ -394,12 +409,18 @@ def begin_launch(
     seen = survey(store)
     require_frozen(seen, data)
     require_journals(store, seen)
-    point, damages = choose_point(store, seen, wanted_point(seen, config))
-    plan = decide(store, config, point, (run.identity, data.identity()))
+    point: Point | None
+    origin, damages = None, tuple[Damage, ...]()
+    if run.forked_from is not None and seen.lineage.attempt is None:
+        point, origin = take_over(store, run, number)
+    else:
+        point, damages = choose_point(store, seen, wanted_point(seen, config))
+    plan = decide(store, config, point, (run.identity, data.identity()), origin)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
-    inherited, encoders = up_to(seen.points, point), plan.encoders
+    inherited = up_to(seen.points, point) if origin is None or point is None else (point.name,)
+    encoders = plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
         begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
         encoders = with_encoder(encoders, plan.encoder, begins)
@@ -411,6 +432,7 @@ def begin_launch(
             budgets=plan.budgets,
             differences=plan.differences,
             encoders=encoders,
+            origin=origin,
         )
     )
     attempt = Attempt(
@@ -427,6 +449,8 @@ def begin_launch(
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans},
+        forked_from=origin.forked_from if origin else None,
+        losses=mean_losses(seen),
     )
     return attempt, plan
 
@@ -449,6 +473,7 @@ def note_beginning(
         machine=by.machine,
         pid_start=by.start,
         config=dict(config),
+        forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
     )
     if attempt.num_blocks:
         (name,) = attempt.num_blocks  # this version trains one source, so all that was trained is of that
@@ -550,6 +575,8 @@ def continue_launch(
         damages=(),
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
+        forked_from=None,
+        losses=mean_losses(seen),
         **_read_back(seen.journal, first.number),
     )
 

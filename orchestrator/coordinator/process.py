@@ -100,6 +100,13 @@ class CoordinatorProcess:
             return None
         return self._unheard()
 
+    async def digest(self, launch: str, key: StateKey, weights_digest: str) -> StillWaiting | None:
+        """See `Coordinator`."""
+        if here := await self._begun():
+            await here.digest(launch, key, weights_digest)
+            return None
+        return self._unheard()
+
     async def ended(self, launch: str, attempt: int, generation: int) -> StillWaiting | None:
         """See `Coordinator`."""
         if here := await self._begun():

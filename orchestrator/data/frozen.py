@@ -5,7 +5,7 @@ It reads and writes a run's folder and decides nothing: `spec` and `planning.ide
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,17 +59,52 @@ def write_frozen(
 
     What a start that was cut off left without a record is replaced.
     """
-    storage = Storage(str(folder))
     files = {f"{_MANIFESTS}/{manifest.source}.parquet": to_parquet(manifest) for manifest in manifests}
     files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
+    document = orjson.dumps(encode(record), option=orjson.OPT_INDENT_2)
+    return _write(Storage(str(folder)), files, document)
+
+
+def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
     for name in FILES:
-        if name not in tokenizer_files:
+        if f"{TOKENIZER_FOLDER}/{name}" not in files:
             storage.delete(f"{TOKENIZER_FOLDER}/{name}")
     for path, content in files.items():
         if storage.exists(path) and storage.read(path) != content:
             storage.delete(path)
         storage.create(path, content)
-    return storage.create(_RECORD, orjson.dumps(encode(record), option=orjson.OPT_INDENT_2))
+    return storage.create(_RECORD, record)
+
+
+def copy_frozen(source: Storage, target: Storage) -> None:
+    """What one run has frozen, byte for byte for another one, durably, the record last.
+
+    What was cut off before its record is replaced. Raises `DataIdentityError` if `source` has none, or
+    `target` has frozen other data.
+    """
+    folders = (_MANIFESTS, TOKENIZER_FOLDER)
+    paths = [f"{folder}/{name}" for folder in folders for name in source.list(folder) if ".tmp-" not in name]
+    if _RECORD not in paths:
+        raise DataIdentityError(
+            f"{source.root}: its frozen data are gone ({_RECORD}); restore manifest/ and tokenizer/"
+        )
+    files = {path: source.read(path) for path in paths}
+    record = files.pop(_RECORD)
+    if target.exists(_RECORD):
+        if {_RECORD: record, **files} != {path: _read(target, path) for path in paths}:
+            raise DataIdentityError(
+                f"{target.root} has frozen data ({_RECORD}) other than those of {source.root}; delete the "
+                "folders manifest/ and tokenizer/ there if no run needs them, or take another folder"
+            )
+        return
+    _write(target, files, record)
+
+
+def _read(storage: Storage, path: str) -> bytes | None:
+    try:
+        return storage.read(path)
+    except FileNotFoundError:
+        return None
 
 
 def read_frozen(folder: Path) -> FrozenData | None:

@@ -23,7 +23,7 @@ from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 
 ATTEMPTS, JOURNAL = "attempts", "journal"
-START, RESUME, REWIND, RESTARTED = "start", "resume", "rewind", "coordinator_restarted"
+START, FORK, RESUME, REWIND, RESTARTED = "start", "fork", "resume", "rewind", "coordinator_restarted"
 UNREADABLE = "unreadable"  # `why` of a claim that is taken, but whose content is not as written
 WATCH_S = 0.25
 _CLAIM_NAME = re.compile(r"(\d{4,})\.json")
@@ -158,10 +158,9 @@ class ClaimFiles:
         """Take attempt `number`: of all who try, one gets it. Afterwards list the points, then
         `write_parent`; never the other way.
 
-        `why` is start, resume, rewind or coordinator_restarted; `process` is who claims, this one if not
-        given. Raises `BusyError` if a start command lost
-        the race for the number. A restarted coordinator may only follow a claim of its own launch: else
-        `FencedError`, and it ends its launch (rule 8).
+        `why` is start, fork, resume, rewind or coordinator_restarted; `process` is who claims, this one if
+        not given. Raises `BusyError` if a start command lost the race for the number. A restarted coordinator
+        may only follow a claim of its own launch: else `FencedError`, and it ends its launch (rule 8).
         """
         newest = self.newest_claim()
         taken = newest.number if newest else 0
@@ -245,10 +244,11 @@ class ClaimFiles:
         if newest is None:
             return Look(newest=0, over=False, signs=b"")
         over = self.read_end(newest.number) is not None or is_dead(newest)
-        signs = b"" if over else self._signs_of_life(newest.number)
+        signs = b"" if over else self.signs_of_life(newest.number)
         return Look(newest=newest.number, over=over, signs=signs)
 
-    def _signs_of_life(self, number: int) -> bytes:
+    def signs_of_life(self, number: int) -> bytes:
+        """All in which it would show that attempt `number` lives: two looks differ if it did meanwhile."""
         folder = f"{JOURNAL}/a{number:04d}"
         paths = [f"{folder}/{name}" for name in self.storage.list(folder)]
         attempt = f"{number:04d}."

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import StateKey
+from orchestrator.records import Cursor, StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
+ORIGIN = 0  # the attempt of the state with which a fork begins: claims are numbered from 1 on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +23,8 @@ class Claim:
     of the driver process's life, `pid` that process on `host` (0: unknown, or no driver's claim); `machine`
     and `pid_start` make it one process of all times (`orchestrator.cluster.machine`; empty: unknown).
 
-    `why` is start, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing is
-    decided by it. `run_id` is run.json's.
+    `why` is start, fork, resume, rewind or coordinator_restarted; `created` is for people (ISO 8601), nothing
+    is decided by it. `run_id` is run.json's.
     """
 
     number: int
@@ -38,13 +39,60 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForkedFrom:
+    """The resume point of another run that a fork continues: that run's folder (absolute) and id, the point's
+    name there, and the digest of its weights.
+    """
+
+    run: str
+    run_id: str
+    point: str
+    weights_digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """The state with which a fork begins: where the other run stood at that point, with what it trained, its
+    budgets and who had encoded.
+    """
+
+    forked_from: ForkedFrom
+    step: int
+    cursor: Cursor
+    world_size: int
+    global_batch_size: int
+    seq_len: int
+    budgets: Budgets
+    encoders: tuple[EncoderSpan, ...] = ()
+
+    def start(self, attempt: int) -> GenerationStart:
+        """That state as the begin of a history: attempt `ORIGIN`, with the number of the claim that took it
+        over as its generation, so that no two claims write one point.
+        """
+        return GenerationStart(
+            attempt=ORIGIN,
+            generation=attempt,
+            parent=None,
+            step=self.step,
+            consumed_samples=self.cursor.consumed_samples,
+            consumed_tokens=self.cursor.consumed_tokens,
+            target_tokens=self.cursor.target_tokens,
+            world_size=self.world_size,
+            global_batch_size=self.global_batch_size,
+            seq_len=self.seq_len,
+            reason=f"forked from {self.forked_from.run} at {self.forked_from.point}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimParent:
     """`attempts/<attempt>.parent.json`, written after the claim: what the attempt continues and which points
     it inherits.
 
     `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
     is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
-    too (empty: the run's first encoder, all of them).
+    too (empty: the run's first encoder, all of them). `origin` is that of a fork, in its first claim that has
+    a parent file: `parent` is then the key of `origin.start(attempt)`.
     """
 
     attempt: int
@@ -53,6 +101,12 @@ class ClaimParent:
     budgets: Budgets | None = None
     differences: tuple[Difference, ...] = ()
     encoders: tuple[EncoderSpan, ...] = ()
+    origin: Origin | None = None
+
+    @property
+    def begins(self) -> GenerationStart | None:
+        """The begin of the fork's history, if this is the claim that took it over."""
+        return self.origin.start(self.attempt) if self.origin is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

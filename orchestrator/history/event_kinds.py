@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     # ---- the attempt
     ATTEMPT = (
         *("attempt", "launch", "why", "command", "host", "version"),
-        *("pid", "machine", "pid_start", "config"),
+        *("pid", "machine", "pid_start", "config", "forked_from"),
     )
     END = "end", "outcome", "reason", "by"
     FAILURE = "failure", "step", "reason"
@@ -55,7 +55,7 @@ class EventKind(StrEnum):
     # ---- resume points
     POINT_COMMITTED = (
         *("point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"),
-        "peak_memory_bytes",
+        *("peak_memory_bytes", "mean_loss"),
     )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
     POINT_PINNED = "point pinned", "point", "by", "reason"
@@ -67,6 +67,9 @@ class EventKind(StrEnum):
     DAMAGED_POINT = "damaged point", "point", "file", "reason"
     LEFTOVER_REMOVED = "leftover removed", "point"
     LEFTOVER_KEPT = "leftover kept", "point", "reason"
+
+    # ---- weights
+    STATE_DIGEST = "state digest", "generation", "step", "weights_digest"
 
     # ---- the data
     CURSOR = "cursor", "cursor"

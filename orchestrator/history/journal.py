@@ -15,16 +15,17 @@ begins, and never changed afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -51,6 +52,7 @@ class _Chain:
     """
 
     parent: StateKey | None
+    first: int
     reached: int
     beyond: set[int] = field(default_factory=set)
 
@@ -59,6 +61,19 @@ class _Chain:
         while self.reached + 1 in self.beyond:
             self.reached += 1
             self.beyond.remove(self.reached)
+
+
+class Listener(Protocol):
+    """Hears each fact that is new to a journal, in its order. It neither waits nor raises."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step."""
+
+    def generation(self, start: GenerationStart) -> None:
+        """A generation begins."""
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """An event."""
 
 
 class JournalWriter:
@@ -77,10 +92,12 @@ class JournalWriter:
         segment_bytes: int = SEGMENT_BYTES,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         run_id: str = "",
+        listener: Listener | None = None,
     ) -> None:
         """`run`: the name in every line, that of the storage's folder if not given. `segment_bytes`: a
         segment is closed when it has reached this size. `run_id`: that of run.json.
         """
+        self._listener = listener
         self._storage, self._attempt, self._run = storage, attempt, run or os.path.basename(storage.root)
         self._segment_bytes, self._now, self._run_id = segment_bytes, now, run_id
         self._lock = threading.Lock()  # over what is collected and known
@@ -102,6 +119,8 @@ class JournalWriter:
         )
         with self._lock:
             self._append(kind, fields)
+            if self._listener is not None:
+                self._listener.event(kind, fields)
 
     def generation(self, start: GenerationStart) -> None:
         """Note that a generation begins and what it continues; `flush` before any member hears of it (rule
@@ -110,6 +129,8 @@ class JournalWriter:
         with self._lock:
             self._append(GENERATION, encode(start))
             self._pending_facts.append(start)
+            if self._listener is not None:
+                self._listener.generation(start)
 
     def step(self, record: StepRecord) -> bool:
         """Note a step and return True; an equal copy of a known record changes nothing (False). What a rank
@@ -127,6 +148,8 @@ class JournalWriter:
                 self._seen.popitem(last=False)
             self._append(STEP, {name: _json_float(value) for name, value in encode(record).items()})
             self._pending_facts.append(record)
+            if self._listener is not None:
+                self._listener.step(record)
             return True
 
     def flush(self) -> StateKey | None:
@@ -166,6 +189,23 @@ class JournalWriter:
                     return False
                 at = chain.parent
             return at is not key
+
+    def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
+        """The mean loss of the steps that led from the state `after` (None: from this attempt's begin) to
+        `key`, as far as this attempt has recorded them; None if it has none, or one is not finite.
+        """
+        losses = list[float]()
+        with self._lock:
+            at: StateKey | None = key
+            while at is not None and at.attempt == self._attempt and at.generation in self._chains:
+                chain, key = self._chains[at.generation], at
+                here = after is not None and (after.attempt, after.generation) == (at.attempt, at.generation)
+                first = max(chain.first, after.step) if here and after is not None else chain.first
+                keys = (dataclasses.replace(key, step=step) for step in range(first + 1, at.step + 1))
+                losses += [self._seen[each].loss for each in keys if each in self._seen]
+                at = None if here else chain.parent
+        mean = math.fsum(losses) / len(losses) if losses else math.nan
+        return mean if math.isfinite(mean) else None
 
     def why_lost(self) -> str:
         """How it shows that the newest segment's name does not lead to what was written here any more,
@@ -235,7 +275,9 @@ class JournalWriter:
         if fact.attempt != self._attempt:
             return
         if isinstance(fact, GenerationStart):
-            self._chains[fact.generation] = _Chain(parent=fact.parent, reached=fact.step)
+            self._chains[fact.generation] = _Chain(
+                parent=fact.parent, first=fact.step, reached=fact.step
+            )
         elif fact.generation in self._chains:
             self._chains[fact.generation].add(fact.step)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.history.claims import Claim, ClaimParent, GenerationStart
+from orchestrator.history.claims import ORIGIN, Claim, ClaimParent, GenerationStart
 from orchestrator.records import StateKey, StepRecord
 
 __all__ = [
@@ -157,7 +157,9 @@ class _Chain:
         self.errors: list[str] = []
         self.claims = self._by(claims, lambda c: c.number, "claim")
         self.parents = self._by(parents, lambda p: p.attempt, "parent file of attempt")
-        self.generations = self._by(generations, lambda g: g.id, "start of generation")
+        begins = [parent.begins for parent in self.parents.values() if parent.begins is not None]
+        self._origins = {start.id for start in begins}
+        self.generations = self._by([*begins, *generations], lambda g: g.id, "start of generation")
         self.errors += [
             f"attempt {number} has a parent file but no claim"
             for number in self.parents
@@ -165,16 +167,20 @@ class _Chain:
         ]
         self.errors += [
             f"attempt {number} has a journal but no claim (attempts/{number:04d}.json); restore the file"
-            for number in sorted({attempt for attempt, _ in self.generations} - set(self.claims))
+            for number in sorted(self._written() - set(self.claims))
         ]
         # it is durable before the attempt's journal is begun, so that no crash leaves this (rule 6)
         self.errors += [
             f"attempt {number} has a journal but no whole parent file (attempts/{number:04d}.parent.json); "
             "restore the file"
-            for number in sorted({attempt for attempt, _ in self.generations} & set(self.claims))
+            for number in sorted(self._written() & set(self.claims))
             if number not in self.parents
         ]
         self.newest = max((number for number in self.parents if number in self.claims), default=None)
+
+    def _written(self) -> set[int]:
+        """The attempts of which the journal has a generation."""
+        return {attempt for attempt, _ in {*self.generations} - self._origins}
 
     def _by(self, values: Iterable[Any], name: Any, what: str) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -235,6 +241,8 @@ class _Chain:
         return None if wrong else start.parent
 
     def _wrong_parent(self, start: GenerationStart) -> str:
+        if start.id in self._origins:
+            return ""
         claim, parent = self.parents.get(start.attempt), start.parent
         if claim is None or start.attempt not in self.claims:
             return "was formed under a claim without a parent file, which can have no descendants"
@@ -302,7 +310,7 @@ def discontinuity(
         # the parent is a trained step, or the state with which the parent's generation began
         at = previous.start if start.parent.step == previous.start.step else by_key.get(start.parent)
     before = _counts(at) if at is not None else (0, 0, 0)
-    if (at is None and start.parent is not None) or _counts(start) == before:
+    if start.attempt == ORIGIN or (at is None and start.parent is not None) or _counts(start) == before:
         return []
     return [
         f"generation {start.generation} of attempt {start.attempt} begins at (samples, tokens, targets) = "

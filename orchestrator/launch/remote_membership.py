@@ -90,6 +90,7 @@ class RemoteMembership:
         self.store = open_store(place.host)
         self._control_requests: dict[tuple[int, int], ControlRequests] = {}
         self._reports: queue.SimpleQueue[tuple[GenerationView, Sequence[StepRecord]]] = queue.SimpleQueue()
+        self._digests: queue.SimpleQueue[tuple[StateKey, str]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._phase = (STEP, time.monotonic())
         self._step_limit_s = PHASE_LIMITS_S[SAVE_WAIT]
@@ -167,6 +168,11 @@ class RemoteMembership:
         """Hands the records to the reporting thread; never blocks."""
         self._reports.put((view, tuple(records)))
 
+    def digest(self, view: GenerationView, key: StateKey, weights_digest: str) -> None:
+        """Hands it to the reporting thread, which sends it after the step's record; never blocks."""
+        del view
+        self._digests.put((key, weights_digest))
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends the vote from a thread of its own; the future answers whether the point was committed."""
         answer: Future[bool] = Future()
@@ -185,7 +191,8 @@ class RemoteMembership:
         self._ask("save_failed", self._launch, key, view.rank, view.world_size, str(error))
 
     def finished(self, key: StateKey, reason: str) -> None:
-        """Reports to the coordinator that this member's part of the run is over."""
+        """Reports to the coordinator that this member's part of the run is over, and before it what waits."""
+        self._send_reports()
         self._ask("finished", self._launch, self.member, key, reason)
 
     def failed(self, error: BaseException) -> None:
@@ -300,6 +307,9 @@ class RemoteMembership:
                     batch.extend(records)
             if view is not None:
                 self._ask("report", self._launch, self.member, view.attempt, view.generation, tuple(batch))
+            with suppress(queue.Empty):
+                while True:
+                    self._ask("digest", self._launch, *self._digests.get_nowait())
 
 
 def try_ports(view: GenerationView) -> tuple[str, ...]:

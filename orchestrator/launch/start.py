@@ -41,6 +41,13 @@ from orchestrator.coordinator.attempt import (
     survey,
     wanted_point,
 )
+from orchestrator.coordinator.forking import (
+    fork_to_begin,
+    found_run,
+    is_folder,
+    other_run,
+    read_parent_point,
+)
 from orchestrator.coordinator.launch_machine import A_FAILURE
 from orchestrator.errors import (
     BusyError,
@@ -52,8 +59,8 @@ from orchestrator.errors import (
 )
 from orchestrator.faults import hook
 from orchestrator.history.busy import Free
-from orchestrator.history.claim_files import JOURNAL, RESUME, REWIND, START
-from orchestrator.history.claims import Claim
+from orchestrator.history.claim_files import FORK, JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims import Claim, ForkedFrom
 from orchestrator.history.heartbeat import beating
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
@@ -114,7 +121,11 @@ def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
     from orchestrator.data.frozen import read_frozen
     from orchestrator.data.spec import prepare_data
 
-    spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
+    if is_folder(job.resume.from_) and read_frozen(folder) is None:
+        other = Path(other_run(job.resume.from_)[0])  # a fork has the data of the run that it begins with
+        spec = prepare_data(job, other if read_frozen(other) is not None else None)
+    else:
+        spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
     vocab = (job.model.config or {}).get("vocab_size")
     if vocab is not None and vocab < spec.vocab_size:
         raise ConfigError(
@@ -166,6 +177,8 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     from orchestrator.data.first_records import check_first_records
 
     run = find_run(store)
+    if (fork := fork_to_begin(store, job, run)) is not None:
+        return _look_at_fork(store, job, spec, fork, fast=fast)
     if run is None:
         check_first_records(spec)
     for _ in range(LOOKS):
@@ -187,7 +200,12 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
         raise moved_on(store)
     run = run or find_run(store)
     found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
-    notes = [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    notes = []
+    if point is None and job.model.init_from is not None:
+        from orchestrator.resume.init_weights import weights_sentence
+
+        notes.append(weights_sentence(job.model.init_from))
+    notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
     if point is not None and fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     # twice: they are durable before the point is, but it may have come after the journal was read
@@ -197,6 +215,20 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
             "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
         )
     return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
+
+
+def _look_at_fork(
+    store: RunStore, job: JobConfig, spec: DataSpec, fork: ForkedFrom, *, fast: bool
+) -> ResumePlan:
+    """What a start would do that begins with a point of another run."""
+    other, point = read_parent_point(store, fork, job.run.name, fast)
+    run = other.read_run()
+    assert run is not None, "just read"
+    found = decide(other, job, point, (run.identity, spec.identity()))
+    notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
+    if fast:
+        notes.append("sizes of the point's files are right; the start verifies their digests, too")
+    return replace(found, notes=(*notes, *found.notes))
 
 
 @contextmanager
@@ -271,19 +303,62 @@ def claimed(
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
     """
-    run = find_run(store)
+    run, first_weights = find_run(store), first_weights_of(store, job)
+    if run is None and (fork := fork_to_begin(store, job, None)) is not None:
+        run = found_run(store, job.run.name, fork, asker())
     if run is None:
-        run = store.create_run(job.run.name, spec.identity())
-    why = START if not watched else RESUME if job.resume.from_ == "latest" else REWIND
-    made = store.claim(watched + 1, secrets.token_hex(8), why, socket.gethostname(), run.id, process)
+        run = store.create_run(job.run.name, spec.identity(), first_weights)
+    first = FORK if run.forked_from is not None else START
+    why = first if not watched else RESUME if not _rewinds(job) else REWIND
+    with claiming(store, run.id, watched + 1, why, process) as made:
+        hook(fault_plan)("claim_made", -1, -1)
+        attempt, plan = begin_launch(store, job, made, run, spec)
+        yield replace(attempt, command=command), plan
+
+
+def _rewinds(job: JobConfig) -> bool:
+    return job.resume.from_ != "latest" and not is_folder(job.resume.from_)
+
+
+@contextmanager
+def claiming(
+    store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
+) -> Iterator[Claim]:
+    """Claims the attempt `number` for a launch of its own. Inside, this process shows other starts that the
+    attempt is alive. What goes wrong inside before the attempt's journal is begun ends the attempt.
+
+    Raises `BusyError` if another start was quicker.
+    """
+    made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
     with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
         try:
-            hook(fault_plan)("claim_made", -1, -1)
-            attempt, plan = begin_launch(store, job, made, run, spec)
-            yield replace(attempt, command=command), plan
+            yield made
         except BaseException as error:
             _end_unbegun(store, made, error)
             raise
+
+
+def first_weights_of(store: RunStore, job: JobConfig) -> str:
+    """The identity of what `model.init_from` holds, for a run that has no point yet; empty otherwise. All of
+    it is read. Raises `ConfigError`, and `RefusedError` if an earlier start of the run found other weights
+    there.
+    """
+    run = store.read_run()
+    is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
+    if job.model.init_from is None or store.point_names() or is_fork:
+        return ""
+    from orchestrator.resume.init_weights import weights_identity
+
+    found = weights_identity(job.model.init_from)
+    if run is not None and run.first_weights != found:
+        raise RefusedError(
+            f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
+            "and "
+            f"model.init_from={job.model.init_from} holds {found} now; it has no resume point yet, so it "
+            "would "
+            "start from these: put the files back, or start a new run under another run.name"
+        )
+    return found
 
 
 def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
@@ -299,8 +374,11 @@ def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[En
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
     folder if they are not yet; see `data.spec.freeze_data`.
     """
+    from orchestrator.data.frozen import TOKENIZER_FOLDER
     from orchestrator.data.spec import freeze_data
 
+    if looked_at.tokenizer_folder not in (None, str(folder / TOKENIZER_FOLDER)):
+        looked_at = prepare(job, folder, freeze=False)  # a fork's: they were copied when it was founded
     return freeze_data(job, folder, looked_at).made_by(encoders)
 
 

@@ -80,6 +80,7 @@ def train_function(config: dict[str, Any]) -> None:
         budgets=task.budgets,
         config_digest=task.config_digest,
         device="cuda" if task.config.cluster.use_gpu else "cpu",
+        digest_every_steps=task.config.monitor.digest_every_steps,
     )
     context = ray.get_runtime_context()
     place = Place(

@@ -29,6 +29,7 @@ from orchestrator.resume.points import parse_point_name
 
 # The source's number in a sample's digest.
 SOURCE_NUMBER = 0
+_FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
 
@@ -74,7 +75,9 @@ def audit_history(
         not_shown.append("anything: nothing is trained yet, so there is nothing to compare")
     repeated, text = _repeated_files(spec.plans[0].manifest)
     not_shown += [text] if repeated and wanted else []
-    before = records[wanted.start - 1] if wanted and wanted.start else None
+    origin = seen.fork.origin if seen.fork is not None else None
+    before = records[wanted.start - 1] if wanted and wanted.start else origin and origin.cursor
+    not_shown += [_FORKED.format(origin.step, origin.forked_from.run)] if origin and wanted else []
     last = records[wanted.stop - 1] if wanted else None
     final = [key.step for key in sorted(points) if seen.lineage.on_lineage(key)]
     return {
@@ -295,7 +298,7 @@ class _Walk:
 def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:
     """The journal's cursors by how many of the records lie before them."""
     after = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
-    known = {}
+    known = {0: seen.fork.origin.cursor} if seen.fork is not None and seen.fork.origin is not None else {}
     for event in seen.journal.events:
         if "cursor" in event.fields:
             cursor = decode(Cursor, event.fields["cursor"])

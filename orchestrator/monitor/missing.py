@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, RESTARTED
-from orchestrator.history.claims import ClaimParent
+from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.monitor.tail import Tail
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.points import COMMIT, newest_first, parse_point_name
@@ -60,6 +60,7 @@ def read_names(store: RunStore) -> Names:
         inherited = {_attempt_of(name) for parent in parents for name in parent.inherited}
         must |= inherited | {parent.parent.attempt for parent in parents if parent.parent is not None}
         must |= {number for number in {*attempts} - written - must if _wrote(store, number)}
+    must.discard(ORIGIN)  # what a fork begins with has neither claim nor journal here
     return Names(
         attempts=attempts,
         points=points,
@@ -124,7 +125,7 @@ def missing_pieces(
     points without COMMIT (`lost_points`); `torn`: attempts whose parent file cannot be read; `empty`: whose
     journal lacks what was in it; `is_trained`: whether there is a step, so that the data were frozen.
     """
-    of_points = {_attempt_of(name) for name in (*names.points, *lost)}
+    of_points = {_attempt_of(name) for name in (*names.points, *lost)} - {ORIGIN}
     written = {number for number, found in names.segments.items() if found and number not in empty}
     unwritten = names.unwritten | (of_points - written)
     last = max(unwritten | {*names.attempts} | {*names.segments}, default=0)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote, encode
 from orchestrator.resume import points, verify
 from orchestrator.resume.points import (
@@ -182,7 +183,7 @@ class PointFiles:
             parent=parent,
             world_size=first.world_size,
             optimizer_steps=first.optimizer_steps,
-            weights_digest=points.weights_digest(tensors),
+            weights_digest=weights_digest(tensors),
             save_blocked_s=max(vote.save_blocked_s for vote in votes),
             save_s=save_s,
             files=files,
@@ -196,6 +197,43 @@ class PointFiles:
                 "writes this attempt; end one of them"
             )
         return Point(name=name, commit=commit, cursor=first.cursor, config=dict(config))
+
+    def take_point(self, other: PointFiles, point: Point, key: StateKey, run_id: str) -> Point:
+        """The point of another run under the key `key` in this one, with the configuration that `point` has;
+        tensors and cursor are those bytes. Its digests were read back before.
+
+        Raises `StorageError` as `commit_point` does.
+        """
+        name, files = key.point_name, list[FileEntry]()
+        for entry in point.commit.files:
+            if entry.path == CONFIG:
+                files.append(self._write_document(name, CONFIG, point.config))
+                continue
+            path = point_path(name, entry.path)
+            try:
+                linked = self.storage.take(other.storage, point_path(point.name, entry.path), path)
+                verify.check_file(self.storage, name, entry, with_digest=not linked)
+            except (FileNotFoundError, verify.DamageError) as error:
+                raise StorageError(
+                    f"{other.storage.root}/{point_path(point.name, entry.path)} changed while it was taken "
+                    f"over: {error}; give the command again"
+                ) from error
+            files.append(entry)
+        commit = dataclasses.replace(
+            point.commit,
+            key=key,
+            parent=None,
+            files=tuple(files),
+            files_digest=points.files_digest(files),
+            run_id=run_id,
+        )
+        self._sync_folders(name, commit.files)
+        if not self.storage.create(point_path(name, COMMIT), seal(encode(commit))):
+            raise StorageError(
+                f"{point_path(name, COMMIT)} exists already, so another process writes this attempt; end one "
+                "of them"
+            )
+        return dataclasses.replace(point, name=name, commit=commit)
 
     def delete_point(self, name: str) -> None:
         """Delete a point: first COMMIT, durably, then the rest. A crash in between leaves a leftover, never

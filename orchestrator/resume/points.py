@@ -100,21 +100,6 @@ def newest_first(names: Iterable[str]) -> list[str]:
     return [key.point_name for key in sorted({key for key in keys if key is not None}, reverse=True)]
 
 
-def weights_digest(tensors: Iterable[TensorEntry]) -> str:
-    """A digest (blake3, 64 hex digits) of a model's weights, from the digests of their chunks; the
-    optimizer's state is left out.
-
-    It depends on names, dtypes, shapes, values and on how tensors are cut into chunks, not on which rank or
-    file holds them.
-    """
-    model = [
-        [t.name, t.dtype, list(t.shape), sorted([list(c.offsets), list(c.sizes), c.digest] for c in t.chunks)]
-        for t in tensors
-        if t.group == "model"
-    ]
-    return blake3(canonical(sorted(model))).hexdigest()
-
-
 def files_digest(files: Sequence[FileEntry]) -> str:
     """The digest (blake3) of the list of files in COMMIT."""
     return blake3(canonical(encode(tuple(files)))).hexdigest()

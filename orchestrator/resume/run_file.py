@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.history.claims import ForkedFrom
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import decode
 from orchestrator.storage.files import Storage
@@ -20,7 +21,8 @@ RUN_FILE = "run.json"
 class RunFile:
     """The content of run.json. `created` is a time for people. `id` is random, and repeated in every claim,
     end record, journal line and COMMIT of the run; empty in runs that were begun before there were ids,
-    and in their pieces.
+    and in their pieces. `first_weights` identifies what `model.init_from` held (see `resume.init_weights`);
+    empty without it. `forked_from` is what a fork begins with: its first start takes that over.
     """
 
     format: int
@@ -28,6 +30,8 @@ class RunFile:
     created: str
     identity: RunIdentity
     id: str = ""
+    first_weights: str = ""
+    forked_from: ForkedFrom | None = None
 
 
 def read_run(storage: Storage) -> RunFile | None:

@@ -4,13 +4,13 @@ written.
 It knows names, contents and the order of writing; when something is committed, deleted or claimed is decided
 elsewhere.
 
-    run.json                       sealed; RunFile: name, created, format, id, identity
-                                   (planning.identity.RunIdentity)
+    run.json                       sealed; RunFile: name, created, format, id, first_weights, identity
+                                   (planning.identity.RunIdentity), forked_from
     manifest/<source>.parquet      the frozen list of files (written by the data plane)
     attempts/0003.json             sealed; Claim: number, launch, why, host, created, run_id. Created
                                    exclusively
     attempts/0003.parent.json      sealed; ClaimParent: attempt, parent, inherited, budgets, differences,
-                                   encoders; written after the claim
+                                   encoders, origin; written after the claim
     attempts/0003.heartbeat        grows by a byte while the attempt lives; its content means nothing.
                                    0003.heartbeat-2, … in its place when a write has failed
     attempts/0003.end.json         sealed; AttemptEnd: attempt, outcome, reason, ended, run_id, by. Absent
@@ -44,6 +44,7 @@ import secrets
 
 from orchestrator.errors import BusyError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
+from orchestrator.history.claims import ForkedFrom
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.records import encode
 from orchestrator.resume.pins import PinFiles
@@ -59,10 +60,22 @@ class RunStore(ClaimFiles, PointFiles, PinFiles):
     (`PinFiles`). Has no state; pickles as its storage does.
     """
 
-    def create_run(self, name: str, identity: RunIdentity) -> RunFile:
+    def create_run(
+        self,
+        name: str,
+        identity: RunIdentity,
+        first_weights: str = "",
+        forked_from: ForkedFrom | None = None,
+    ) -> RunFile:
         """Write run.json, once. Raises `BusyError` if it exists: then another start was quicker."""
         run = RunFile(
-            format=FORMAT, name=name, created=now_text(), identity=identity, id=secrets.token_hex(8)
+            format=FORMAT,
+            name=name,
+            created=now_text(),
+            identity=identity,
+            id=secrets.token_hex(8),
+            first_weights=first_weights,
+            forked_from=forked_from,
         )
         if not self.storage.create(RUN_FILE, seal(encode(run))):
             raise BusyError(

@@ -12,6 +12,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import Cursor, FileEntry, TensorEntry, decode
 from orchestrator.resume import points
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, FORMAT, PARTS, RNG, Commit, Damage
@@ -134,7 +135,7 @@ def check_documents(storage: Storage, name: str, commit: Commit) -> None:
     files = {entry.path for entry in commit.files}
     if elsewhere := {chunk.file for tensor in tensors for chunk in tensor.chunks} - files:
         raise DamageError(name, PARTS, f"names {sorted(elsewhere)}, which COMMIT does not list")
-    found = points.weights_digest(tensors)
+    found = weights_digest(tensors)
     if found != commit.weights_digest:
         raise DamageError(name, PARTS, f"gives weights digest {found}, committed was {commit.weights_digest}")
 

@@ -169,7 +169,7 @@ class AppendHandle:
         self._named = False
         self.num_bytes = 0
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`."""
         self._guarded("write to", lambda handle: write_all(self._disk, handle, memoryview(data)))
         self.num_bytes += len(data)

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-import tenacity
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, StorageError
@@ -93,6 +92,25 @@ class Storage:
         self._try("write", full, lambda: self._write_new(full, view))
         return FileEntry(path=path, bytes=len(view), digest=blake3(view).hexdigest())
 
+    def beside(self, root: str) -> Storage:
+        """Another folder of the same disk."""
+        return Storage(root, self._disk, self._sleep)
+
+    def take(self, other: Storage, theirs: str, path: str) -> bool:
+        """A file of another folder under a new name here: a second name for the same bytes (a hard link; no
+        file is ever written again), or a copy where the file system cannot: then False. Sure after `sync`, as
+        a `write`.
+
+        Raises `FileNotFoundError` if there is no such file, `StorageError` if the name is taken or the disk
+        fails.
+        """
+        full, source = self._full(path), other._full(theirs)
+        self._make_folders(os.path.dirname(full))
+        linked = self._find("link", full, lambda: self._second_name(source, full))
+        if not linked:
+            self._find("copy", full, lambda: self._copy_new(source, full))
+        return linked
+
     def sync(self, folder: str) -> None:
         """The names in `folder`, and those of the folders above it down from the root, are on disk
         afterwards.
@@ -158,6 +176,23 @@ class Storage:
 
         self._each_piece(path, take, reset)
         return FileEntry(path=path, bytes=num_bytes, digest=hasher.hexdigest())
+
+    def read_part(self, path: str, start: int, num_bytes: int) -> bytearray:
+        """`num_bytes` bytes of a file from `start` on; fewer, where it ends before. Raises as `read`."""
+        full, part = self._full(path), bytearray()
+
+        def whole() -> None:
+            part.clear()
+            handle = self._disk.open(full)
+            try:
+                self._disk.skip(handle, start)
+                while piece := self._disk.read(handle, min(READ_BYTES, num_bytes - len(part))):
+                    part.extend(piece)
+            finally:
+                self._disk.close(handle)
+
+        self._find("read", full, whole)
+        return part
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
@@ -230,6 +265,8 @@ class Storage:
         except OSError as error:
             if error.errno in _LASTING:
                 raise
+        import tenacity
+
         self._sleep(FIRST_WAIT_S)
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
@@ -254,6 +291,32 @@ class Storage:
             with contextlib.suppress(OSError):
                 self._disk.unlink(full)
             raise
+
+    def _second_name(self, source: str, full: str) -> bool:
+        try:
+            self._disk.link(source, full)
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                return False
+            raise
+        return True
+
+    def _copy_new(self, source: str, full: str) -> None:
+        reading = self._disk.open(source)
+        try:
+            handle = self._disk.create(full)
+            try:
+                while piece := self._disk.read(reading, READ_BYTES):
+                    write_all(self._disk, handle, memoryview(piece))
+                self._disk.fsync(handle)
+            except OSError:
+                with contextlib.suppress(OSError):  # the name is ours alone
+                    self._disk.unlink(full)
+                raise
+            finally:
+                self._disk.close(handle)
+        finally:
+            self._disk.close(reading)
 
     def _link(self, temporary: str, full: str) -> bool | None:
         try:

@@ -67,6 +67,9 @@ class Recorder(Protocol):
     def records(self, records: Sequence[StepRecord]) -> None:
         """Journals them in the background; never blocks."""
 
+    def digest(self, key: StateKey, weights_digest: str) -> None:
+        """Journals the digest of the weights of `key` in the background; never blocks."""
+
     def acknowledged_step(self) -> int:
         """The label up to which all records are durable; −1: none."""
 
@@ -180,6 +183,12 @@ class StaticMembership:
         del view
         assert self._recorder is not None, "rank 0 reports"
         self._recorder.records(records)
+
+    def digest(self, view: GenerationView, key: StateKey, weights_digest: str) -> None:
+        """See `Membership`."""
+        del view
+        assert self._recorder is not None, "rank 0 reports"
+        self._recorder.digest(key, weights_digest)
 
     def vote(self, vote: Vote) -> Future[bool]:
         """See `Membership`: rank 0 collects all votes and publishes the recorder's answer."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
 from orchestrator.coordinator.launch_machine import ended_by
+from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
@@ -74,10 +75,16 @@ class RankZeroRecorder:
         self._store, self._attempt, self._job, self._say = store, attempt, job, say
         self._fault = hook(fault_plan)
         point, number = attempt.point, attempt.number
-        self._journal = JournalWriter(store.storage, number, job.run.name, run_id=attempt.run_id)
+        self._metrics = measured(job.flat(), store.storage.root, job.run.name, attempt)
+        self._journal = JournalWriter(
+            store.storage, number, job.run.name, run_id=attempt.run_id, listener=self._metrics
+        )
         machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
+            keep_every=job.resume.keep_every,
+            keep_best=job.resume.keep_best,
+            losses=attempt.losses,
             vote_limit_s=VOTE_LIMIT_S,
             points=attempt.inherited,
             pinned=point.name if point else None,
@@ -162,6 +169,15 @@ class RankZeroRecorder:
             self._journal.step(record)
             self._last_step = record
 
+    def digest(self, key: StateKey, weights_digest: str) -> None:
+        """Notes what the weights of `key` are."""
+        self._journal.event(
+            EventKind.STATE_DIGEST,
+            generation=key.generation,
+            step=key.step,
+            weights_digest=weights_digest,
+        )
+
     def acknowledged_step(self) -> int:
         """The label up to which all records are durable."""
         return self._acknowledged
@@ -240,6 +256,7 @@ class RankZeroRecorder:
             self._over.set()
         with suppress(StorageError):  # all is durable
             self._journal.close()
+        self._metrics.close()
 
     def _warn(self, text: str) -> None:
         self._say(f"warning: {text}")
@@ -342,8 +359,8 @@ class RankZeroRecorder:
             text = self._trouble.worked()
             if durable is not None:
                 self._acknowledged = durable.step
-        if text:
-            self._warn(text)
+        for said in ([text] if text else []) + self._metrics.troubles():
+            self._warn(said)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

@@ -26,6 +26,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
+from orchestrator.launch.exports import exporting
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
@@ -139,6 +140,7 @@ def _lead(
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
         dashboard_beside(job, folder, progress),
+        exporting(store, attempt.number, job.resume.export_every, progress.say),
         _shown(progress, recorder, job.monitor.progress_s, members),
     ):
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
@@ -226,6 +228,7 @@ def _train(
         budgets=budgets,
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK
+        digest_every_steps=job.monitor.digest_every_steps,
     )
     membership = StaticMembership(rendezvous, recorder)
     feed = InProcessFeed(spec, job.data.replay_bytes)

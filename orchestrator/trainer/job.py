@@ -34,6 +34,7 @@ class TrainJob:
     budgets: Budgets
     config_digest: str
     device: str = "cpu"
+    digest_every_steps: int | None = None
     forming_limit_s: float = 10.0
     collective_limit_s: float = 60.0
 

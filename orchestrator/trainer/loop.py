@@ -46,7 +46,7 @@ from orchestrator.trainer.saving import await_votes, save_share
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
-from orchestrator.trainer.weights import StateFiles
+from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
 LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
@@ -161,6 +161,7 @@ class _Trainer:
                 return self._finish(group, DONE)
             control = self._step(group, batch)
             self._has_stepped = self._all_warm = True
+            self._note_digest(view)
             self._allow(group, saves=bool(control & SAVE))
             if control & SAVE:
                 self._save(view)
@@ -286,6 +287,12 @@ class _Trainer:
         due = due or (wanted.save and all(answer.done() for _, answer in self._votes))
         control = (SAVE if due else 0) | (STOP if wanted.stop else 0) | (REFORM if wanted.reform else 0)
         return control, wanted.acknowledged_step
+
+    def _note_digest(self, view: GenerationView) -> None:
+        """Rank 0 says what the weights are, every so many steps: all members hold the same."""
+        key, every = self._state.key, self._job.digest_every_steps
+        if key is not None and every is not None and view.rank == 0 and key.step % every == 0:
+            self._membership.digest(view, key, digest_of(self._state.items()))
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:

@@ -95,6 +95,11 @@ class Membership(Protocol):
     def report(self, view: GenerationView, records: Sequence[StepRecord]) -> None:
         """Takes the records of new steps; never blocks. Called by rank 0 only."""
 
+    def digest(self, view: GenerationView, key: StateKey, weights_digest: str) -> None:
+        """Takes the digest of the weights of `key`, this generation's newest state; never blocks, and may be
+        lost. Called by rank 0 only.
+        """
+
     def vote(self, vote: Vote) -> Future[bool]:
         """Sends a vote; True: the point is committed, False: the save was given up. An exception ends the
         member.

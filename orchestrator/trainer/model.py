@@ -65,8 +65,9 @@ def own_gpu(local_rank: int, num_gpus: int) -> int:
 def build_model(
     config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
 ) -> nn.Module:
-    """The model with its first weights, in training mode, on `device`: a pure function of (`config`, `seed`)
-    and of the weights' type, which is float32 for every `precision` but `pure_bf16`.
+    """The model with first weights of its own (not those of `model.init_from`, see `first_model`), in
+    training mode, on `device`: a pure function of (`config`, `seed`) and of the weights' type, which is
+    float32 for every `precision` but `pure_bf16`.
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
     called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
@@ -79,6 +80,24 @@ def build_model(
     else:
         settings, attention = transformers_settings(config, device.type, invariant)
         model = _from_transformers(config, settings, dtype, attention)
+    return model.to(device).train()
+
+
+def first_model(
+    config: ModelConfig, precision: str, seed: int, device: torch.device, invariant: bool
+) -> nn.Module:
+    """`build_model` with the weights of `model.init_from`, where that is given. Raises `ConfigError`, naming
+    every tensor that does not fit.
+    """
+    if config.init_from is None:
+        return build_model(config, precision, seed, device, invariant)
+    from orchestrator.trainer.first_weights import fill
+
+    settings, attention = None, None
+    if config.factory is None:
+        settings, attention = transformers_settings(config, device.type, invariant)
+    model = build_model(config, precision, seed, torch.device("cpu"), invariant)
+    model = fill(config, model, settings, attention, weights_dtype(precision))
     return model.to(device).train()
 
 
@@ -179,7 +198,8 @@ def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.
     from transformers import AutoModelForCausalLM
 
     with naming_model(config):
-        if config.pretrained is not None and not any(Path(config.pretrained).glob("*.safetensors")):
+        reads = config.pretrained is not None and config.init_from is None
+        if reads and not any(Path(str(config.pretrained)).glob("*.safetensors")):
             raise FileNotFoundError("the folder holds no *.safetensors")
         model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, attn_implementation=attention
@@ -193,7 +213,7 @@ def _from_transformers(
     from transformers import AutoModelForCausalLM
 
     with naming_model(config):
-        if config.pretrained is not None:
+        if config.pretrained is not None and config.init_from is None:
             model = AutoModelForCausalLM.from_pretrained(
                 config.pretrained,
                 config=settings,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.records import Cursor, StateKey
-from orchestrator.trainer.model import build_model
+from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ModelConfig, TrainConfig
@@ -53,14 +53,15 @@ class TrainState:
     """
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
-        self._first = partial(build_model, model, train.precision, train.seed, device, invariant)
-        self.model: nn.Module = self._first()
+        self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
+        self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
         self.key: StateKey | None = None
         self.cursor = Cursor()
         self.committed = False
-        self._untouched = True  # holds the first weights
+        # holds the first weights; those of another folder are read only by who needs them
+        self._untouched = model.init_from is None
         self._held = dict(self.model.state_dict(keep_vars=True))  # the tensors themselves, under all names
-        self._named = dict(_own_tensors(self._held))
+        self._named = dict(own_tensors(self._held))
         for tensor in self._named.values():
             tensor.data = tensor.data.contiguous()
         trained = {name: t for name, t in self._named.items() if t.requires_grad}
@@ -150,7 +151,7 @@ class TrainState:
         """Back to the first weights and an optimizer that has not stepped, whatever was there."""
         if self._untouched:
             return
-        fresh = dict(_own_tensors(self._first().state_dict(keep_vars=True)))
+        fresh = dict(own_tensors(self._first().state_dict(keep_vars=True)))
         for item in self.items():
             if item.group == MODEL:
                 item.tensor.copy_(fresh[item.name].detach())
@@ -160,7 +161,7 @@ class TrainState:
         self._untouched = True
 
 
-def _own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers by name; of tied ones only the first name, the others are aliases."""
     seen: set[int] = set()
     for name, tensor in held.items():

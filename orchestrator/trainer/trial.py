@@ -110,6 +110,7 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
     import torch
 
     from orchestrator.trainer import model as models
+    from orchestrator.trainer.first_weights import require_fit
 
     with torch.device("meta"):
         if config.factory is None:
@@ -117,6 +118,8 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
             if config.config is not None:
                 require_known_keys(config.config, settings)
             model = models.shape_only(config, settings, attention)
+            if config.init_from is not None:
+                require_fit(config, model)
             return ModelFacts(num_embeddings=_num_embeddings(model))
         function = models.find_factory(config)
         try:
@@ -126,7 +129,9 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
                 note=f"model.factory={config.factory} does not work on torch's meta device "
                 f"({type(error).__name__}: {error}): whether it gives a model shows when the workers call it"
             )
-    models.made_by_factory(config, made)
+        module = models.made_by_factory(config, made)
+        if config.init_from is not None:
+            require_fit(config, module)
     return ModelFacts()
 
 

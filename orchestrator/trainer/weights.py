@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import safetensors
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import FileEntry, TensorChunk, TensorEntry, decode
-from orchestrator.trainer.state import Item, tensor_bytes
+from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 
 POINTS, PARTS = "points", "parts.json"
 
@@ -103,6 +104,13 @@ def _entry(item: Item, path: str) -> TensorEntry:
     )
 
 
+def digest_of(items: Sequence[Item]) -> str:
+    """The `weights_digest` that a point of this state has, whichever number of ranks saves it: a member holds
+    every tensor whole, and so they are saved.
+    """
+    return weights_digest(_entry(item, "") for item in items if item.group == MODEL)
+
+
 def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
     """Fills `items` with the tensors of a point, each chunk's digest checked before it is used;
     `TrainState.filled` must follow.
@@ -132,6 +140,22 @@ def load(items: Sequence[Item], point: str, files: StateFiles) -> None:
             target = planner.resolve_tensor(read)
             target.copy_(source)
             planner.commit_tensor(read, target)
+
+
+def checked_tensors(
+    point: str, files: StateFiles, group: str
+) -> Iterator[tuple[TensorEntry, TensorChunk, Tensor]]:
+    """The chunks of one group of a point's tensors, a file after the other, each digest checked. Raises
+    `ResumePointError` naming the file that is damaged.
+    """
+    by_file: dict[str, list[tuple[TensorEntry, TensorChunk]]] = {}
+    for entry in read_parts(point, files):
+        for chunk in entry.chunks if entry.group == group else ():
+            by_file.setdefault(chunk.file, []).append((entry, chunk))
+    for file, wanted in by_file.items():
+        tensors = _read_tensors(point, file, files)
+        for entry, chunk in wanted:
+            yield entry, chunk, _verified(point, entry, chunk, tensors)
 
 
 def read_parts(point: str, files: StateFiles) -> tuple[TensorEntry, ...]:

@@ -84,3 +84,30 @@ def test_a_process_is_seen_to_be_stopped_to_sleep_and_to_be_gone() -> None:
     child.communicate()
     assert process_state(child.pid) == ""
     assert process_state(os.getpid()) == "R"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000", "cpu.max": "900 100"}, 0.5),
+        ("7:cpu,cpuacct:/x\n", {"cpu/x/cpu.cfs_quota_us": "20000", "cpu/x/cpu.cfs_period_us": "80000"}, 0.25),
+        ("7:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_the_smallest_share_of_cpus_around_the_process_is_found(
+    tmp_path: Path, membership: str, files: dict[str, str], limit: float | None
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        path = tmp_path / "mount" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    cores = len(os.sched_getaffinity(0))
+    assert machine.cpu_limit(tmp_path / "membership", tmp_path / "mount") == (limit or cores)
+
+
+def test_a_folder_has_a_file_system_and_a_process_a_limit_of_open_files(tmp_path: Path) -> None:
+    assert machine.file_system("/proc") == "proc"
+    assert machine.file_system(str(tmp_path / "not there")) not in ("", "proc")
+    assert (machine.open_file_limit() or 1) > 0

@@ -15,7 +15,15 @@ import pytest
 import ray
 from ray._private.node import Node
 
-from orchestrator.cluster import connection, data_share, node_groups, private_ray, ray_inventory, train_run
+from orchestrator.cluster import (
+    connection,
+    data_share,
+    job_server,
+    node_groups,
+    private_ray,
+    ray_inventory,
+    train_run,
+)
 from orchestrator.cluster.connection import _HELPERS, ClusterConnection, _RayHeard, _without_helpers
 from orchestrator.cluster.node_groups import remove_orphaned_placement_groups
 from orchestrator.cluster.private_ray import PrivatePart
@@ -92,7 +100,8 @@ def test_every_part_is_looked_at_before_a_launch_on_another_ray() -> None:
 
 
 def test_every_variable_that_is_set_for_ray_is_looked_at() -> None:
-    places = (connection._HEALTH, node_groups._TRAIN_ENVIRONMENT, data_share._ENVIRONMENT)
+    of_jobs = (job_server.STOP_WAIT, *job_server.COPY_ENVIRONMENT)
+    places = (connection._HEALTH, node_groups._TRAIN_ENVIRONMENT, data_share._ENVIRONMENT, of_jobs)
     assert {name for place in places for name in place} == {
         name for part in ray_inventory.VARIABLES for name in part.texts
     }

@@ -98,6 +98,7 @@ class TrainedRun:
             pid=1,
             machine="",
             pid_start="",
+            forked_from=None,
             config=self.job.flat(),
         )
         first = (self.key.step if self.key else 0) if label is None else label

@@ -10,8 +10,8 @@ import pytest
 from orchestrator.errors import StorageError
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.resume.commit_events import CheckNewerClaim, DeletePoints, VerifyPoint
-from orchestrator.resume.points import weights_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import COMMIT_SENT, VOTES_COMPLETE
 from orchestrator.storage.files import Storage

@@ -1,8 +1,10 @@
-"""`jobs/train.py` as a Ray job, submitted as README says: a real job server, a real client, real stops."""
+"""`orchestrator submit`, and `jobs/train.py` as a Ray job, as README says: a real job server, real stops."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -10,14 +12,18 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.config.schema import JobConfig
+from orchestrator.history.event_file import FOLDER
+from orchestrator.history.metrics import METRICS, PER_STEP
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
 
@@ -62,12 +68,13 @@ class JobServer:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
         self.workers_begin_as(sys.executable)
-        gcs, dashboard, agent = free_ports(3)
+        gcs, dashboard, agent, metrics = free_ports(4)
         options = {
             "node-ip-address": "127.0.0.1",
             "port": gcs,
             "dashboard-port": dashboard,
             "dashboard-agent-listen-port": agent,
+            "metrics-export-port": metrics,
             "include-log-monitor": False,
             "num-cpus": 2,
             "object-store-memory": 200 << 20,
@@ -84,8 +91,8 @@ class JobServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.address = f"127.0.0.1:{gcs}"
-        self._url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
+        self.address, self._metrics = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{metrics}/metrics"
+        self.url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
 
     def workers_begin_as(self, program: str) -> None:
         """From now on."""
@@ -101,7 +108,7 @@ class JobServer:
         never, deadline = threading.Event(), time.monotonic() + LIMIT_S
         while True:
             try:
-                self.client = JobSubmissionClient(self._url, headers=self._headers)
+                self.client = JobSubmissionClient(self.url, headers=self._headers)
                 return
             except ConnectionError:
                 log = (self._folder / "head.log").read_text()
@@ -115,17 +122,47 @@ class JobServer:
         self._head.wait(timeout=LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def command(
+        self, config: JobConfig, *options: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """`orchestrator submit`, in the folder of the package."""
+        words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
+        return subprocess.run(
+            [*words, f"--address={self.url}", "--stop-wait=300"],
+            check=False,
+            cwd=ROOT,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
     def submit(self, config: JobConfig, *overrides: str) -> str:
-        """README's submission of a job, with absolute paths; the same words for the same job. Each override
-        is for a start of its own, after one that was refused (exit code 2).
+        """README's submission of a job by Ray's own client, with absolute paths. Each override is for a start
+        of its own, after one that was refused (exit code 2).
         """
-        path = Path(config.run.storage).parent / f"{Path(config.run.storage).name}.yaml"
-        path.write_text(yaml.safe_dump(config.to_json()))
+        path = _written(config)
         starts = [f"python jobs/train.py {path} {override}".strip() for override in overrides or [""]]
         return self.client.submit_job(
             entrypoint="; [ $? = 2 ] && ".join(starts),
             runtime_env={"working_dir": str(ROOT), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}},
         )
+
+    def metrics(self, wanted: str) -> dict[str, float]:
+        """Ours, as Prometheus reads them, once there is one of the name `wanted`."""
+        never, deadline = threading.Event(), time.monotonic() + LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(self._metrics, timeout=10) as answer:
+                    lines = answer.read().decode().splitlines()
+            except OSError:
+                lines = []
+            ours = [line for line in lines if line.startswith("ray_orchestrator_")]
+            found = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in ours}
+            if wanted in found:
+                return found
+            assert time.monotonic() < deadline, f"no {wanted} within {LIMIT_S} s, but {found}"
+            never.wait(0.5)
 
     def end(self, submission: str) -> tuple[str, str]:
         """(status, logs) of a job that ends by itself or was stopped."""
@@ -136,6 +173,12 @@ class JobServer:
             )
             never.wait(0.1)
         return status, self.client.get_job_logs(submission)
+
+
+def _written(config: JobConfig) -> Path:
+    path = Path(config.run.storage).parent / f"{Path(config.run.storage).name}.yaml"
+    path.write_text(yaml.safe_dump(config.to_json()))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -156,24 +199,53 @@ def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Pa
 def test_a_stopped_job_saves_and_the_same_submission_continues(
     job: Job, server: JobServer, warm: str
 ) -> None:
-    submission = server.submit(job.config())
-    watch = when_step(job, 2, lambda: server.client.stop_job(submission))
+    submitted = server.command(job.config(), "--no-wait", "--json")
+    assert submitted.returncode == 0, submitted.stderr
+    submission = json.loads(submitted.stdout)["job"]
+    second: list[subprocess.CompletedProcess[str]] = []
+    measured: list[dict[str, float]] = []
+
+    def submit_again_and_stop() -> None:
+        second.append(server.command(job.config(train__max_steps=7)))
+        measured.append(server.metrics("ray_orchestrator_steps_total"))
+        server.client.stop_job(submission)
+
+    watch = when_step(job, 2, submit_again_and_stop)
     status, logs = server.end(submission)
     watch.join()
     assert status == "STOPPED", logs
+    assert second[0].returncode == 2
+    assert f"job {submission} works on it (running), so nothing was submitted" in second[0].stderr
+    assert measured[0].keys() <= {metric.prometheus for metric in METRICS.values()}
+    assert measured[0].keys() >= {f"ray_orchestrator_{name}" for name in PER_STEP}
+    assert measured[0]["ray_orchestrator_world_size"] == 1
     assert "SIGTERM: saving and stopping" in logs
-    (newest,) = job.run.points()
+    (newest,) = job.run.list_points()
     assert newest["step"] >= 2, logs
-    assert newest["consumed_samples"] == job.run.steps()[-1].consumed_samples, "a finished step was lost"
+    assert newest["consumed_samples"] == job.run.records()[-1].consumed_samples, "a finished step was lost"
 
     # the first workers have imported everything themselves
     server.workers_begin_as(warm)
-    status, logs = server.end(server.submit(job.config(train__max_steps=newest["step"] + 5)))
-    assert status == "SUCCEEDED", logs
-    assert f"resumes from {newest['name']}" in logs
-    assert job.run.steps()[-1].step == newest["step"] + 5
+    ended = server.command(job.config(train__max_steps=newest["step"] + 5))
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r"job tiny-\w+: succeeded.*\n", ended.stdout)
+    assert f"resumes from {newest['name']}" in ended.stderr
+    assert job.run.records()[-1].step == newest["step"] + 5
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2
+    shown = EventAccumulator(str(Path(job.run.uri) / FOLDER)).Reload().Scalars("loss")
+    steps = job.run.records()
+    assert [event.step for event in shown] == [step.consumed_tokens for step in steps]
+    assert [event.value for event in shown] == pytest.approx([step.loss for step in steps], rel=1e-6)
+
+
+def test_a_submission_without_the_token_is_stopped_before_anything_is_copied(
+    job: Job, server: JobServer
+) -> None:
+    refused = server.command(job.config(), RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2
+    assert "wants a token; nothing was submitted. Set RAY_AUTH_MODE=token" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_refused_job_fails_with_the_reason_and_writes_nothing(job: Job, server: JobServer) -> None:

@@ -58,6 +58,9 @@ class NotingRecorder:
     def asked(self) -> tuple[bool, bool]:
         return False, False
 
+    def digest(self, key: StateKey, weights_digest: str) -> None:
+        raise AssertionError("nobody asked for digests")
+
     def acknowledged_step(self) -> int:
         return max(self.steps, default=-1)
 

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.planning.weights_digest import weights_digest
 from orchestrator.records import Cursor, StateKey, Vote, encode
 from orchestrator.resume.committed import CommittedFiles
-from orchestrator.resume.points import weights_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.state import TrainState

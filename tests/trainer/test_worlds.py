@@ -3,8 +3,11 @@ stops."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
 from orchestrator.monitor.asking import Asking
 from orchestrator.records import StateKey
@@ -48,6 +51,21 @@ def test_what_two_members_saved_is_continued_by_one_and_by_three(tmp_path, alone
         assert later.last_point().key == StateKey(attempt=attempt, generation=1, step=8)
         assert later.last_point().state_digest == alone.last_point().state_digest
         assert trained(half) + trained(later) == trained(alone)
+
+
+def test_the_digest_of_any_step_is_that_of_a_point_there_on_any_number_of_members(tmp_path):
+    job = replace(tiny_job(resume__every_steps=4), digest_every_steps=2)
+    found = []
+    for world_size in (1, 2):
+        launch = run_to_end(tmp_path / str(world_size), world_size, job=job)
+        events = [event for event in launch.journal().events if event.kind == EventKind.STATE_DIGEST]
+        found.append({event.fields["step"]: event.fields["weights_digest"] for event in events})
+        store = RunStore(launch.storage)
+        of_points = {p.key.step: p.commit.weights_digest for p in map(store.read_point, store.point_names())}
+        assert of_points == {step: found[-1][step] for step in (4, 8)}
+    assert found[0] == found[1]
+    assert sorted(found[0]) == [2, 4, 6, 8]
+    assert len(set(found[0].values())) == 4
 
 
 def test_a_label_given_by_the_view_is_gone_on_from_while_the_optimizer_counts_its_own_steps(tmp_path):

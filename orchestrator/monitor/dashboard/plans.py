@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, parse_config
+from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
 from orchestrator.data.frozen import read_frozen
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
@@ -26,7 +26,6 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
 from orchestrator.launch.start import prepare
 from orchestrator.monitor.dashboard.runs import OpenRun
-from orchestrator.monitor.run import nested
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
 from orchestrator.planning.identity import RunIdentity

@@ -106,6 +106,12 @@ def lost(facts: Facts) -> frozenset[str]:
     return fates(facts).kept.difference(facts.files.points)
 
 
+def of_no_generation(facts: Facts) -> frozenset[str]:
+    """Points whose generation the journal does not have."""
+    keys = {name: parse_point_name(name) for name in facts.files.points}
+    return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
+
+
 def _is(row: Row, state: str) -> bool:
     if state == PINNED:
         return bool(row["pinned"] or row["held"])
@@ -117,7 +123,7 @@ def _table(facts: Facts) -> list[Row]:
     findings = _findings(facts)
     held = facts.parent(facts.files.begun)
     names = set(facts.files.points)
-    gone = {name for name in lost(facts) if _is_missed(facts, name)}
+    gone = {name for name in facts.missing if _is_missed(facts, name)}
     rows = []
     for name in newest_first({*names, *gone})[::-1]:
         row = _row(facts, name, facts.files.points.get(name), committed.get(name), findings.get(name))

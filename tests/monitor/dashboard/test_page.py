@@ -55,7 +55,7 @@ def job(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
     trained(made, folder, 2, made.faults().kill("votes_complete", step=8))
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 24}
     trained(made, folder, 2, **other)
-    trained(made, folder, 1, resume__from=made.run.points()[0]["name"])
+    trained(made, folder, 1, resume__from=made.run.list_points()[0]["name"])
     return made
 
 
@@ -140,7 +140,7 @@ def test_the_page_says_what_happened_to_the_run(opened: Open, job: Job) -> None:
     said = page.inner_text(".incidents").lower()
     assert "rewound" in said or "rewind" in said
     assert "resumed" in said or "died" in said
-    rows = job.run.points()
+    rows = job.run.list_points()
     page.goto(page.url.split("#")[0] + "#/run/tiny/points")
     page.wait_for_selector(".vt-row")
     assert f"All {len(rows)}" in " ".join(page.inner_text(".chips").split())
@@ -234,7 +234,7 @@ def planned(job: Job, *overrides: str) -> dict[str, Any]:
 
 def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Path) -> None:
     planner = Planner(Runs(storage).open("tiny"))
-    older = next(row["name"] for row in job.run.points() if row["on_lineage"])
+    older = next(row["name"] for row in job.run.list_points() if row["on_lineage"])
     for values, point in (
         ({}, None),
         ({"num_workers": "3"}, None),
@@ -252,7 +252,7 @@ def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Pa
 
 
 def test_the_planner_refuses_in_the_words_of_the_command_line(opened: Open, job: Job) -> None:
-    orphan = next(row["name"] for row in job.run.points() if not row["on_lineage"])
+    orphan = next(row["name"] for row in job.run.list_points() if not row["on_lineage"])
     with pytest.raises(OrchestratorError) as refused:
         planned(job, f"resume.from={orphan}")
     page = opened().open(f"/run/tiny/plan?from_point={orphan}")
@@ -287,13 +287,13 @@ def test_a_point_is_pinned_by_plan_confirm_and_done(opened: Open, job: Job) -> N
     page.locator("dialog[open] .df .primary").click()
     page.wait_for_selector("dialog[open] .verdict")
     assert "is pinned" in page.inner_text("dialog[open] .verdict")
-    (pin,) = [row["pin"] for row in job.run.points() if row["pin"]]
+    (pin,) = [row["pin"] for row in job.run.list_points() if row["pin"]]
     assert pin["reason"] == "before the change"
     page.get_by_role("button", name="Close").last.click()
     page.get_by_role("button", name="Unpin").click()
     page.locator("dialog[open] .df .primary").click()
     page.wait_for_selector("dialog[open] .verdict")
-    assert not any(row["pin"] for row in job.run.points())
+    assert not any(row["pin"] for row in job.run.list_points())
 
 
 def test_a_plan_that_does_not_hold_any_more_is_shown_as_stale(browser: Any, link: str, storage: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_live_run_saves_and_stops_from_the_page(opened: Open, job: Job, tmp_pa
         page.wait_for_selector(".runhead .state.stopped")
         page.wait_for_selector("dialog[open] .verdict")
         assert group.end(LIMIT_S) == [0], group.said()
-    outcomes = [row["healthy"] for row in live.run.points()]
+    outcomes = [row["healthy"] for row in live.run.list_points()]
     assert outcomes == [True] * len(outcomes)
     assert len(outcomes) >= 2
     assert os.path.exists(live.config().run.run_uri)

@@ -1,0 +1,17 @@
+"""Verify as a Ray job: `ray job submit --working-dir . -- python jobs/verify.py RUN [POINT]`; paths are
+those that the head sees. The same as `orchestrator verify`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# A job's working directory holds the package; where it is installed as well, this copy is the one that was
+# submitted.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from orchestrator.cli.commands import main
+
+if __name__ == "__main__":
+    main(["verify", *sys.argv[1:]])

@@ -1,0 +1,42 @@
+"""The commands that follow a run: `watch`, `logs`. Nothing is decided here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from orchestrator.cli.shared import Json, RunUri, app, print_json
+
+
+@app.command()
+def watch(run: RunUri, json: Json = False) -> None:
+    """Show where the run stands, kept up to date until it has ended (`status --watch`). --json: a line each
+    time.
+    """
+    from orchestrator.monitor.run import open_run
+
+    opened = open_run(run)
+    if json:
+        for seen in opened.looks():
+            print_json(seen.to_json(), lines=True)
+    else:
+        seen = opened.watch()
+    if seen.is_broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def logs(
+    run: RunUri,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="go on as it grows, until the run has ended")
+    ] = False,
+) -> None:
+    """Print the newest log file of the run's folder: what a launch said, and what Ray said at length."""
+    from orchestrator.monitor.run import open_run
+
+    for text in open_run(run).logs(follow):
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,173 @@
+"""A fork: a run that begins with another run's resume point. Where that point lies, how it is taken over, and
+what a resume decision needs of a point.
+
+The point's files get a second name in the fork's folder (copies, where the file system has no hard links), so
+that from then on the fork needs nothing of the other run. The other run keeps its point all the same: it is
+pinned first.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.resume_plan import PointInfo
+from orchestrator.planning.schedule import Budgets
+from orchestrator.resume.points import Point, parse_point_name
+from orchestrator.resume.run_file import RUN_FILE, RunFile
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.verify import POINTS
+
+
+def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> PointInfo:
+    """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt, or
+    in the `origin` with which a fork begins, which may not be written yet.
+    """
+    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
+    key = point.key
+    taken_over = key.attempt == ORIGIN
+    claim = store.read_parent(key.generation if taken_over else key.attempt)
+    if isinstance(claim, ClaimParent):
+        budgets, encoders = claim.budgets or budgets, claim.encoders
+        origin = origin or claim.origin
+    if taken_over and origin is not None:
+        budgets, encoders = origin.budgets, origin.encoders
+    return PointInfo(
+        name=point.name,
+        key=key,
+        cursor=point.cursor,
+        global_batch_size=point.config["train.global_batch_size"],
+        seq_len=point.config["pack.seq_len"],
+        world_size=point.commit.world_size,
+        optimizer_steps=point.commit.optimizer_steps,
+        budgets=budgets,
+        encoders=encoders,
+    )
+
+
+def is_folder(wanted: str) -> bool:
+    """Whether a `resume.from` names a point by its folder: that of another run."""
+    return "/" in wanted
+
+
+def other_run(wanted: str) -> tuple[str, str]:
+    """The run's folder (absolute) and the point's name, of `<run>/points/<point>`. Raises `RefusedError`."""
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(wanted)))
+    run, points = os.path.split(folder)
+    if parse_point_name(name) is None or points != POINTS:
+        raise RefusedError(
+            f"resume.from={wanted} is no folder of a resume point; give <run>/{POINTS}/<point>, e.g. "
+            f"runs/other/{POINTS}/00000480-a0003-g0007, or the name of a point of this run"
+        )
+    return run, name
+
+
+def fork_to_begin(store: RunStore, config: JobConfig, run: RunFile | None) -> ForkedFrom | None:
+    """The point of another run with which this start begins; None: it begins, or goes on, as any other.
+
+    Raises `RefusedError` where `resume.from` names another run's point, and the run exists with another
+    history, and as `describe`.
+    """
+    wanted = config.resume.from_
+    if is_folder(wanted):
+        folder, name = other_run(wanted)
+        there = run.forked_from if run is not None else None
+        if run is not None and (there is None or (there.run, there.point) != (folder, name)):
+            began = f"with {there.point} of {there.run}" if there else "by itself"
+            raise RefusedError(
+                f"resume.from={wanted} begins a new run with a point of another one, but the run "
+                f"{store.storage.root} exists already, and began {began}: one run has one history. Give a "
+                "new run.name, or go back in this run by the name of one of its own points"
+            )
+        if run is None:
+            return describe(RunStore(store.storage.beside(folder)), name)
+    if run is None or run.forked_from is None or store.parents()[0]:
+        return None
+    return run.forked_from
+
+
+def describe(other: RunStore, name: str) -> ForkedFrom:
+    """A run's point as a fork names it. Raises `RefusedError` if there is no such run, and
+    `ResumePointError` for a point that is gone or damaged.
+    """
+    run = other.read_run()
+    if run is None:
+        raise RefusedError(f"{other.storage.root}: there is no run to fork (no {RUN_FILE})")
+    point = other.read_point(name)
+    return ForkedFrom(
+        run=other.storage.root, run_id=run.id, point=name, weights_digest=point.commit.weights_digest
+    )
+
+
+def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) -> tuple[RunStore, Point]:
+    """The other run, and its point as the fork `name` in `store` will have it. Raises `ResumePointError` if
+    it is gone or damaged: a fork without a point of its own needs it.
+    """
+    other = RunStore(store.storage.beside(fork.run))
+    run, root = other.read_run(), store.storage.root
+    what = f"{root} begins with resume point {fork.point} of {fork.run}"
+    advice = f"restore it there, or delete {root} and fork from another point"
+    if run is None or run.id != fork.run_id:
+        found = "there is no run any more" if run is None else f"now run {run.id} lies there"
+        raise ResumePointError(f"{what}, which was run {fork.run_id}, but {found}; {advice}")
+    if damages := other.verify_point(fork.point, fast=fast):
+        listed = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
+        raise ResumePointError(f"{what}, which is gone or damaged ({listed}); {advice}")
+    point = other.read_point(fork.point)
+    if point.commit.weights_digest != fork.weights_digest:
+        raise ResumePointError(
+            f"{what}, whose weights had digest {fork.weights_digest} and now have "
+            f"{point.commit.weights_digest}; {advice}"
+        )
+    return other, _as_its_own(point, store, name)
+
+
+def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
+    """With the fork's name and storage in its configuration, which else stays what it was made with."""
+    storage = os.path.dirname(store.storage.root)
+    if os.path.abspath(point.config.get("run.storage", "")) == storage:
+        storage = point.config["run.storage"]  # as it was written
+    config = {**point.config, "run.name": name, "run.storage": storage}
+    return replace(point, config=config)
+
+
+def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str) -> RunFile:
+    """Makes the fork's run.json, last: its point is pinned in the other run, and that run's frozen data are
+    copied. From then on any start of the fork begins with the point. After a kill before that it may be
+    called again. Raises `BusyError` if there is a run.
+    """
+    from orchestrator.data.frozen import copy_frozen
+
+    other, _ = read_parent_point(store, fork, name, fast=True)
+    run = other.read_run()
+    assert run is not None, "just read"
+    other.pin(fork.point, by, f"parent of fork {store.storage.root}", run.id)
+    copy_frozen(other.storage, store.storage)
+    return store.create_run(name, run.identity, run.first_weights, fork)
+
+
+def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin]:
+    """Makes the other run's point the first one of the fork, for claim `number`, every digest of it read back
+    before. Raises as `read_parent_point`.
+    """
+    fork = run.forked_from
+    assert fork is not None, "asked for a fork alone"
+    other, point = read_parent_point(store, fork, run.name, fast=False)
+    info = point_info(other, point)
+    origin = Origin(
+        forked_from=fork,
+        step=point.key.step,
+        cursor=point.cursor,
+        world_size=info.world_size,
+        global_batch_size=info.global_batch_size,
+        seq_len=info.seq_len,
+        budgets=info.budgets,
+        encoders=info.encoders,
+    )
+    start = origin.start(number)
+    key = replace(point.key, attempt=start.attempt, generation=start.generation)
+    return store.take_point(other, point, key, run.id), origin

@@ -1,0 +1,51 @@
+"""Which loggers the metrics of an attempt go to: a TensorBoard file in the run's folder, and Ray's metrics
+where the attempt runs in a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cluster.ray_metrics import RayMetrics, in_a_cluster
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.history.metric_log import MetricLog, Sink, TensorBoard
+from orchestrator.history.metrics import METRICS, PREFIX, Meter, Sample
+
+
+class RaySink:
+    """Every declared metric, tagged with the run's name."""
+
+    name = "Ray's metrics"
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._metrics: RayMetrics | None = None
+
+    def take(self, sample: Sample, now: float) -> None:
+        """See `Sink`."""
+        if self._metrics is None:  # here and not before: what Ray raises then ends the use of this alone
+            self._metrics = self._declare()
+        for name, value in sample.values.items():
+            self._metrics.set(PREFIX + name, value)
+
+    def flush(self) -> None:
+        """Ray's agent collects by itself."""
+
+    def _declare(self) -> RayMetrics:
+        declared = [
+            (PREFIX + m.name, m.kind, f"{m.meaning}{f' [{m.unit}]' if m.unit else ''}")
+            for m in METRICS.values()
+        ]
+        return RayMetrics(declared, {"run": self._run})
+
+
+def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt: Attempt) -> MetricLog:
+    """The metrics of an attempt; it hears them from the journal."""
+    sinks: list[Sink] = []
+    if flat_config.get("monitor.tensorboard"):
+        sinks.append(TensorBoard(Path(run_folder), attempt.number))
+    if in_a_cluster():
+        sinks.append(RaySink(run))
+    return MetricLog(Meter(attempt.point.cursor.consumed_tokens if attempt.point else 0), sinks)

@@ -1,0 +1,131 @@
+"""Sends a run's metrics to where people look at them, in a thread: never on the step's path, never in the
+journal's way, and whatever a logger raises ends the logger, not the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.event_file import FOLDER, EventFile
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.metrics import PER_STEP, Meter, Sample
+from orchestrator.records import StepRecord
+
+CLOSE_S = 5.0  # how long the end of a run waits for a logger that hangs
+BATCH = 1000
+HELD = 100_000  # facts that a logger which hangs may leave in memory
+
+
+class Sink(Protocol):
+    """Where samples go. What it raises ends its use, and is said once."""
+
+    name: str
+
+    def take(self, sample: Sample, now: float) -> None:
+        """One sample; `now` is seconds since 1970."""
+
+    def flush(self) -> None:
+        """Others may see what was taken."""
+
+
+class TensorBoard:
+    """The per-step metrics in the run's folder, `logs/tensorboard/`, over consumed tokens."""
+
+    name = "TensorBoard"
+
+    def __init__(self, run_folder: Path, attempt: int) -> None:
+        self._file = EventFile(run_folder / FOLDER, attempt)
+
+    def take(self, sample: Sample, now: float) -> None:
+        """See `Sink`."""
+        if sample.rewound_to is not None:
+            self._file.rewound(sample.rewound_to, now)
+        if sample.tokens is not None:
+            values = {name: sample.values[name] for name in PER_STEP if name in sample.values}
+            self._file.scalars(sample.tokens, values, now)
+
+    def flush(self) -> None:
+        """See `Sink`."""
+        self._file.flush()
+
+
+class MetricLog:
+    """A `history.journal.Listener`: hears what the journal is told, measures it and hands it to the sinks.
+    No method but `close` waits for anything.
+    """
+
+    def __init__(self, meter: Meter, sinks: Sequence[Sink], now: Callable[[], float] = time.time) -> None:
+        """Without sinks nothing is started."""
+        self._meter, self._sinks, self._now = meter, list(sinks), now
+        self._facts: queue.SimpleQueue[Callable[[], Sample | None] | None] = queue.SimpleQueue()
+        self._troubles: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if self._sinks:
+            self._thread = threading.Thread(target=self._write, name="metrics", daemon=True)
+            self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.step, record, self._now()))
+
+    def generation(self, start: GenerationStart) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.generation, start))
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """See `Listener`."""
+        self._put(partial(self._meter.event, kind, fields, self._now()))
+
+    def troubles(self) -> list[str]:
+        """What has gone wrong since the last call, for people."""
+        return [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
+
+    def close(self) -> None:
+        """All that was heard is sent, unless a sink hangs."""
+        if self._thread is not None:
+            self._facts.put(None)
+            self._thread.join(CLOSE_S)
+
+    def _put(self, fact: Callable[[], Sample | None]) -> None:
+        if self._thread is None:
+            return
+        self._facts.put(fact)
+        if self._facts.qsize() > HELD:
+            self._thread = None
+            self._troubles.put(
+                f"a logger has taken none of the last {HELD:,} metrics ({self._names()}): this attempt sends "
+                "no more; the run continues, and the journal has every step"
+            )
+
+    def _names(self) -> str:
+        return ", ".join(sink.name for sink in self._sinks)
+
+    def _write(self) -> None:
+        over = False
+        while not over and self._sinks:
+            facts = [self._facts.get()]
+            while len(facts) < BATCH and not self._facts.empty():
+                facts.append(self._facts.get())
+            over = facts[-1] is None
+            samples = [sample for fact in facts if fact is not None and (sample := fact()) is not None]
+            for sink in tuple(self._sinks):
+                self._send(sink, samples)
+
+    def _send(self, sink: Sink, samples: Sequence[Sample]) -> None:
+        try:
+            for sample in samples:
+                sink.take(sample, self._now())
+            sink.flush()
+        except Exception as error:  # noqa: BLE001  no logger ends a run
+            self._sinks.remove(sink)
+            self._troubles.put(
+                f"{sink.name} gets no more metrics of this attempt ({type(error).__name__}: {error}); the "
+                "run continues without it, and the journal has every step"
+            )

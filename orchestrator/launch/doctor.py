@@ -1,0 +1,407 @@
+"""What `orchestrator doctor` says of a machine: facts in, one verdict for each out, with what to set and why.
+
+Pure. `launch.doctor_facts` finds the facts; neither starts or loads Ray or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+State = Literal["ok", "warn", "bad"]
+
+# by package: what pyproject.toml asks for, and the version that the tests run with (constraints.txt)
+VERSIONS = {
+    "ray": ("==2.60.*", "2.60.0"),
+    "torch": (">=2.11", "2.13.0"),
+    "transformers": ("", "5.23.0"),
+    "pyarrow": ("", "26.0.1"),
+    "pydantic": (">=2", "2.14.3"),
+}
+PYTHON = ">=3.11"
+FREE_BYTES = (1 << 30, 20 << 30)  # below the first it is bad, below the second a warning; so for all pairs
+FSYNC_S = (5.0, 0.1)
+SKEW_S = 2.0
+SHM_BYTES = (256 << 20, 1 << 30)
+MEMORY_BYTES = (2 << 30, 4 << 30)
+OPEN_FILES = (1024, 8192)
+DEAD_NODE_S = 15.0  # the longest that Ray may take to call a node dead before it is worth a warning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageFacts:
+    """What was tried in a folder. `trouble` is why nothing could be, "" if all was. `kind` is the file
+    system's, `exclusive` whether of several who create one name exactly one did, `hard_links` whether it has
+    them, `grows` whether a file that is open for reading shows what another handle appends, `skew_s` the
+    storage's clock minus this machine's.
+    """
+
+    folder: str
+    trouble: str = ""
+    kind: str = ""
+    exclusive: bool = True
+    hard_links: bool = True
+    grows: bool = True
+    fsync_s: float = 0.0
+    skew_s: float = 0.0
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuthFacts:
+    """Ray's authentication as this process would meet it. `mode` is $RAY_AUTH_MODE, `token` where a token is
+    found ("" for none), `is_default` whether that is ~/.ray/auth_token, `file_mode` the rights of its file,
+    `trouble` why a file that is named cannot be read.
+    """
+
+    mode: str
+    token: str
+    is_default: bool = False
+    file_mode: int | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterFacts:
+    """What answered at --address: `trouble` is why nothing did; `ray` is its version, "" where the port does
+    not tell; `wants_token` whether it asks for one.
+    """
+
+    address: str
+    trouble: str = ""
+    seconds: float = 0.0
+    ray: str = ""
+    wants_token: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU: its name, memory and compute capability (8.0: Ampere)."""
+
+    name: str
+    memory_bytes: int
+    capability: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is looked at; None where the system does not tell. `health`: Ray's health-check settings of
+    this process's environment, by their names; `ours` those that a Ray of our own gets.
+    """
+
+    python: str
+    versions: Mapping[str, str | None]
+    auth: AuthFacts
+    health: Mapping[str, str]
+    ours: Mapping[str, str]
+    cluster: ClusterFacts | None
+    storage: StorageFacts
+    shm_bytes: int | None
+    open_files: int | None
+    cpus: float
+    cores: int
+    memory_bytes: int | None
+    gpus: Sequence[Gpu]
+    cpu_bfloat16: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One line: `value` is what was found, `limit` what it is measured by, `advice` what to set and why, ""
+    where nothing is to be done.
+    """
+
+    name: str
+    state: State
+    value: str
+    limit: str = ""
+    advice: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def diagnose(facts: Facts) -> tuple[Check, ...]:
+    """A verdict for each fact, in a fixed order."""
+    return (
+        *_versions(facts),
+        _auth(facts),
+        _health(facts),
+        *(_cluster(facts.cluster, facts) if facts.cluster else ()),
+        *_storage(facts.storage),
+        *_machine(facts),
+    )
+
+
+def worst(checks: Sequence[Check]) -> State:
+    """The worst state of all."""
+    states = {check.state for check in checks}
+    return "bad" if "bad" in states else "warn" if "warn" in states else "ok"
+
+
+# ------------------------------------------------------------ software
+def _versions(facts: Facts) -> Iterator[Check]:
+    good = SpecifierSet(PYTHON).contains(facts.python, prereleases=True)
+    yield Check(
+        name="python",
+        state="ok" if good else "bad",
+        value=facts.python,
+        limit=PYTHON,
+        advice="" if good else "make the environment with a newer Python",
+    )
+    for name, (needed, tested) in VERSIONS.items():
+        found = facts.versions.get(name)
+        limit = f"{needed}, tested with {tested}" if needed else f"tested with {tested}"
+        if found is None or not SpecifierSet(needed).contains(found, prereleases=True):
+            install = f'pip install "{name}{needed}"' if needed else f"pip install {name}=={tested}"
+            advice = f"{install} in this environment, on all nodes"
+            yield Check(name=name, state="bad", value=found or "not installed", limit=limit, advice=advice)
+            continue
+        same = found.partition("+")[0] == tested
+        advice = f"no test ran with it; {name}=={tested} is the one that was tested"
+        yield Check(
+            name=name,
+            state="ok" if same else "warn",
+            value=found,
+            limit=limit,
+            advice="" if same else advice,
+        )
+
+
+# ------------------------------------------------------------ Ray
+def _auth(facts: Facts) -> Check:
+    auth, name = facts.auth, "ray token"
+    if auth.mode.lower() == "token":
+        if not auth.token or auth.trouble:
+            advice = (
+                "put the cluster's token into ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH: "
+                "without it no cluster takes this machine in"
+            )
+            value = f"RAY_AUTH_MODE=token, {auth.trouble or 'no token'}"
+            return Check(name=name, state="bad", value=value, limit="a token", advice=advice)
+        return _open_token(auth, Check(name=name, state="ok", value=f"RAY_AUTH_MODE=token, {auth.token}"))
+    if not auth.mode and auth.is_default:
+        advice = (
+            "a `ray start` here asks for this token (any local Ray leaves one behind); export "
+            "RAY_AUTH_MODE=token before you submit or join by HOST:6379, with the same file on all nodes, or "
+            "RAY_AUTH_MODE=disabled on all of them"
+        )
+        value = f"RAY_AUTH_MODE is not set, {auth.token} is there"
+        return _open_token(auth, Check(name=name, state="warn", value=value, advice=advice))
+    value = f"RAY_AUTH_MODE={auth.mode}" if auth.mode else "RAY_AUTH_MODE is not set, no token"
+    return Check(name=name, state="ok", value=value)
+
+
+def _open_token(auth: AuthFacts, check: Check) -> Check:
+    """A token that others can read is worth a warning of its own."""
+    if auth.file_mode is None or not auth.file_mode & 0o077:
+        return check
+    return Check(
+        name=check.name,
+        state="warn",
+        value=f"{check.value}, mode {auth.file_mode:04o}",
+        limit="0600",
+        advice="; ".join(
+            [
+                f"chmod 600 {auth.token}: whoever reads it can run anything on the cluster",
+                *filter(None, [check.advice]),
+            ]
+        ),
+    )
+
+
+def _health(facts: Facts) -> Check:
+    """A node that is cut off is dead to Ray when so many checks in a row have had no answer in time."""
+    period, timeout, failures = (_number(facts.health.get(name, "")) for name in facts.ours)
+    # what Ray 2.60 takes where nothing is set
+    seconds = ((period or 3000) + (timeout or 10_000)) * (failures or 5) / 1000
+    limit = f"at most {DEAD_NODE_S:.0f} s"
+    value = f"a node started from here and then cut off is dead after up to {seconds:.0f} s"
+    if seconds <= DEAD_NODE_S:
+        return Check(name="ray health", state="ok", value=value, limit=limit)
+    if facts.cluster is None and not facts.health:
+        own = f"as Ray has them (up to {seconds:.0f} s); a Ray that `train` starts gets its own"
+        return Check(name="ray health", state="ok", value=own)
+    settings = " ".join(f"{name}={value}" for name, value in facts.ours.items())
+    advice = (
+        f"before `ray start`, on every node: export {settings} (a Ray that `train` starts has these values)"
+    )
+    return Check(name="ray health", state="warn", value=value, limit=limit, advice=advice)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def _cluster(found: ClusterFacts, facts: Facts) -> Iterator[Check]:
+    if found.trouble:
+        advice = (
+            "start the head (`ray start --head`; with `--dashboard-host 0.0.0.0` it takes jobs from other "
+            "machines), or correct the address: HOST:6379 to join, http://HOST:8265 to submit"
+        )
+        yield Check(
+            name="cluster",
+            state="bad",
+            value=f"{found.address}: {found.trouble}",
+            limit="answers",
+            advice=advice,
+        )
+        return
+    value = f"{found.address} answers in {found.seconds * 1000:.0f} ms"
+    if found.wants_token and facts.auth.mode.lower() != "token":
+        advice = "export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token"
+        value = f"{value}, asks for a token"
+        yield Check(name="cluster", state="bad", value=value, limit="takes this machine in", advice=advice)
+        return
+    mine = facts.versions.get("ray") or "none"
+    if found.ray and found.ray != mine:
+        advice = f"install ray=={found.ray} here, or {mine} there: Ray takes no other version in"
+        value = f"{value}, Ray {found.ray}"
+        yield Check(name="cluster", state="bad", value=value, limit=f"Ray {mine}", advice=advice)
+        return
+    yield Check(name="cluster", state="ok", value=f"{value}{f', Ray {found.ray}' if found.ray else ''}")
+
+
+# ------------------------------------------------------------ storage
+def _storage(found: StorageFacts) -> Iterator[Check]:
+    if found.trouble:
+        advice = "correct its rights or the path, or take another run.storage"
+        value = f"{found.folder}: {found.trouble}"
+        yield Check(name="storage", state="bad", value=value, limit="writable", advice=advice)
+        return
+    volatile = found.kind in ("tmpfs", "ramfs")
+    yield Check(
+        name="storage",
+        state="warn" if volatile else "ok",
+        value=f"{found.folder} can be written ({found.kind or 'unknown file system'})",
+        limit="survives a restart of the machine" if volatile else "writable",
+        advice="it lies in memory: take a folder on a disk or a shared file system" if volatile else "",
+    )
+    why = "two launches could work on one run and spoil it; take another file system for run.storage"
+    yield Check(
+        name="exclusive create",
+        state="bad" if not found.exclusive else "ok" if found.hard_links else "warn",
+        value=("one of 8 created it" if found.exclusive else "several created one name")
+        + ("" if found.hard_links else ", without hard links"),
+        limit="exactly one",
+        advice=why
+        if not found.exclusive
+        else ""
+        if found.hard_links
+        else "claims are safe; a crash in the middle of one leaves a torn file, which counts as taken",
+    )
+    yield Check(
+        name="growing file",
+        state="ok" if found.grows else "bad",
+        value="another open sees it grow" if found.grows else "another open does not see what is appended",
+        limit="seen after fsync",
+        advice=""
+        if found.grows
+        else "signs of life are read so: a start would take a run that is alive for dead; mount it without "
+        "caching of attributes and data, or take another file system",
+    )
+    yield _measured(
+        "fsync",
+        found.fsync_s,
+        FSYNC_S,
+        lambda value: f"{value * 1000:.1f} ms",
+        "every claim, journal flush and file of a point waits for it: take a faster disk",
+        high_is_bad=True,
+    )
+    yield _measured(
+        "free disk",
+        found.free_bytes,
+        FREE_BYTES,
+        _gib,
+        "a point takes 12 bytes per parameter, and (resume.keep_latest + 1) of them lie there: make room, or "
+        "take another run.storage",
+    )
+    ahead = abs(found.skew_s) > SKEW_S
+    yield Check(
+        name="clock",
+        state="warn" if ahead else "ok",
+        value=f"storage is {found.skew_s:+.1f} s from this machine",
+        limit=f"within {SKEW_S:g} s",
+        advice="run an NTP service on all machines: nothing is decided by clocks, but times in the journal "
+        "and ages in `status` are wrong by that much"
+        if ahead
+        else "",
+    )
+
+
+# ------------------------------------------------------------ the machine
+def _machine(facts: Facts) -> Iterator[Check]:
+    if facts.shm_bytes is not None:
+        advice = "make it larger (in a container: --shm-size=1g): Ray's object store lies there"
+        yield _measured("shared memory", facts.shm_bytes, SHM_BYTES, _gib, advice)
+    if facts.open_files is not None:
+        advice = (
+            "ulimit -n 65536 before `ray start` and `train`: Ray holds a socket for each process of its own"
+        )
+        yield _measured("open files", facts.open_files, OPEN_FILES, lambda value: f"{value:.0f}", advice)
+    share = facts.cpus < 2
+    yield Check(
+        name="cpus",
+        state="warn" if share else "ok",
+        value=f"{facts.cpus:g} of {facts.cores} cores",
+        limit="at least 2",
+        advice="raise the container's CPU limit: worker, tokenizers and Ray share one core" if share else "",
+    )
+    if facts.memory_bytes is not None:
+        advice = (
+            "a worker takes 1 GiB and its state, the feed 1.9 GiB (data.num_tokenizers=2): raise the limit"
+        )
+        yield _measured("memory", facts.memory_bytes, MEMORY_BYTES, _gib, advice)
+    yield _accelerators(facts)
+
+
+def _accelerators(facts: Facts) -> Check:
+    if not facts.gpus:
+        with_bf16 = "computes" if facts.cpu_bfloat16 else "does not compute"
+        advice = (
+            ""
+            if facts.cpu_bfloat16
+            else "stay with train.precision=float32 here: bf16 is emulated, and slower"
+        )
+        return Check(name="gpus", state="ok", value=f"none; this CPU {with_bf16} in bfloat16", advice=advice)
+    names = ", ".join(sorted({f"{gpu.name} ({_gib(gpu.memory_bytes)})" for gpu in facts.gpus}))
+    value = f"{len(facts.gpus)}: {names}"
+    if (facts.versions.get("torch") or "").endswith("+cpu"):
+        advice = "this torch is built without CUDA: install one that has it, or keep cluster.use_gpu=false"
+        return Check(name="gpus", state="warn", value=value, limit="torch with CUDA", advice=advice)
+    if min(gpu.capability for gpu in facts.gpus) < 8.0:
+        advice = "these have no bfloat16: stay with train.precision=float32"
+        return Check(name="gpus", state="warn", value=value, limit="compute capability 8.0", advice=advice)
+    advice = "set cluster.use_gpu=true and train.precision=bf16 to use them"
+    return Check(name="gpus", state="ok", value=f"{value}, with bfloat16", advice=advice)
+
+
+def _measured(
+    name: str,
+    value: float,
+    limits: tuple[float, float],
+    text: Callable[[float], str],
+    advice: str,
+    high_is_bad: bool = False,
+) -> Check:
+    """A figure with a limit that makes it bad and one that makes it a warning; the limit shown is the one
+    that is broken, or the second.
+    """
+    sign = -1 if high_is_bad else 1
+    bad, warn = (sign * value < sign * limit for limit in limits)
+    limit = limits[0] if bad else limits[1]
+    return Check(
+        name=name,
+        state="bad" if bad else "warn" if warn else "ok",
+        value=text(value),
+        limit=f"{'at most' if high_is_bad else 'at least'} {text(limit)}",
+        advice=advice if bad or warn else "",
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,176 @@
+"""Finds what `launch.doctor` judges, within two seconds on a healthy machine: it starts no Ray, loads no
+torch, and leaves nothing in the storage that it tries.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+from orchestrator.cluster import machine, ray_environment
+from orchestrator.cluster.connection import HEALTH_CHECKS
+from orchestrator.elastic.asked import Asked
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.launch.doctor import (
+    VERSIONS,
+    AuthFacts,
+    ClusterFacts,
+    Facts,
+    Gpu,
+    StorageFacts,
+)
+from orchestrator.storage.files import Storage
+
+STORAGE_S = 10.0  # how long storage is waited for
+_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+_GPUS_S = 5.0
+_CREATORS = 8
+
+
+def collect(storage: str, address: str | None) -> Facts:
+    """The facts of this machine, of the folder that would hold runs, and of a cluster's address."""
+    with ThreadPoolExecutor(thread_name_prefix="doctor") as threads:  # each waits for something else
+        gpus = threads.submit(_gpus)
+        cluster = threads.submit(_cluster, address) if address else None
+        stored = look_at_storage(storage)
+        mode, token, is_default, file_mode, trouble = ray_environment.auth(os.environ, Path.home())
+        return Facts(
+            python=platform.python_version(),
+            versions={name: _version(name) for name in VERSIONS},
+            auth=AuthFacts(
+                mode=mode, token=token, is_default=is_default, file_mode=file_mode, trouble=trouble
+            ),
+            health=ray_environment.health_checks(os.environ),
+            ours=HEALTH_CHECKS,
+            cluster=cluster.result() if cluster else None,
+            storage=stored,
+            shm_bytes=machine.shared_memory_bytes(),
+            open_files=machine.open_file_limit(),
+            cpus=machine.cpu_limit(),
+            cores=os.cpu_count() or 1,
+            memory_bytes=machine.memory_bytes(),
+            gpus=gpus.result(),
+            cpu_bfloat16=_cpu_bfloat16(),
+        )
+
+
+def look_at_storage(folder: str, make: Callable[[str], Storage] = Storage) -> StorageFacts:
+    """Tries a folder in one of its own, which it removes. One that does not exist is tried where it would be
+    made. Storage that hangs is given up after `STORAGE_S`.
+    """
+    asked = Asked(lambda: _try_storage(folder, make))
+    asked.ask()
+    try:
+        found = asked.answer(STORAGE_S)
+    except (OrchestratorError, OSError) as error:
+        return StorageFacts(folder=folder, trouble=str(error))
+    return found or StorageFacts(folder=folder, trouble=f"it has not answered for {STORAGE_S:.0f} s")
+
+
+def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts:
+    if "://" in folder:
+        raise ConfigError("it is a URI, this version stores runs in local or shared folders only")
+    parent = Path(os.path.abspath(os.path.expanduser(folder)))
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent} is no folder")
+    tried = parent / f".doctor-{secrets.token_hex(4)}"
+    tried.mkdir()
+    try:
+        return _tried(folder, tried, make(str(tried)))
+    finally:
+        for file in tried.iterdir():
+            file.unlink()
+        tried.rmdir()
+
+
+def _tried(folder: str, tried: Path, storage: Storage) -> StorageFacts:
+    began = time.monotonic()
+    storage.write("written", b"x" * 4096)
+    storage.sync("")
+    fsync_s = time.monotonic() - began
+    with ThreadPoolExecutor(_CREATORS) as threads:
+        created = list(threads.map(lambda text: storage.create("claim", text), [b"%d" % n for n in range(8)]))
+    before = time.time()
+    with (tried / "touched").open("wb") as file:
+        file.write(b"x")
+    after, touched = time.time(), (tried / "touched").stat().st_mtime
+    return StorageFacts(
+        folder=folder,
+        kind=machine.file_system(str(tried)),
+        exclusive=sum(created) == 1 and not storage.create("claim", b"later"),
+        hard_links=_has_hard_links(tried),
+        grows=_grows(storage, tried / "growing"),
+        fsync_s=fsync_s,
+        # a file's time may be coarser than the clock, so a little before is no skew
+        skew_s=min(0.0, touched - before) + max(0.0, touched - after),
+        free_bytes=machine.free_disk_bytes(str(tried)),
+    )
+
+
+def _has_hard_links(tried: Path) -> bool:
+    try:
+        os.link(tried / "written", tried / "linked")
+    except OSError:
+        return False
+    return True
+
+
+def _grows(storage: Storage, path: Path) -> bool:
+    handle = storage.append(path.name)
+    try:
+        handle.write(b"1")
+        handle.sync()
+        with path.open("rb", buffering=0) as seen:
+            first = seen.read()
+            handle.write(b"2")
+            handle.sync()
+            return (first, seen.read(), storage.read(path.name)) == (b"1", b"2", b"12")
+    finally:
+        handle.close()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cluster(address: str) -> ClusterFacts:
+    trouble, seconds, version, wants = ray_environment.ask(address)
+    return ClusterFacts(address=address, trouble=trouble, seconds=seconds, ray=version, wants_token=wants)
+
+
+def _gpus() -> Sequence[Gpu]:
+    """As NVIDIA's driver has them; none where there is none."""
+    try:
+        found = subprocess.run(  # noqa: S603  a constant
+            _GPUS, capture_output=True, text=True, timeout=_GPUS_S, check=True
+        )
+        rows = [line.rsplit(", ", 2) for line in found.stdout.splitlines() if line.strip()]
+        return [
+            Gpu(name=name, memory_bytes=int(memory) << 20, capability=float(capability))
+            for name, memory, capability in rows
+        ]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _cpu_bfloat16() -> bool:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = {
+        word for line in text.splitlines() if line.startswith(("flags", "Features")) for word in line.split()
+    }
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,199 @@
+"""Weights-only copies beside the points while a run trains (`resume.export_every`): `exports/<point>/`.
+
+They are made from committed files, by a process of its own that the launch's driver starts (under torchrun:
+rank 0), so that no step waits and a failure ends nothing. It decides by the names in storage alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_outline
+from orchestrator.resume.export import write_export
+from orchestrator.resume.export_files import EXPORTS, find_exports
+from orchestrator.resume.points import newest_first, parse_point_name
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+
+LOOK_EVERY_S = 1.0
+_REFUSED = 3  # how the process of an export ends where the last line says why
+LAST_LIMIT_S = 600.0  # how long the end of a launch waits for an export that is under way
+
+
+@contextmanager
+def exporting(store: RunStore, attempt: int, every: int | None, say: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, every `every`-th point that is committed is exported; None: none is. `say` hears
+    of what could not be. Leaving the block waits for what is under way, at most `LAST_LIMIT_S`; an exception,
+    for nothing.
+    """
+    if every is None:
+        yield
+        return
+    exports = Exports(store, attempt, every, say)
+    thread = threading.Thread(target=exports.run, name="exports", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        exports.cut_off()
+        raise
+    exports.over.set()
+    thread.join(LAST_LIMIT_S)
+    if thread.is_alive():
+        exports.cut_off()
+        say(
+            f"warning: the last export was not done within {LAST_LIMIT_S:.0f} s and is left incomplete; "
+            "`orchestrator export` makes it by hand"
+        )
+
+
+def due(committed: Sequence[str], every: int, since: int) -> tuple[list[str], int]:
+    """Which of newly committed points, oldest first, are exported, and how many have come since the last one
+    that is; `since` had come before.
+    """
+    chosen = []
+    for name in committed:
+        since += 1
+        if since >= every:
+            chosen.append(name)
+            since = 0
+    return chosen, since
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """The points that are known, and how many of them were committed after the newest that is exported."""
+
+    points: set[str]
+    since: int
+
+
+class Exports:
+    """The exports of one launch. `run` is a thread's; `over`: look once more, and end."""
+
+    def __init__(self, store: RunStore, attempt: int, every: int, say: Callable[[str], None]) -> None:
+        self._store, self._attempt, self._every, self._say = store, attempt, every, say
+        self._process: subprocess.Popen[str] | None = None
+        self._cut_off = False
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Looks for new points until the launch is over. Whatever goes wrong is said, never raised."""
+        seen: _Seen | None = None
+        try:
+            while True:
+                last = self.over.wait(LOOK_EVERY_S)
+                with suppress(StorageError):  # the next look may work
+                    seen = self._look(seen if seen is not None else self._begin())
+                if last or self._cut_off:
+                    return
+        except Exception as error:  # noqa: BLE001  nobody awaits the thread, and training must go on
+            reason = f"{type(error).__name__}: {error}"
+            self._say(f"warning: no more points of this launch are exported: {reason}")
+
+    def cut_off(self) -> None:
+        """Ends what is under way; what it has written is incomplete, and made again by the next launch."""
+        self._cut_off = True
+        self.over.set()
+        if self._process is not None:
+            self._process.kill()
+
+    # ------------------------------------------------------------------------------------------------ inside
+    def _begin(self) -> _Seen:
+        """What was there before this launch. What an older one left incomplete is made again, or taken away
+        where its point is gone.
+        """
+        storage, there = self._store.storage, self._store.point_names()
+        for name in find_exports(storage)[1]:
+            storage.delete_folder(f"{EXPORTS}/{name}")
+            if name in there and not self._cut_off:
+                self._export(name)
+        whole, _ = find_exports(storage)
+        events = read_outline(storage).events
+        names = {event.fields["point"] for event in events if event.kind == EventKind.POINT_COMMITTED}
+        older = {name for name in (*names, *there) if self._is_older(name)}
+        order = newest_first({*older, *whole})
+        return _Seen(points=older, since=order.index(whole[-1]) if whole else len(order))
+
+    def _is_older(self, point: str) -> bool:
+        key = parse_point_name(point)
+        return key is not None and key.attempt < self._attempt
+
+    def _look(self, seen: _Seen) -> _Seen:
+        there = self._store.point_names()
+        chosen, since = due([name for name in there if name not in seen.points], self._every, seen.since)
+        for name in chosen:
+            if not self._cut_off:
+                self._export(name)
+        return _Seen(points=seen.points | {*there}, since=since)
+
+    def _export(self, name: str) -> None:
+        began = time.monotonic()
+        if problem := self._in_a_process(name):
+            if not self._cut_off:
+                self._say(f"warning: {name} is not exported: {problem}. Training goes on")
+            return
+        self._say(f"exported {EXPORTS}/{name} in {time.monotonic() - began:.1f} s")
+
+    def _in_a_process(self, name: str) -> str:
+        """Why the export failed; empty if it did not."""
+        # it finds what this process finds, and what lies in the current folder
+        places = [*(path for path in sys.path if path), os.getcwd()]
+        self._process = subprocess.Popen(  # noqa: S603  this Python, and a module of ours
+            [sys.executable, "-P", "-m", "orchestrator.launch.exports"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        )
+        process = self._process
+        assert process.stdin is not None, "there is a pipe"
+        try:
+            # left open: that it closes is how the process hears that nobody waits for it any more
+            process.stdin.write(json.dumps({"storage": self._store.storage.root, "point": name}) + "\n")
+            process.stdin.flush()
+            assert process.stdout is not None, "there is a pipe"
+            said = process.stdout.read()
+            code = process.wait()
+        except OSError as error:
+            return f"its process ended at once: {error}"
+        finally:
+            process.stdin.close()
+            process.wait()
+        if code == 0:
+            return ""
+        last = said.strip().rpartition("\n")[2]
+        return str(json.loads(last)) if code == _REFUSED else f"its process ended with {code}: {last}"
+
+
+def _main() -> None:
+    """The process of one export: a task as a line on stdin, the reason of a failure as the last on stdout."""
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = RunStore(Storage(task["storage"]))
+    try:
+        write_export(store, task["point"], store.storage, f"{EXPORTS}/{task['point']}")
+    except OrchestratorError as error:
+        sys.stdout.write("\n" + json.dumps(str(error)) + "\n")
+        sys.exit(_REFUSED)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1 << 10):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()

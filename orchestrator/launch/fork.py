@@ -1,0 +1,204 @@
+"""Making a new run of another one's resume point, without training: what it begins with, and the claim that
+takes the point over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestrator.config.schema import in_todays_fields, nested, parse_config
+from orchestrator.coordinator.attempt import Attempt, require_journals, survey
+from orchestrator.coordinator.forking import describe, found_run, take_over
+from orchestrator.errors import BusyError, RefusedError
+from orchestrator.history.claim_files import FORK
+from orchestrator.history.claims import ClaimParent, ForkedFrom
+from orchestrator.launch import start as starting
+from orchestrator.launch.rewind import end_at_once
+from orchestrator.launch.which_point import Found, Wanted, find, place
+from orchestrator.resume.points import Point
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForkPlan:
+    """What a fork begins with; tokens are positions, as in the cursor.
+
+    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
+    `damages` are why newer points were passed over. `stands_there`: the fork exists already, so that nothing
+    is to be done. `done`: it exists now.
+    """
+
+    run: str
+    fork: str
+    wanted: str
+    point: str
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    steps_before: int
+    tokens_before: int
+    weights_digest: str
+    bytes: int
+    damages: tuple[str, ...]
+    stands_there: bool
+    done: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `fork --json`."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people: what it begins with, what is done to the run, and how to go on."""
+        before = ""
+        if self.steps_before or self.tokens_before:
+            before = f", {self.steps_before:,} steps ({self.tokens_before:,} tokens) before {self.wanted}"
+        lines = [
+            f"{self.fork}: a run of its own that begins with {self.point} of {self.run}{before}",
+            f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
+        ]
+        lines += [f"  passed over: {damage}" for damage in self.damages]
+        if self.stands_there:
+            return [*lines, "  it exists already: nothing is to be done"]
+        storage, name = os.path.split(self.fork)
+        return [
+            *lines,
+            f"  {self.run} stays as it is; its point is pinned there",
+            f"  `orchestrator train CONFIG run.name={name} run.storage={storage or '.'}` trains it on",
+        ]
+
+
+def fork(
+    store: RunStore,
+    new_uri: str,
+    wanted: Wanted,
+    by: str,
+    agree: Callable[[ForkPlan], bool],
+    say: Callable[[str], None] = lambda text: None,
+    run: str = "",
+) -> ForkPlan:
+    """Shows `agree` what the fork at `new_uri` would begin with, and makes it if that says yes. Returns the
+    plan, with what became of it.
+
+    The run itself is only read, but for the pin on its point, so that a launch may work on it meanwhile.
+    After a kill the same command goes on, and so does a start of the fork, once its run.json is there.
+    Raises `RefusedError` if there is another run at `new_uri`, and for what the history does not have,
+    `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work on the fork.
+    """
+    folder = os.path.abspath(os.path.expanduser(new_uri))
+    new = RunStore(store.storage.beside(folder))
+    seen = survey(store)
+    require_journals(store, seen)
+    own = [name for name in seen.committed if not store.is_foreign(name)]
+    found = find(store, seen, wanted, own)
+    origin = describe(store, found.point.name)
+    config = _config(found.point, folder)
+    there = _there(new, origin, wanted)
+    stands_there = there is not None and bool(new.parents()[0])
+    plan = fork_plan(run or store.storage.root, new_uri, found, wanted, origin, stands_there)
+    if not agree(plan):
+        return plan
+    if not stands_there:
+        carry_out(new, origin, config, by, say)
+    return replace(plan, done=True)
+
+
+def fork_plan(
+    run: str, new_uri: str, found: Found, wanted: Wanted, origin: ForkedFrom, stands_there: bool
+) -> ForkPlan:
+    """The plan of a fork that begins with `found`."""
+    at = place(found.point)
+    return ForkPlan(
+        run=run,
+        fork=new_uri,
+        wanted=str(wanted),
+        point=found.point.name,
+        step=at.step,
+        consumed_samples=at.samples,
+        consumed_tokens=at.tokens,
+        steps_before=found.steps_before,
+        tokens_before=found.tokens_before,
+        weights_digest=origin.weights_digest,
+        bytes=found.point.num_bytes,
+        damages=tuple(map(str, found.damages)),
+        stands_there=stands_there,
+    )
+
+
+def carry_out(
+    new: RunStore,
+    origin: ForkedFrom,
+    config: dict[str, Any],
+    by: str,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Makes the fork, or what is missing of it: run.json, and an attempt that takes the point over and ends.
+    Raises as `fork` does.
+    """
+    run = starting.find_run(new)
+    newest = 0 if run is None else starting.refuse_busy(new, say)
+    if run is None:
+        run = found_run(new, config["run.name"], origin, by)
+    take_over_and_end(new, run, newest, config, by)
+
+
+def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[str, Any], by: str) -> None:
+    """Claims the attempt after `newest` for a fork that has taken nothing over yet. Its history begins as
+    soon as the parent file is durable; a kill before that leaves it to the next start.
+    """
+    with starting.claiming(store, run.id, newest + 1, FORK) as claim:
+        if survey(store).lineage.attempt is not None:
+            raise BusyError(f"{store.storage.root}: another start has just made this fork; look at it first")
+        point, origin = take_over(store, run, claim.number)
+        parent = ClaimParent(
+            attempt=claim.number,
+            parent=point.key,
+            inherited=(point.name,),
+            budgets=origin.budgets,
+            encoders=origin.encoders,
+            origin=origin,
+        )
+        store.write_parent(parent)
+        attempt = Attempt(
+            number=claim.number,
+            launch=claim.launch,
+            why=claim.why,
+            point=point,
+            inherited=parent.inherited,
+            step_label=point.key.step,
+            budgets=origin.budgets,
+            encoders=origin.encoders,
+            run_id=run.id,
+            forked_from=origin.forked_from,
+        )
+        reason = f"forked from {origin.forked_from.run} at {origin.forked_from.point} by {by}"
+        end_at_once(store, attempt, run, config, reason)
+
+
+def _config(point: Point, folder: str) -> dict[str, Any]:
+    """The point's configuration under the fork's name. Raises `ConfigError` for a name that cannot be one."""
+    flat = in_todays_fields(point.config)
+    storage, name = os.path.split(folder)
+    job = parse_config(nested({**flat, "run.name": name, "run.storage": storage, "resume.from": "latest"}))
+    starting.check_writable(starting.run_folder(job))
+    return job.flat()
+
+
+def _there(new: RunStore, origin: ForkedFrom, wanted: Wanted) -> RunFile | None:
+    """The fork, if it was begun before. Raises `RefusedError` for any other run."""
+    run = starting.find_run(new)
+    if run is None or run.forked_from == origin:
+        return run
+    root, was = new.storage.root, run.forked_from
+    if was is not None and (was.run, was.run_id) == (origin.run, origin.run_id):
+        raise RefusedError(
+            f"{root} is a fork of {was.run} already, at {was.point}, and {wanted} is {origin.point} now; "
+            f"nothing is changed. Finish that one with --at {was.point}, or take another name"
+        )
+    raise RefusedError(
+        f"{root}: there is a run already, which is no fork of {origin.run}; nothing is changed. Take another "
+        "name"
+    )

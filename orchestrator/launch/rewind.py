@@ -1,0 +1,243 @@
+"""Going back to an older resume point without training: what that sets aside, and the claim that does it.
+
+A rewind is an attempt whose parent is the older point, as `train resume.from=POINT` makes it; this one ends
+at once, so that the next start continues from there. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from orchestrator.config.schema import in_todays_fields, nested, parse_config
+from orchestrator.coordinator.attempt import (
+    Attempt,
+    Survey,
+    note_beginning,
+    require_journals,
+    survey,
+    up_to,
+    write_down_end,
+)
+from orchestrator.coordinator.forking import point_info
+from orchestrator.errors import RefusedError
+from orchestrator.history.claim_files import REWIND
+from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.request_files import asker
+from orchestrator.launch import start as starting
+from orchestrator.launch.which_point import Found, Wanted, find, place
+from orchestrator.planning.schedule import budgets_for
+from orchestrator.resume.points import Point
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+END_WRITTEN_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewindPlan:
+    """What a rewind goes back to, and what leaves the history by it; tokens are positions, as in the cursor.
+
+    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
+    `orphans` are the points that leave the history: they are kept, and `points --prune` deletes them.
+    `damages` are why newer points were passed over. `attempt` is the newest attempt that it was made from.
+    `stands_there`: the run ends at the point already, so that nothing is to be done. `done`: the run is
+    rewound, or was before.
+    """
+
+    run: str
+    attempt: int
+    wanted: str
+    point: str
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    steps_before: int
+    tokens_before: int
+    steps_aside: int
+    first_step_aside: int | None
+    last_step_aside: int | None
+    tokens_aside: int
+    orphans: tuple[str, ...]
+    damages: tuple[str, ...]
+    stands_there: bool
+    done: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `rewind --json`."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people: where it goes back to, what that sets aside, and how to go on."""
+        before = ""
+        if self.steps_before or self.tokens_before:
+            steps = _count(self.steps_before, "step")
+            before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
+        lines = [
+            f"{self.run}: back to {self.point}{before}",
+            f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
+        ]
+        lines += [f"  passed over: {damage}" for damage in self.damages]
+        if self.stands_there:
+            return [*lines, "  the run stands there already: nothing is to be done"]
+        if self.steps_aside:
+            steps = _count(self.steps_aside, "step")
+            span = f"{self.first_step_aside:,} to {self.last_step_aside:,}"
+            lines.append(f"  sets aside {steps}, {span} ({self.tokens_aside:,} tokens)")
+        else:
+            lines.append("  sets aside no step")
+        lines += [f"  leaves the history, and is kept: {name}" for name in self.orphans]
+        if self.orphans:
+            lines.append(f"  `orchestrator points {self.run} --prune` deletes what is off the history")
+        return [*lines, "  afterwards the command that trained the run continues it from there"]
+
+    def sets_aside(self) -> tuple[object, ...]:
+        """What must be the same when it is carried out as when somebody agreed to it."""
+        return self.point, self.steps_aside, self.last_step_aside, self.tokens_aside, self.orphans
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: bool) -> RewindPlan:
+    """What going back to `found` sets aside of the history `seen`; `ended`: whether the newest attempt said
+    its end.
+    """
+    point = found.point
+    aside = [record for record in seen.lineage.records if record.key > point.key]
+    there = (*seen.points, *seen.lost)
+    orphans = tuple(name for name in there if name not in up_to(there, point))
+    newest = seen.lineage.attempts[-1] if seen.lineage.attempts else None
+    begun = {start.attempt for start in seen.journal.generations}
+    at_point = newest is not None and newest.parent == point.key and newest.attempt not in begun
+    tokens = place(point).tokens
+    return RewindPlan(
+        run=run,
+        attempt=seen.lineage.attempt or 0,
+        wanted=str(wanted),
+        point=point.name,
+        step=point.key.step,
+        consumed_samples=place(point).samples,
+        consumed_tokens=tokens,
+        steps_before=found.steps_before,
+        tokens_before=found.tokens_before,
+        steps_aside=len(aside),
+        first_step_aside=aside[0].step if aside else None,
+        last_step_aside=aside[-1].step if aside else None,
+        tokens_aside=aside[-1].consumed_tokens - tokens if aside else 0,
+        orphans=orphans,
+        damages=tuple(map(str, found.damages)),
+        stands_there=at_point and ended and not aside and not orphans,
+    )
+
+
+def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
+    """The plan for a run as it lies in storage. Raises as `which_point.find` does."""
+    seen = survey(store)
+    require_journals(store, seen)
+    found = find(store, seen, wanted)
+    newest = store.newest_claim()
+    ended = newest is not None and store.read_end(newest.number) is not None
+    return rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+
+
+def rewind(
+    store: RunStore,
+    wanted: Wanted,
+    by: str,
+    agree: Callable[[RewindPlan], bool],
+    say: Callable[[str], None] = lambda text: None,
+    run: str = "",
+) -> RewindPlan:
+    """Shows `agree` what a rewind would do, and does it if that says yes. Returns the plan, with what became
+    of it.
+
+    Raises `BusyError` while a launch works on the run (watched as by a start, at most 10 s where an attempt
+    did not say its end), `RefusedError` and `ResumePointError` as `which_point.find` does, and `RefusedError`
+    if the run has moved on since `agree` heard of it.
+    """
+    with starting.watching(store, say) as watched:
+        plan = look(store, wanted, run)
+        newest = watched()
+        again = look(store, wanted, run)  # a launch that ended during the watch has trained until then
+        plan = again if again.sets_aside() != plan.sets_aside() else replace(plan, attempt=again.attempt)
+    if not agree(plan):
+        return plan
+    if not plan.stands_there:
+        carry_out(store, plan, newest, by)
+    return replace(plan, done=True)
+
+
+def carry_out(store: RunStore, plan: RewindPlan, newest: int, by: str) -> None:
+    """Claims the attempt after `newest`, on which nobody is at work any more, with the plan's point as its
+    parent, and ends it. The run is rewound as soon as the parent file is durable; a kill before that leaves
+    it as it was, and after it all that is missing is the end record. Raises as `rewind` does.
+    """
+    run = starting.find_run(store)
+    if run is None:
+        raise RefusedError(f"{store.storage.root}: there is no run (no run.json), so nothing to rewind")
+    with starting.claiming(store, run.id, newest + 1, REWIND) as claim:
+        attempt, config = _begin(store, claim, run, plan)
+        end_at_once(store, attempt, run, config, f"rewound to {plan.point} by {by}")
+
+
+def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tuple[Attempt, dict[str, Any]]:
+    """Writes what the claim inherits: the history up to the point."""
+    seen = survey(store)
+    require_journals(store, seen)
+    wanted = Wanted(point=plan.point)
+    found = find(store, seen, wanted)
+    now = rewind_plan(plan.run, seen, found, wanted, False)
+    if now.sets_aside() != plan.sets_aside():
+        raise RefusedError(
+            f"{plan.run}: the run has moved on since the plan was made: it would have set aside "
+            f"{plan.steps_aside} steps, now {now.steps_aside}; nothing is changed. Give the command again"
+        )
+    config = newest_config(seen, found.point)
+    info = point_info(store, found.point)
+    parent = ClaimParent(
+        attempt=claim.number,
+        parent=found.point.key,
+        inherited=up_to(seen.points, found.point),
+        budgets=budgets_for(parse_config(nested(config)), info.budgets, info.cursor),
+        encoders=info.encoders,
+    )
+    store.write_parent(parent)
+    return _attempt(claim, found.point, parent, run), config
+
+
+def _attempt(claim: Claim, point: Point, parent: ClaimParent, run: RunFile) -> Attempt:
+    assert parent.budgets is not None, "just computed"
+    return Attempt(
+        number=claim.number,
+        launch=claim.launch,
+        why=claim.why,
+        point=point,
+        inherited=parent.inherited,
+        step_label=point.key.step,
+        budgets=parent.budgets,
+        encoders=parent.encoders,
+        run_id=run.id,
+    )
+
+
+def end_at_once(
+    store: RunStore, attempt: Attempt, run: RunFile, config: Mapping[str, Any], reason: str
+) -> None:
+    """Journals that the attempt begins and ends, and writes its end record: it trains nothing itself."""
+    journal = JournalWriter(store.storage, attempt.number, run.name, run_id=run.id)
+    note_beginning(journal, attempt, config)
+    write_down_end(store, journal, attempt, "stopped", reason, asker(), END_WRITTEN_S)
+    journal.close()
+
+
+def newest_config(seen: Survey, point: Point) -> dict[str, Any]:
+    """The flat configuration of the newest attempt that began (where none has, the point's), in today's
+    fields: the one that the next start is compared with.
+    """
+    begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
+    return in_todays_fields(begun[-1] if begun else point.config)

@@ -1,0 +1,172 @@
+"""A run as a Ray job: what is submitted for a configuration, and that no second job works on the same run.
+
+`submission` is pure but for reading the configuration; `submit` carries it out. It knows Ray through
+`cluster.job_server` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cluster.job_server import STOP_WAIT, JobServer, JobStatus
+from orchestrator.config.schema import load_config
+from orchestrator.errors import BusyError, ConfigError
+from orchestrator.launch.start import run_folder
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+RUN_KEY = "orchestrator_run"  # in a job's metadata: the run's folder
+STOP_WAIT_S = 60
+# what no job needs of its working directory, beside what .rayignore names
+EXCLUDES = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """What is given to the job server. `run_uri` is the run's folder, as the nodes see it."""
+
+    job_id: str
+    run_uri: str
+    entrypoint: str
+    runtime_env: Mapping[str, Any]
+    metadata: Mapping[str, str]
+    entrypoint_cpus: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """A job that was submitted; the document of `submit --json`. `status` is the job server's (PENDING,
+    RUNNING, SUCCEEDED, STOPPED, FAILED), `message` its sentence, `exit_code` that of the job's command, None
+    before its end.
+    """
+
+    job: str
+    run_uri: str
+    address: str
+    status: str
+    message: str = ""
+    exit_code: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def submission(
+    config: str | Path,
+    overrides: Sequence[str],
+    *,
+    folder: str | Path,
+    token: str,
+    python: str = "python",
+    stop_wait_s: int = STOP_WAIT_S,
+    entrypoint_cpus: float = 0.0,
+) -> Submission:
+    """The job that trains `config` from a copy of `folder`; `token` tells it from other jobs of the run.
+
+    Raises `ConfigError`, before anything is submitted, for every mistake that the start would find in the
+    configuration, for a run.storage in the copy, and for files of the configuration that are not in it.
+    """
+    folder = Path(os.path.abspath(folder))
+    job = load_config(config, overrides)
+    if not os.path.isabs(job.run.storage):
+        raise ConfigError(
+            f"run.storage={job.run.storage} is relative: the run would lie in the job's copy of {folder}, "
+            "which Ray deletes; give an absolute path that all nodes see, e.g. "
+            f"run.storage={folder / 'runs'}"
+        )
+    problems = list(_not_in_the_copy(job, Path(config), folder))
+    if problems:
+        raise ConfigError(
+            "\n".join(["the job would run in a copy of this folder, which lacks what it names:", *problems])
+        )
+    run_uri = str(run_folder(job))
+    words = [*shlex.split(python), "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
+    return Submission(
+        job_id=f"{job.run.name}-{token}",
+        run_uri=run_uri,
+        entrypoint=shlex.join(words),
+        runtime_env={
+            "working_dir": str(folder),
+            "excludes": list(EXCLUDES),
+            "env_vars": {STOP_WAIT: str(stop_wait_s)},
+        },
+        metadata={RUN_KEY: run_uri},
+        entrypoint_cpus=entrypoint_cpus,
+    )
+
+
+def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str]:
+    """What the configuration names by a relative path, and `folder` does not have: the job's current folder
+    is its copy of it. Absolute paths are the nodes' own matter.
+    """
+    named = {"CONFIG": str(config), "model.pretrained": job.model.pretrained or ""}
+    named |= {f"data.sources: {source.name}": source.path for source in job.data.sources}
+    if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's
+        named["data.tokenizer"] = job.data.tokenizer
+    for what, path in named.items():
+        if not path or os.path.isabs(path):
+            continue
+        if os.path.relpath(folder / path, folder).startswith(".."):
+            yield f"  {what}: {path} lies outside of {folder}; give an absolute path that all nodes see"
+        elif not any(folder.glob(os.path.normpath(path))):
+            yield f"  {what}: {folder} has no {path}; submit from the folder that it is relative to"
+
+
+def running_job(jobs: Iterable[JobStatus], run_uri: str) -> JobStatus | None:
+    """The job that was submitted for this run and has not ended."""
+    mine = (job for job in jobs if job.metadata.get(RUN_KEY) == run_uri)
+    return next((job for job in mine if not job.is_over), None)
+
+
+def submit(made: Submission, server: JobServer) -> Submitted:
+    """Submits the job. Raises `BusyError` if a job of the cluster still works on the run, and nothing is
+    submitted then.
+
+    A launch that is no job of this cluster is not seen here: the job then finds the run's claim and ends with
+    that reason, for no run has two launches. So does one of two that are submitted at the same moment.
+    """
+    if (other := running_job(server.jobs(), made.run_uri)) is not None:
+        raise BusyError(
+            f"run {made.run_uri}: job {other.id} works on it ({other.status.lower()}), so nothing was "
+            f"submitted. Follow it (`orchestrator watch {made.run_uri}`), or stop it first, which saves "
+            f"(`orchestrator stop {made.run_uri}`); submitting again then continues the run"
+        )
+    server.submit(
+        job_id=made.job_id,
+        entrypoint=made.entrypoint,
+        runtime_env=made.runtime_env,
+        metadata=made.metadata,
+        entrypoint_cpus=made.entrypoint_cpus,
+    )
+    return submitted(made, server)
+
+
+def submitted(made: Submission, server: JobServer) -> Submitted:
+    """How the job stands now."""
+    job = server.status(made.job_id)
+    return Submitted(
+        job=made.job_id,
+        run_uri=made.run_uri,
+        address=server.address,
+        status=job.status,
+        message=job.message,
+        exit_code=job.exit_code,
+    )
+
+
+def commands(job: Submitted) -> list[str]:
+    """What to do with a submitted job, for people."""
+    return [
+        f"job {job.job} is submitted to {job.address}: it starts or continues {job.run_uri}",
+        f"  orchestrator watch {job.run_uri}     where the run stands",
+        f"  ray job logs --address {job.address} --follow {job.job}     what the job prints",
+        f"  orchestrator stop {job.run_uri}     save and stop; submitting again continues",
+        f"  ray job stop --address {job.address} {job.job}     the same, for one that does not answer",
+    ]

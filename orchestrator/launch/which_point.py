@@ -1,0 +1,182 @@
+"""Which resume point of a run is meant: one by its name, or the newest whole one at or before a step, a
+number of samples or of tokens.
+
+It reads a run and changes nothing; what is done with the point, its callers know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.coordinator.attempt import Survey
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.records import StepRecord
+from orchestrator.resume.points import Damage, Point, newest_first
+from orchestrator.resume.store import RunStore
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What was asked for: exactly one of a point's name (or `latest`), and the last step, sample or token
+    that may lie before the point.
+    """
+
+    point: str | None = None
+    step: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `RefusedError` unless exactly one is given."""
+        given = [name for name in ("point", "step", "samples", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RefusedError(
+                f"give exactly one of a point, a step, a number of samples and a number of tokens; given "
+                f"{'are ' + ', '.join(given) if given else 'is none'}"
+            )
+
+    def __str__(self) -> str:
+        if self.point is not None:
+            return self.point
+        if self.step is not None:
+            return f"step {self.step:,}"
+        return f"{self.samples:,} samples" if self.samples is not None else f"{self.tokens:,} tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """A place in a run's history."""
+
+    step: int
+    samples: int
+    tokens: int
+
+    def allows(self, wanted: Wanted) -> bool:
+        """Whether it lies at or before the wanted samples or tokens."""
+        if wanted.samples is not None:
+            return self.samples <= wanted.samples
+        return wanted.tokens is None or self.tokens <= wanted.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The point, how far before the wanted place it stands, and what was found wrong with newer ones."""
+
+    point: Point
+    steps_before: int
+    tokens_before: int
+    damages: tuple[Damage, ...]
+
+
+def place(point: Point) -> Position:
+    """Where a point stands."""
+    cursor = point.cursor
+    return Position(step=point.key.step, samples=cursor.consumed_samples, tokens=cursor.consumed_tokens)
+
+
+def _place_of(record: StepRecord) -> Position:
+    return Position(step=record.step, samples=record.consumed_samples, tokens=record.consumed_tokens)
+
+
+def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence[Point]) -> Position | None:
+    """The last place of the history that `wanted` allows, its end for one beyond that; None where a point is
+    named.
+
+    A step is a label: where attempts have labelled two steps alike (another batch size, data rule 18) it is
+    refused. Raises `RefusedError` for a place that the history does not have.
+    """
+    if wanted.point is not None:
+        return None
+    places = sorted(
+        {place.tokens: place for place in [*map(place, points), *map(_place_of, records)]}.values(),
+        key=lambda place: place.tokens,
+    )
+    if not places:
+        raise RefusedError(f"{wanted}: nothing of this run is trained yet")
+    before = [place for place in places if place.allows(wanted)]
+    alike = [place for place in places if place.step == wanted.step]
+    if len(alike) > 1:
+        tokens = " and ".join(f"{place.tokens:,}" for place in alike)
+        raise RefusedError(
+            f"{wanted} occurs {len(alike)} times in the run's history, because the batch size or seq_len "
+            f"changed: at {tokens} tokens; give --tokens instead"
+        )
+    first, last = places[0], places[-1]
+    if wanted.step is not None and not alike:
+        before = [last] if wanted.step > max(place.step for place in places) else []
+    if not before:
+        raise RefusedError(
+            f"{wanted}: the run's history goes from step {first.step:,} ({first.samples:,} samples, "
+            f"{first.tokens:,} tokens) to step {last.step:,} ({last.samples:,} samples, {last.tokens:,} "
+            "tokens); give a place in it"
+        )
+    if not alike:
+        return before[-1]
+    return alike[0]
+
+
+def find(store: RunStore, seen: Survey, wanted: Wanted, among: Sequence[str] | None = None) -> Found:
+    """The point that is meant, every digest of it read back.
+
+    `among`: the points that may be named, those of the history if not given. A named point must be whole:
+    another one is not taken in its place; by a place, and by `latest`, damaged ones are passed and reported.
+    Raises `RefusedError` for one that is not there, `ResumePointError` where none is whole.
+    """
+    history = newest_first((*seen.points, *seen.lost, *seen.foreign))
+    if wanted.point is not None and wanted.point != LATEST:
+        return _named(store, wanted.point, history if among is None else among)
+    points, damages = _readable(store, history)
+    end = wanted_place(wanted, seen.lineage.records, points) if wanted.point is None else None
+    for point in points:
+        if end is not None and place(point).tokens > end.tokens:
+            continue
+        if found := store.verify_point(point.name):
+            damages += found
+            continue
+        return Found(
+            point=point,
+            steps_before=0 if end is None else _steps_between(seen.lineage.records, point, end),
+            tokens_before=0 if end is None else end.tokens - place(point).tokens,
+            damages=tuple(damage for damage in damages if _is_newer(damage, point)),
+        )
+    listed = "; ".join(map(str, damages))
+    if damages:
+        raise ResumePointError(f"{wanted}: no resume point at or before it is whole: {listed}")
+    oldest = points[-1] if points else None
+    there = f"the oldest, {oldest.name}, stands at step {oldest.key.step}" if oldest else "it has none"
+    raise RefusedError(f"{wanted}: no resume point of the run's history lies at or before it; {there}")
+
+
+def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
+    if name not in among:
+        listed = ", ".join(sorted(among)) or "none"
+        raise RefusedError(f"{store.storage.root} has no resume point {name} there; it has: {listed}")
+    if damages := store.verify_point(name):
+        listed = "; ".join(map(str, damages))
+        raise ResumePointError(
+            f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point"
+        )
+    return Found(point=store.read_point(name), steps_before=0, tokens_before=0, damages=())
+
+
+def _readable(store: RunStore, names: Sequence[str]) -> tuple[list[Point], list[Damage]]:
+    """The points whose documents can be read, in the given order, and what is wrong with the others."""
+    points, damages = list[Point](), list[Damage]()
+    for name in names:
+        try:
+            points.append(store.read_point(name))
+        except ResumePointError:
+            damages += store.verify_point(name, fast=True)
+    return points, damages
+
+
+def _steps_between(records: Sequence[StepRecord], point: Point, end: Position) -> int:
+    begin = place(point).tokens
+    return sum(begin < record.consumed_tokens <= end.tokens for record in records)
+
+
+def _is_newer(damage: Damage, point: Point) -> bool:
+    return newest_first([damage.point, point.name])[0] == damage.point

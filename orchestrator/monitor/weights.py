@@ -1,0 +1,48 @@
+"""What is done with the weights of a run's points: which point is meant, and what is said of it. The work
+itself is `resume.export`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from orchestrator.coordinator.attempt import choose_point, survey
+from orchestrator.errors import RefusedError
+from orchestrator.resume.export import export_point
+from orchestrator.resume.store import RunStore
+
+
+def export(
+    uri: str, store: RunStore, out: str | Path, point: str | None, dtype: str | None
+) -> dict[str, Any]:
+    """The document of `export --json`. Raises `RefusedError` for a run without points and a point that it has
+    not, and as `export_point` does.
+    """
+    name = which_point(uri, store, point)
+    exported = export_point(store, name, out, dtype)
+    return {
+        "run": uri,
+        "point": name,
+        "out": os.path.abspath(os.path.expanduser(out)),
+        "dtype": exported.dtype,
+        "weights_digest": exported.weights_digest,
+        "bytes": exported.num_bytes,
+        "files": [entry.path for entry in exported.files],
+    }
+
+
+def which_point(uri: str, store: RunStore, point: str | None) -> str:
+    """The named point, also one off the history; without a name the newest healthy one on it, by sizes."""
+    if point is not None:
+        names = store.point_names()
+        if point not in names:
+            raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
+        return point
+    found, _ = choose_point(store, survey(store, with_steps=False), "latest", fast=True)
+    if found is None:
+        raise RefusedError(
+            f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one"
+        )
+    return found.name

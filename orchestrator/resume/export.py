@@ -1,0 +1,193 @@
+"""Weights of a resume point as a folder that others read: transformers' own format where transformers made
+the model, plain safetensors where a factory did.
+
+A folder is whole if it has EXPORT, which is written last. Every tensor's digest is compared as it is read;
+one tensor is in memory at a time (of an architecture that transformers saves in another cut, those that
+belong together). It needs no GPU and no Ray; for a transformers model it needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from orchestrator.config.schema import ModelConfig, in_todays_fields
+from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
+from orchestrator.data.tokens.tokenizer_files import examine
+from orchestrator.errors import RefusedError, ResumePointError, StorageError
+from orchestrator.history.claim_files import now_text
+from orchestrator.records import TensorEntry, encode
+from orchestrator.resume.export_files import FORMAT, MARKER, Exported
+from orchestrator.resume.point_tensors import PointTensors
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.tensor_files import SHARD_BYTES, Buffer, Form, Piece, write_file, write_tensors
+from orchestrator.storage.files import TEMPORARY, Storage
+from orchestrator.storage.sealed import seal
+
+RUN_CONFIG = "run_config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export_point(
+    store: RunStore, name: str, out: str | Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Writes the weights of the point `name` to the folder `out`, which must not exist, or be empty; whole or
+    not at all: it is written beside it under another name (`.OUT.tmp-…`, which a kill leaves) and then
+    renamed.
+
+    `dtype` (one of `DTYPES`) rounds floating-point numbers as torch does; without it they are as trained.
+    Raises `RefusedError` for another `dtype`, an `out` that is taken or lies in the run's folder, and a point
+    that the run has deleted meanwhile; `ResumePointError` naming the file that is damaged; `StorageError`.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RefusedError(
+            f"--dtype={dtype}: weights are exported as {', '.join(DTYPES)}, or without it as trained"
+        )
+    folder = Path(os.path.abspath(os.path.expanduser(out)))
+    _require_free(folder, Path(store.storage.root))
+    beside = folder.with_name(f".{folder.name}{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        exported = write_export(store, name, Storage(str(beside)), "", dtype, shard_bytes)
+        _require_free(folder, Path(store.storage.root))
+        os.rename(beside, folder)  # also where `out` is an empty folder
+        Storage(str(folder.parent)).sync("")
+    except OSError as error:
+        raise StorageError(f"cannot make {folder}: {error}; give another folder") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return exported
+
+
+def write_export(
+    store: RunStore,
+    name: str,
+    storage: Storage,
+    folder: str,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """New files in `folder` of `storage`, EXPORT last. Raises as `export_point`; then there is no EXPORT."""
+    try:
+        point = store.read_point(name)
+        tensors = PointTensors(store, name)
+        pieces, files = _pieces(store, point, tensors, dtype)
+        files |= _tokenizer(store)
+        written = [write_file(storage, folder, path, data) for path, data in sorted(files.items())]
+        written += write_tensors(storage, folder, pieces, shard_bytes)
+    except ResumePointError as error:
+        if name in store.point_names():
+            raise
+        raise RefusedError(
+            f"{store.storage.root}: resume point {name} is gone: the run deletes older points, as "
+            "resume.keep_latest "
+            "says; export a newer one, or keep one first with `orchestrator pin`"
+        ) from error
+    run = store.read_run()
+    exported = Exported(
+        format=FORMAT,
+        run=run.name if run else "",
+        run_id=point.commit.run_id,
+        point=name,
+        weights_digest=point.commit.weights_digest,
+        dtype=dtype or "",
+        created=now_text(),
+        files=tuple(sorted(written, key=lambda entry: entry.path)),
+    )
+    path = f"{folder}/{MARKER}" if folder else MARKER
+    if not storage.create(path, seal(encode(exported))):
+        raise StorageError(
+            f"{storage.root}/{path} exists already: another process exports the same point there"
+        )
+    return exported
+
+
+def model_of(config: Mapping[str, Any]) -> ModelConfig:
+    """`model` of a point's flat configuration."""
+    fields = {path.removeprefix("model."): v for path, v in config.items() if path.startswith("model.")}
+    return ModelConfig.model_validate_json(orjson.dumps(fields))
+
+
+# ---------------------------------------------------------------------------------------------------- inside
+def _require_free(folder: Path, run: Path) -> None:
+    if folder == run or run in folder.parents:
+        raise RefusedError(
+            f"{folder} lies in the run's folder {run}, where the run alone writes; give another folder"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RefusedError(
+            f"{folder} exists and is not empty; an export overwrites nothing: give another folder"
+        )
+
+
+def _pieces(
+    store: RunStore, point: Point, tensors: PointTensors, dtype: str | None
+) -> tuple[list[Piece], dict[str, bytes]]:
+    """What is written of the tensors, and the configuration files."""
+    own = orjson.dumps(_sections(point.config), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    config = model_of(in_todays_fields(point.config))
+    if config.factory is not None:
+        return [_plain(tensors, entry, dtype) for entry in tensors.entries], {RUN_CONFIG: own}
+    from orchestrator.trainer.saved_form import SavedForm
+
+    by_name = {entry.name: entry for entry in tensors.entries}
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
+    form = SavedForm(config, shapes, dtype, _special_ids(store))
+
+    def make(group: Any) -> Mapping[str, Buffer]:
+        return form.make(group, {n: (tensors.read(by_name[n]), *shapes[n]) for n in group.names})
+
+    pieces = [
+        Piece(
+            forms=tuple(Form(name=n, dtype=kind, shape=shape) for n, kind, shape in group.becomes),
+            make=partial(make, group),
+        )
+        for group in form.groups
+    ]
+    return pieces, {**form.files, RUN_CONFIG: own}
+
+
+def _plain(tensors: PointTensors, entry: TensorEntry, dtype: str | None) -> Piece:
+    """A tensor under its own name."""
+    if dtype is None:
+        form = Form(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+        return Piece(forms=(form,), make=lambda: {entry.name: tensors.read(entry)})
+    from orchestrator.trainer.saved_form import cast_bytes, cast_name
+
+    form = Form(name=entry.name, dtype=cast_name(entry.dtype, dtype), shape=entry.shape)
+    return Piece(
+        forms=(form,), make=lambda: {entry.name: cast_bytes(tensors.read(entry), entry.dtype, dtype)}
+    )
+
+
+def _tokenizer(store: RunStore) -> dict[str, bytes]:
+    """The files that the run has frozen, as they were given."""
+    storage = store.storage
+    names: Iterable[str] = storage.list(TOKENIZER_FOLDER)
+    return {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names if TEMPORARY not in name}
+
+
+def _special_ids(store: RunStore) -> dict[str, int | None]:
+    """BOS and EOS of the run's tokenizer; transformers' configurations have ids of some other tokenizer by
+    default.
+    """
+    frozen = read_frozen(Path(store.storage.root))
+    if frozen is None:
+        return {}
+    facts = examine(str(store.storage.root), frozen.tokenizer_files)
+    return {"bos_token_id": facts.bos_id, "eos_token_id": facts.eos_id}
+
+
+def _sections(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in flat.items():
+        section, _, field = path.partition(".")
+        sections.setdefault(section, {})[field] = value
+    return sections

@@ -1,0 +1,192 @@
+"""The form in which transformers saves a model: the names of its tensors there, those that are divided or put
+together on the way, and the configuration files beside them.
+
+It asks transformers itself, with a model of shapes alone (torch's meta device); it reads and writes no
+weights.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.errors import ResumePointError
+from orchestrator.trainer.model import naming_model, shape_only, transformers_settings
+from orchestrator.trainer.state import own_tensors, tensor_bytes
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ModelConfig
+
+GENERATION = "generation_config.json"
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → (torch's name of the type, shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedGroup:
+    """Tensors of the model that become tensors of the files together: `names`, as the model has them, and
+    what they become, each with its type and shape.
+    """
+
+    names: tuple[str, ...]
+    becomes: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+class SavedForm:
+    """How the model of `config` is saved with its floating-point numbers as `dtype` (None: as they are).
+
+    `groups` are made of `tensors`, those of a point. `files` are config.json and generation_config.json.
+    Raises `ResumePointError` if the installed transformers makes a model of other tensors, `ConfigError` if
+    it makes none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Shapes,
+        dtype: str | None,
+        special_ids: Mapping[str, int | None] | None = None,
+    ) -> None:
+        """`special_ids`: `bos_token_id` and `eos_token_id` of the tokenizer (None: it has none), for a
+        `model.config` that does not say them: transformers would take those of some other tokenizer.
+        """
+        self._dtype: torch.dtype | None = getattr(torch, dtype) if dtype else None
+        with torch.device("meta"):
+            settings, attention = transformers_settings(config, "cpu", False)
+            self._model: Any = shape_only(config, settings, attention)
+        self._saved_names = self._names(tensors)
+        self.groups = self._grouped(tensors)
+        self.files = self._files(config, tensors, special_ids or {})
+
+    def make(
+        self, group: SavedGroup, data: Mapping[str, tuple[bytearray, str, tuple[int, ...]]]
+    ) -> dict[str, Any]:
+        """The bytes of what a group becomes, by name. `data`: bytes, type and shape of each name."""
+        found = {self._saved_names[name]: _tensor(*data[name]) for name in group.names}
+        made = {name: cast(tensor, self._dtype) for name, tensor in self._converted(found).items()}
+        return {name: tensor_bytes(tensor) for name, tensor in made.items()}
+
+    # ------------------------------------------------------------------------------------------------ inside
+    def _names(self, tensors: Shapes) -> dict[str, str]:
+        """A point has each tensor once, under the first of its names; here is the name under which
+        transformers saves it. What it does not save is left out.
+        """
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        held: dict[str, Tensor] = dict(self._model.state_dict(keep_vars=True))
+        own = dict(own_tensors(held))
+        theirs = {name: (str(t.dtype), tuple(t.shape)) for name, t in own.items()}
+        missing, unknown = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+        other = [n for n in sorted(set(own) & set(tensors)) if theirs[n][1] != tuple(tensors[n][1])]
+        if missing or unknown or other:
+            raise ResumePointError(
+                "the transformers that is installed here makes another model of this run's configuration: "
+                "it has "
+                f"{missing[:5]}, which the point has not, lacks {unknown[:5]}, and has other shapes of "
+                f"{other[:5]}; "
+                "export with the version that the run was trained with"
+            )
+        ignored = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        saved = {name: tensor for name, tensor in held.items() if name not in ignored}
+        kept = {id(held[name]): name for name in remove_tied_weights_from_state_dict(saved, self._model)}
+        return {name: kept[id(tensor)] for name, tensor in own.items() if id(tensor) in kept}
+
+    def _grouped(self, tensors: Shapes) -> tuple[SavedGroup, ...]:
+        """As small groups as give the same as all at once."""
+        meta = {
+            own: torch.empty(tensors[own][1], dtype=getattr(torch, tensors[own][0]), device="meta")
+            for own in self._saved_names
+        }
+        whole = self._form_of(meta, tuple(meta))
+        by: Sequence[Callable[[str], str]] = (str, _layer_of, lambda name: "")
+        for key in by:
+            names: dict[str, list[str]] = {}
+            for own in meta:
+                names.setdefault(key(own), []).append(own)
+            groups = tuple(
+                SavedGroup(names=tuple(of), becomes=self._form_of(meta, tuple(of))) for of in names.values()
+            )
+            if sorted(form for group in groups for form in group.becomes) == sorted(whole):
+                return groups
+        raise AssertionError("one group of all gives what all give")
+
+    def _form_of(
+        self, meta: Mapping[str, Tensor], names: tuple[str, ...]
+    ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        made = self._converted({self._saved_names[name]: meta[name] for name in names})
+        return tuple(
+            (name, str(cast(t, self._dtype).dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in made.items()
+        )
+
+    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What transformers makes of them when it saves: some architectures are saved in another cut than
+        they have in memory.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return {
+            name: tensor.contiguous()
+            for name, tensor in revert_weight_conversion(self._model, tensors).items()
+        }
+
+    def _files(
+        self, config: ModelConfig, tensors: Shapes, special_ids: Mapping[str, int | None]
+    ) -> dict[str, bytes]:
+        model: Any = self._model
+        given = config.config or {}
+        missing = {
+            name: number
+            for name, number in special_ids.items()
+            if config.pretrained is None and name not in given
+        }
+        for name, number in missing.items():
+            setattr(model.config, name, number)
+            if getattr(model, "generation_config", None) is not None:
+                setattr(model.generation_config, name, number)
+        kinds = {dtype for dtype, _ in tensors.values() if getattr(torch, dtype).is_floating_point}
+        model.config.dtype = str(self._dtype).removeprefix("torch.") if self._dtype else kinds.pop()
+        model.config.architectures = [type(model).__name__]
+        with naming_model(config), tempfile.TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                own = Path(config.pretrained or "") / GENERATION
+                if config.pretrained is not None and own.is_file():
+                    (Path(folder) / GENERATION).write_bytes(own.read_bytes())
+                else:
+                    model.generation_config.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Floating-point numbers as `dtype`, rounded as torch does; others as they are."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def cast_name(dtype: str, wanted: str) -> str:
+    """The type that numbers of `dtype` have after `cast` to `wanted`."""
+    return wanted if getattr(torch, dtype).is_floating_point else dtype
+
+
+def cast_bytes(data: bytearray, dtype: str, wanted: str) -> memoryview:
+    """`cast` for a tensor's bytes."""
+    size = len(data) // getattr(torch, dtype).itemsize
+    return tensor_bytes(cast(_tensor(data, dtype, (size,)), getattr(torch, wanted)))
+
+
+def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of these bytes, which it shares."""
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(data, dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+
+
+def _layer_of(name: str) -> str:
+    """The part of a tensor's name up to the number of its layer; empty without one."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else ""

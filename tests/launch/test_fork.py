@@ -1,0 +1,312 @@
+"""`orchestrator fork`, and `resume.from` of another run's point: a new run begins with it, and is a run as
+any other from then on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import commands as cli
+from orchestrator.coordinator.attempt import survey
+from orchestrator.errors import ConfigError, RefusedError, ResumePointError
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import start as starting
+from orchestrator.monitor.run import Run
+from orchestrator.records import StateKey
+from orchestrator.resume.store import RunStore
+from orchestrator.storage import disk
+from orchestrator.storage.files import Storage
+from tests.launch.test_rewind import damage
+from tests.launch.test_start import Runner, files, newest_attempt, runner  # noqa: F401  a fixture
+from tests.monitor.test_audit import TrainedRun, made_in
+from tests.resume.samples import write_vote
+
+
+class Forked(Runner):
+    """Starts of another run of the same job."""
+
+    def __init__(self, parent: Runner, name: str = "mine", **resume: str) -> None:
+        mapping = parent._mapping  # noqa: SLF001
+        run = {**mapping["run"], "name": name}
+        super().__init__({**mapping, "run": run, "resume": {**mapping["resume"], **resume}})
+
+
+@pytest.fixture
+def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:  # noqa: F811
+    """A run of twenty steps with a point every ten, and these points."""
+    return runner, [runner.launch() for _ in range(2)]
+
+
+Trained = tuple[Runner, list[StateKey]]
+
+
+def parent_file(store: RunStore, number: int = 1) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(store.storage.read(f"attempts/{number:04d}.parent.json"))["content"]
+    return found
+
+
+def test_a_fork_is_a_run_of_its_own_that_names_and_pins_its_parent(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork, before = Forked(runner), survey(runner.store)
+    plan = Run(runner.folder).fork(fork.folder, first.point_name)
+    assert (plan.done, plan.step, plan.point) == (True, 10, first.point_name)
+    (row,) = Run(fork.folder).list_points()
+    digest = runner.store.read_point(first.point_name).commit.weights_digest
+    assert (row["name"], row["healthy"], row["on_lineage"]) == ("00000010-a0000-g0001", True, True)
+    assert (row["weights_digest"], row["consumed_tokens"]) == (digest, 2560)
+    run, parent = fork.store.read_run(), runner.store.read_run()
+    assert run is not None
+    assert parent is not None
+    assert (run.id != parent.id, run.identity) == (True, parent.identity)
+    named = {
+        "run": str(runner.folder), "run_id": parent.id, "point": first.point_name, "weights_digest": digest
+    }  # fmt: skip
+    assert parent_file(fork.store)["origin"]["forked_from"] == named
+    (begun, end) = read_journal(fork.store.storage).events
+    assert (begun.kind, begun.fields["why"], begun.fields["forked_from"]) == ("attempt", "fork", named)
+    assert (end.kind, end.fields["outcome"]) == ("end", "stopped")
+    pin = runner.store.pins()[first.point_name]
+    assert pin.reason == f"parent of fork {fork.folder}"
+    assert survey(runner.store).lineage == before.lineage, "the other run goes on as before"
+
+
+def test_a_fork_is_planned_trained_and_looked_at_as_any_run(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork = Forked(runner)
+    Run(runner.folder).fork(fork.folder, step=15)
+    plan = fork.plan()
+    assert (plan.action, plan.point, plan.step_before) == ("resume", "00000010-a0000-g0001", 10)
+    assert (plan.differences, plan.consumed_tokens, plan.refusals) == ((), 2560, ())
+    second, third = fork.launch(), fork.launch()
+    assert (second, third) == (StateKey(attempt=2, generation=1, step=20), replace(third, attempt=3, step=30))
+    seen, run = survey(fork.store), Run(fork.folder)
+    assert [record.step for record in seen.lineage.records] == [*range(11, 31)]
+    assert not seen.lineage.gaps
+    assert [row["on_lineage"] for row in run.list_points()] == [True] * 3
+    assert all(row["healthy"] for row in run.verify())
+    status = run.status(0)
+    assert (status.missing, status.newest_point, status.step) == ((), third.point_name, 30)
+    # what the fork does not hold is not needed any more
+    shutil.rmtree(runner.folder)
+    assert run.rewind("00000010-a0000-g0001").steps_aside == 20
+    assert fork.launch().step == 20
+
+
+def test_a_fork_of_a_fork_keeps_the_lengths_that_were_given_in_steps(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork, again = Forked(runner), Forked(runner, "again")
+    Run(runner.folder).fork(fork.folder, first.point_name)
+    Run(fork.folder).fork(again.folder, "latest")
+    plan = again.plan(train={"global_batch_size": 16})
+    assert plan.point == "00000010-a0000-g0001"
+    assert plan.budgets.max_steps == runner.plan().budgets.max_steps, "at the batch size it was given with"
+
+
+@pytest.mark.parametrize("when", ["gone", "damaged", "replaced"])
+def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
+    trained: Trained, when: str
+) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    wanted = str(runner.folder / "points" / first.point_name)
+    fork = Forked(runner, **{"from": wanted})
+    job, spec = fork.config(), fork.prepared()
+    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file(), starting.claimed(
+        fork.store, job, spec, 0
+    ):
+        pass
+    texts = {"gone": "gone or damaged .*COMMIT is missing", "damaged": "gone or damaged .*digest"}
+    if when == "gone":
+        runner.store.delete_point(first.point_name)
+    elif when == "damaged":
+        damage(runner.folder, first)
+    else:
+        shutil.rmtree(runner.folder)
+    text = texts.get(when, "but there is no run any more")
+    text = f"mine begins with resume point {first.point_name} .*{text}"
+    start = starting.claimed(fork.store, job, spec, newest_attempt(fork.store))
+    with pytest.raises(ResumePointError, match=text), start:
+        pass
+
+
+def killed_before_the_parent_file() -> Any:
+    """Nothing is written of the claim's parent, as after a kill."""
+    patch = pytest.MonkeyPatch.context()
+
+    class Killed:
+        def __enter__(self) -> None:
+            def write(store: RunStore, parent: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.__enter__().setattr(RunStore, "write_parent", write)
+
+        def __exit__(self, *error: Any) -> None:
+            patch.__exit__(None, None, None)
+
+    return Killed()
+
+
+def test_a_start_from_another_runs_point_is_a_fork_and_goes_on_by_the_same_command(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork = Forked(runner, **{"from": str(runner.folder / "points" / first.point_name)})
+    before = files(runner.folder.parent)
+    plan = fork.plan()
+    assert (plan.action, plan.point, plan.step_before) == ("resume", first.point_name, 10)
+    assert plan.notes[0].startswith(f"forks {runner.folder} at {first.point_name}")
+    assert files(runner.folder.parent) == before, "a plan writes nothing"
+    assert fork.launch() == StateKey(attempt=1, generation=1, step=20)
+    assert parent_file(fork.store)["origin"]["forked_from"]["point"] == first.point_name
+    assert fork.store.read_claim(1).why == "fork"
+    assert fork.launch() == StateKey(attempt=2, generation=1, step=30), "the same command"
+    assert Forked(runner).plan().step_before == 30, "and without resume.from"
+    assert runner.store.pins()[first.point_name].reason == f"parent of fork {fork.folder}"
+
+
+def test_a_killed_start_of_a_fork_is_finished_by_any_start_of_it(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork = Forked(runner, **{"from": str(runner.folder / "points" / first.point_name)})
+    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file():
+        fork.launch()
+    other = Forked(runner)
+    assert (other.plan().action, other.plan().point) == ("resume", first.point_name), "it cannot begin anew"
+    assert other.launch() == StateKey(attempt=2, generation=1, step=20)
+    rows = Run(fork.folder).list_points()
+    assert [row["name"] for row in rows if row["on_lineage"]] == ["00000010-a0000-g0002", other_name(20, 2)]
+    (orphan,) = Run(fork.folder).prune()
+    assert (orphan.point, orphan.deleted) == ("00000010-a0000-g0001", True)
+    assert fork.launch().step == 30
+
+
+def other_name(step: int, attempt: int) -> str:
+    return StateKey(attempt=attempt, generation=1, step=step).point_name
+
+
+def test_the_fork_must_fit_the_data_and_a_run_has_one_beginning(trained: Trained) -> None:
+    runner, (first, second) = trained  # noqa: F811
+    wanted = str(runner.folder / "points" / first.point_name)
+    fork = Forked(runner, **{"from": wanted})
+    plan = fork.plan(train={"seed": 99}, seed=1234)
+    assert plan.action == "refuse"
+    assert any("data.seed=" in text and "1234" in text for text in plan.refusals)
+    assert not fork.folder.exists()
+    fork.launch()
+    with pytest.raises(RefusedError, match=f"exists already, and began with {first.point_name} of"):
+        Forked(runner, **{"from": str(runner.folder / "points" / second.point_name)}).plan()
+    other = str(fork.folder / "points" / first.point_name)
+    itself = Forked(runner, runner.config().run.name, **{"from": other})
+    with pytest.raises(RefusedError, match="exists already, and began by itself"):
+        itself.plan()
+    with pytest.raises(RefusedError, match="there is no run to fork"):
+        Forked(runner, "third", **{"from": f"nowhere/points/{first.point_name}"}).plan()
+    for no_point in ("runs/other/points/latest", "other/"):
+        with pytest.raises(ConfigError, match="resume.from"):
+            Forked(runner, "third", **{"from": no_point})
+    with pytest.raises(RefusedError, match="is no folder of a resume point"):
+        Forked(runner, "third", **{"from": f"runs/{first.point_name}"}).plan()
+
+
+def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> None:
+    runner, (first, second) = trained  # noqa: F811
+    fork, parent = Forked(runner), Run(runner.folder)
+    parent.fork(fork.folder, first.point_name)
+    before = files(fork.folder)
+    assert parent.fork(fork.folder, first.point_name).stands_there
+    with pytest.raises(RefusedError, match=f"at {first.point_name}, and latest is {second.point_name} now"):
+        parent.fork(fork.folder, "latest")
+    assert files(fork.folder) == before
+    with pytest.raises(RefusedError, match="there is a run already, which is no fork"):
+        parent.fork(runner.folder, first.point_name)
+    with pytest.raises(ConfigError, match="run.name"):
+        parent.fork(runner.folder.parent / ".hidden", first.point_name)
+    third = Forked(runner, "third")
+    with pytest.raises(RefusedError, match="has no resume point 00000011-a0001-g0001 there"):
+        parent.fork(third.folder, "00000011-a0001-g0001")
+    assert not third.folder.exists()
+
+
+def test_an_orphan_can_be_forked(trained: Trained) -> None:
+    runner, (first, second) = trained  # noqa: F811
+    parent, fork = Run(runner.folder), Forked(runner)
+    parent.rewind(first.point_name)
+    parent.fork(fork.folder, second.point_name)
+    assert fork.launch().step == 30
+    assert [each.kept for each in parent.prune()] == [pin_text(runner, second)]
+
+
+def pin_text(runner: Runner, point: StateKey) -> str:  # noqa: F811
+    pin = runner.store.pins()[point.point_name]
+    return f"pinned by {pin.by}: {pin.reason}"
+
+
+def test_where_there_are_no_hard_links_the_files_are_copied(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork = Forked(runner)
+    model = f"points/{first.point_name}/model"
+
+    def link(self: disk.OsDisk, old: str, new: str) -> None:
+        raise PermissionError(1, "no hard links")
+
+    monkeypatch.setattr(disk.OsDisk, "link", link)
+    Run(runner.folder).fork(fork.folder, first.point_name)
+    damage(runner.folder, first)
+    assert all(row["healthy"] for row in Run(fork.folder).verify()), "it needs nothing of the other run"
+    assert fork.launch().step == 20
+    assert runner.store.storage.list(model)
+
+
+def test_the_command_makes_a_fork_only_when_it_is_told_to(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, (_, second) = trained  # noqa: F811
+    fork = Forked(runner)
+
+    def run(code: str, *words: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit, match=code):
+            cli.main(["fork", str(runner.folder), str(fork.folder), *words])
+        return tuple(capsys.readouterr())
+
+    out, err = run("2", "--at", "latest")
+    assert f"begins with {second.point_name} of {runner.folder}" in out
+    assert "nothing is changed" in err
+    assert not fork.folder.exists()
+    assert not runner.store.pins()
+    out, _ = run("0", "--tokens", "5120", "--yes", "--json")
+    assert (json.loads(out)["done"], json.loads(out)["point"]) == (True, second.point_name)
+    assert "it exists already" in run("0", "--at", second.point_name, "--yes")[0]
+
+
+def test_the_audit_of_a_fork_begins_at_the_parents_cursor_and_says_so(
+    tmp_path: Path, tiny_config: Any
+) -> None:
+    parent = TrainedRun(made_in(tmp_path, tiny_config))
+    parent.attempt(6)
+    assert parent.key is not None
+    vote = replace(write_vote(parent.store.storage, parent.key, 0, world_size=1), cursor=parent.cursor)
+    parent.store.commit_point([vote], parent.job.flat(), {"rule": "none"}, None, run_id=parent.run_id)
+    Run(parent.folder).fork(parent.folder.parent / "mine", "latest")
+    fork = copy.copy(parent)
+    fork.folder = parent.folder.parent / "mine"
+    fork.store = RunStore(Storage(str(fork.folder)))
+    run = fork.store.read_run()
+    assert run is not None
+    fork.number, fork.run_id, fork.key = 1, run.id, StateKey(attempt=0, generation=1, step=6)
+    nothing = Run(fork.folder).audit()
+    assert (nothing["exactly_once"], nothing["steps"]) == (None, 0)
+    fork.attempt(5)
+    report = Run(fork.folder).audit()
+    assert (report["exactly_once"], report["first_step"], report["last_step"]) == (True, "7", "11")
+    assert (report["steps"], report["samples"], report["tokens"]) == (5, 40, 5 * 8 * 64)
+    told = f"the steps up to 6: they are the history of {parent.folder}, of which this run is a fork"
+    assert any(told in text for text in report["not_shown"])
+    assert Run(fork.folder).audit("9:10")["exactly_once"]
+    fork.attempt(3, wrong=13)
+    found = Run(fork.folder).audit()["first_difference"]
+    assert (found["step"], "digest" in found["reason"]) == ("13", True)

@@ -1,0 +1,186 @@
+"""`orchestrator rewind`: a run goes back without training, and the same start continues from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli import commands as cli
+from orchestrator.errors import BusyError, RefusedError, ResumePointError
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import rewind as rewinding
+from orchestrator.launch import start as starting
+from orchestrator.launch.rewind import RewindPlan
+from orchestrator.launch.which_point import Wanted
+from orchestrator.monitor.run import Run
+from orchestrator.records import StateKey
+from tests.launch.test_start import Runner, files, runner  # noqa: F401  a fixture
+
+
+@pytest.fixture
+def trained(runner: Runner) -> tuple[Runner, list[StateKey]]:  # noqa: F811
+    """A run of thirty steps with a point every ten, and these points."""
+    return runner, [runner.launch() for _ in range(3)]
+
+
+Trained = tuple[Runner, list[StateKey]]
+
+
+def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orphan(trained: Trained) -> None:
+    runner, (first, second, third) = trained  # noqa: F811
+    plan = Run(runner.folder).rewind(first.point_name)
+    assert (plan.done, plan.step, plan.consumed_tokens) == (True, 10, 2560)
+    assert (plan.steps_aside, plan.first_step_aside, plan.last_step_aside) == (20, 11, 30)
+    assert (plan.tokens_aside, plan.orphans) == (5120, (second.point_name, third.point_name))
+    assert runner.plan().point == first.point_name
+    rows = Run(runner.folder).list_points()
+    assert [row["on_lineage"] for row in rows] == [True, False, False], "all are kept"
+    claim, end = runner.store.read_claim(4), runner.store.read_end(4)
+    assert end is not None
+    assert (claim.why, end.outcome) == ("rewind", "stopped")
+    assert end.reason.startswith(f"rewound to {first.point_name} by ")
+    assert runner.launch().step == 20
+    assert [row["on_lineage"] for row in Run(runner.folder).list_points()] == [True, False, False, True]
+
+
+def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:
+    runner, (first, _, _) = trained  # noqa: F811
+    Run(runner.folder).rewind(first.point_name)
+    before = files(runner.folder)
+    again = Run(runner.folder).rewind(step=15)
+    assert (again.stands_there, again.done, again.point) == (True, True, first.point_name)
+    assert files(runner.folder) == before
+
+
+def test_a_start_that_had_rewound_by_its_configuration_goes_on_after_a_rewind(trained: Trained) -> None:
+    runner, (first, second, _) = trained  # noqa: F811
+    back = {"resume": {"from": second.point_name}}
+    runner.launch(**back)
+    Run(runner.folder).rewind(first.point_name)
+    assert runner.plan(**back).point == first.point_name, "the same command continues from there"
+
+
+PLACES: list[tuple[dict[str, int], int, int]] = [
+    ({"step": 20}, 20, 0),
+    ({"step": 29}, 20, 9),
+    ({"step": 99}, 30, 0),
+    ({"tokens": 2561}, 10, 0),
+    ({"samples": 239}, 20, 9),
+]
+NO_PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"step": 0}, r"from step 1 \(8 samples, 256 tokens\) to step 30"),
+    ({"step": 9}, "the oldest, 00000010-a0001-g0001, stands at step 10"),
+    ({"to": "00000011-a0001-g0001"}, "has no resume point 00000011-a0001-g0001"),
+    ({}, "given is none"),
+    ({"step": 3, "tokens": 5}, "given are step, tokens"),
+]
+
+
+def test_a_place_means_the_newest_point_at_or_before_it(trained: Trained) -> None:
+    runner, _ = trained  # noqa: F811
+    before = files(runner.folder)
+    for place, step, steps_before in PLACES:
+        plan = Run(runner.folder).rewind(**place, agree=lambda plan: False)
+        assert (plan.step, plan.steps_before, plan.done) == (step, steps_before, False), place
+    for place, text in NO_PLACES:
+        with pytest.raises(RefusedError, match=text):
+            Run(runner.folder).rewind(**place)
+    assert files(runner.folder) == before
+
+
+def damage(folder: Path, point: StateKey) -> str:
+    weights = max((folder / "points" / point.point_name / "model").iterdir())
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    return weights.name
+
+
+def test_a_damaged_point_is_passed_over_by_place_and_refused_by_name(trained: Trained) -> None:
+    runner, (first, second, _) = trained  # noqa: F811
+    file = damage(runner.folder, second)
+    with pytest.raises(ResumePointError, match=f"{second.point_name} .* is damaged .*{file}"):
+        Run(runner.folder).rewind(second.point_name)
+    plan = Run(runner.folder).rewind(step=25)
+    assert (plan.point, plan.steps_before, plan.done) == (first.point_name, 15, True)
+    (passed,) = plan.damages
+    assert second.point_name in passed
+    assert file in passed
+
+
+def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, (first, _, _) = trained  # noqa: F811
+    attempt = runner.begin()
+    heart = runner.store.heartbeat(attempt.number)
+    monkeypatch.setattr(starting, "BUSY_WATCH_S", 60.0)
+    monkeypatch.setattr(runner.store.__class__, "newest_claim", beating_at(heart, runner.store.newest_claim))
+    with pytest.raises(BusyError, match="attempt 4 of launch .* is alive"):
+        Run(runner.folder).rewind(first.point_name)
+    assert max(runner.store.claim_numbers()) == attempt.number
+
+
+def beating_at(heart: Any, newest_claim: Any) -> Any:
+    """Each look at the newest claim finds that its launch has shown another sign of life."""
+
+    def look(store: Any) -> Any:
+        heart.beat()
+        return newest_claim()
+
+    return look
+
+
+def test_a_run_that_moved_on_since_the_plan_is_left_as_it_is(trained: Trained) -> None:
+    runner, (first, _, _) = trained  # noqa: F811
+    shown: list[RewindPlan] = []
+
+    def agree(plan: RewindPlan) -> bool:
+        shown.append(plan)
+        runner.launch()
+        return True
+
+    with pytest.raises(BusyError):
+        Run(runner.folder).rewind(first.point_name, agree=agree)
+    assert shown[0].steps_aside == 20
+    stale = shown[0]
+    with pytest.raises(RefusedError, match="would have set aside 20 steps, now 30; nothing is changed"):
+        rewinding.carry_out(runner.store, stale, 4, "me")
+    assert runner.plan().step_before == 40
+    assert Run(runner.folder).status(0).state != "broken"
+
+
+def test_the_plan_says_how_far_before_the_wanted_step_the_point_lies(trained: Trained) -> None:
+    runner, (_, second, third) = trained  # noqa: F811
+    plan = rewinding.look(runner.store, Wanted(step=27), "runs/mine")
+    assert plan.lines() == [
+        f"runs/mine: back to {second.point_name}, 7 steps (1,792 tokens) before step 27",
+        "  step 20, 160 samples, 5,120 tokens",
+        "  sets aside 10 steps, 21 to 30 (2,560 tokens)",
+        f"  leaves the history, and is kept: {third.point_name}",
+        "  `orchestrator points runs/mine --prune` deletes what is off the history",
+        "  afterwards the command that trained the run continues it from there",
+    ]
+
+
+def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, (first, second, _) = trained  # noqa: F811
+    before = files(runner.folder)
+
+    def run(code: str, *words: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit, match=code):
+            cli.main(["rewind", str(runner.folder), *words])
+        return tuple(capsys.readouterr())
+
+    out, err = run("2", "--to", first.point_name)
+    assert "sets aside 20 steps, 11 to 30" in out
+    assert "nothing is changed: there is no terminal to ask on; give --yes to rewind the run" in err
+    out, _ = run("2", "--step", "25", "--json")
+    assert (json.loads(out)["point"], json.loads(out)["done"]) == (second.point_name, False)
+    assert files(runner.folder) == before
+    out, _ = run("0", "--tokens", "2560", "--yes", "--json")
+    assert (json.loads(out)["point"], json.loads(out)["done"]) == (first.point_name, True)
+    assert runner.plan().point == first.point_name
+    kinds = [event.kind for event in read_journal(runner.store.storage).events if event.attempt == 4]
+    assert kinds == ["attempt", "end"]
