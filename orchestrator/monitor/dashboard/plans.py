@@ -242,7 +242,7 @@ def _labels_after(views: RunViews, point: Point) -> tuple[int, int]:
     if here and (here[0]["attempt"], here[0]["generation"]) == own and here[0]["s1"] > key.step:
         return key.step + 1, rows[-1]["s1"]
     later = [row for row in here if (row["attempt"], row["generation"]) > own]
-    return (later[0]["s0"] if later else key.step + 1), rows[-1]["s1"]
+    return (later[0]["s0"] if later else key.step) + 1, rows[-1]["s1"]
 
 
 def _of_the_page(

@@ -133,7 +133,7 @@ document.addEventListener('alpine:init', () => {
 		take(d) { this.sync(d.now); d.recent = d.recent.map(e => ({ ...e, icon: (EVENT_ICON[e.kind] || ['routine'])[0], cls: (EVENT_ICON[e.kind] || [0, 'muted'])[1] })); this.run = d; dispatchEvent(new Event('summary')); },
 		tabs() { const r = this.run; return TABS.map(([id, label]) => ({ id, label, href: this.link(id), n: !r ? '' : id === 'points' ? int(r.points.total) : id === 'lineage' ? int(r.attempt) : '' })); },
 		sinceText() { const r = this.run; return '· ' + (ALIVE.has(r.state) ? 'since ' + this.whenText(r.since) : r.state === 'gone' ? 'for ' + ago(this.now() - r.since) : ago(this.now() - r.since) + ' ago'); },
-		// drawer
+		// drawer; not by $refs, which a button that is gone by then cannot follow
 		fromParams() { if (this.params.point) this.showPoint(this.params.point); else if (this.params.event) this.showEvent(this.params.event); else if (this.drawer) this.drawer = null; },
 		async showPoint(name) {
 			if (this.drawer?.id === name) return;
@@ -141,14 +141,14 @@ document.addEventListener('alpine:init', () => {
 				const [d, { drawPoint }] = await Promise.all([this.get('/points/' + encodeURIComponent(name)), drawer()]); if (this.params.point !== name) return;
 				const p = d.point, fresh = !this.drawer; if (fresh) this.opener = document.activeElement;
 				this.drawer = { kind: 'point', id: name, title: 'Step ' + int(p.step), sub: name, icon: f.pointIcon(p), cls: p.state === 'damaged' ? 'fault' : p.state === 'orphan' ? 'muted' : 'ok' };
-				this.$nextTick(() => { const el = this.$refs.inner; if (!el) return; el.replaceChildren(...drawPoint(d, this)); if (fresh) { el.scrollTop = 0; this.$refs.drh.focus({ preventScroll: true }); } });
+				this.$nextTick(() => { const el = document.querySelector('.drawer .inner'); if (!el) return; el.replaceChildren(...drawPoint(d, this)); if (fresh) { el.scrollTop = 0; document.getElementById('drh').focus({ preventScroll: true }); } });
 			} catch (e) { this.say(e.message); }
 		},
 		async showEvent(id) {
 			let e, draw; try { [e, { drawEvent: draw }] = await Promise.all([this.get('/events/' + id), drawer()]); } catch (x) { return this.say(x.message); }
 			const fresh = !this.drawer; if (fresh) this.opener = document.activeElement;
 			this.drawer = { kind: 'event', id, title: e.kind, sub: id, icon: e.level, cls: e.level === 'fault' ? 'fault' : 'muted' };
-			this.$nextTick(() => { const el = this.$refs.inner; if (!el) return; el.replaceChildren(...draw(e, this)); if (fresh) this.$refs.drh.focus({ preventScroll: true }); });
+			this.$nextTick(() => { const el = document.querySelector('.drawer .inner'); if (!el) return; el.replaceChildren(...draw(e, this)); if (fresh) document.getElementById('drh').focus({ preventScroll: true }); });
 		},
 		closeDrawer() { this.drawer = null; this.param({ point: null, event: null }); this.opener?.focus?.(); dispatchEvent(new Event('selection')); },
 		step(n) { dispatchEvent(new CustomEvent('step', { detail: n })); },
@@ -164,7 +164,7 @@ document.addEventListener('alpine:init', () => {
 		async act(kind, point, more) {
 			const asked = { ...(point ? { point } : {}), ...more }, same = this.doing?.kind === kind ? this.doing : {};
 			this.doing = { title: { save: 'Save a resume point now', stop: 'Save and stop the run' }[kind] || kind[0].toUpperCase() + kind.slice(1), command: null, verb: '', effects: [], ...same, kind, point, asked, phase: 'plan', refusals: [], stale: '', foot: '', result: '' };
-			this.$nextTick(() => { if (!this.$refs.act.open) this.$refs.act.showModal(); });
+			this.$nextTick(() => { const d = document.querySelector('dialog.act'); if (!d.open) d.showModal(); });
 			try {
 				const plan = await post(runPath(this.name) + '/actions/' + kind + '/plan', asked); if (this.doing?.asked !== asked && raw(this.doing?.asked) !== asked) return;
 				this.doing = { ...this.doing, ...plan, phase: 'confirm', foot: 'planned at attempt ' + (plan.basis.attempt ?? '–') + ', generation ' + (plan.basis.generation ?? '–') };
@@ -196,7 +196,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		canChoose() { return ['plan', 'confirm'].includes(this.doing.phase) && !this.doing.stale; },
 		actAgain() { const d = this.doing; this.act(d.kind, d.point, raw(d.asked)); },
-		actClose() { this.$refs.act.close(); }, actClosed() { this.doing = null; },
+		actClose() { document.querySelector('dialog.act').close(); }, actClosed() { this.doing = null; },
 		phaseClass(p) { const at = this.doing.stale ? 0 : { plan: 0, confirm: 1, run: 2, done: 3, failed: 3 }[this.doing.phase], want = { plan: 0, confirm: 1, done: 2 }[p]; return at === want ? 'now' : at > want ? 'done' : ''; },
 	}));
 
