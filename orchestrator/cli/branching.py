@@ -20,6 +20,10 @@ class Plan(Protocol):
     def done(self) -> bool:
         """Whether it is carried out."""
 
+    @property
+    def stands_there(self) -> bool:
+        """Whether it was before, so that nothing is to be done."""
+
     def lines(self) -> list[str]:
         """For people."""
 
@@ -97,7 +101,7 @@ def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:
     def agree(plan: AnyPlan) -> bool:
         if not json:
             print_lines(plan.lines())
-        if sure:
+        if sure or plan.stands_there:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             say(f"nothing is changed: there is no terminal to ask on; give --yes to {what}")
