@@ -38,11 +38,11 @@ def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orp
     assert (plan.steps_aside, plan.first_step_aside, plan.last_step_aside) == (20, 11, 30)
     assert (plan.tokens_aside, plan.orphans) == (5120, (second.point_name, third.point_name))
     assert runner.plan().point == first.point_name
-    assert Run(runner.folder).status(0).step == 10, "what is set aside is no step of the run"
     rows = Run(runner.folder).points()
     assert [row["on_lineage"] for row in rows] == [True, False, False], "all are kept"
     claim, end = runner.store.read_claim(4), runner.store.read_end(4)
     assert end is not None
+    assert Run(runner.folder).status(0).step == 10, "what is set aside is no step of the run"
     assert (claim.why, end.outcome) == ("rewind", "stopped")
     assert end.reason.startswith(f"rewound to {first.point_name} by ")
     assert runner.launch().step == 20
