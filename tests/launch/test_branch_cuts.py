@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, ResumeConfig, parse_config
 from orchestrator.coordinator.attempt import choose_point, survey
 from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.data.spec import DataSpec
@@ -17,14 +17,14 @@ from orchestrator.launch import fork as forks
 from orchestrator.launch import rewind as rewinding
 from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.orphans import prune
+from orchestrator.monitor.orphans import prune, release
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.monitor.live_run import ROOT, LiveRun
 from tests.resume.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 
-BLOCK = 1500  # bytes that one write takes at most
+BLOCK = 4000  # bytes that one write takes at most
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +167,26 @@ def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple
         assert store_of(cut).point_names() == points[:1]
         assert store_of(cut).leftovers() == []
     assert numbers == {1, 2, 3}
+
+
+def test_no_power_cut_while_retention_is_carried_out_loses_or_misses_a_point(
+    trained: tuple[Files, list[str]],
+) -> None:
+    files, points = trained
+
+    def let_go(disk: ModelDisk) -> None:
+        store = store_of(disk)
+        release(store, survey(store), ResumeConfig(keep_latest=1), "me", "", False)
+
+    numbers = set()
+    for _, left in cuts(files, let_go):
+        cut = ModelDisk.of(left)
+        names = store_of(cut).point_names()
+        assert names == whole_points(store_of(cut))
+        assert names[-2:] == points[1:], "the newest, and the newest attempt's parent"
+        assert newest(store_of(cut)) == points[-1], "and nothing is reported as damaged"
+        numbers.add(len(names))
+        let_go(cut)
+        assert (store_of(cut).point_names(), store_of(cut).leftovers()) == (points[1:], [])
+        assert newest(store_of(cut)) == points[-1]
+    assert numbers == {2, 3}
