@@ -20,6 +20,10 @@ class Plan(Protocol):
     def done(self) -> bool:
         """Whether it is carried out."""
 
+    @property
+    def stands_there(self) -> bool:
+        """Whether it was before, so that nothing is to be done."""
+
     def lines(self) -> list[str]:
         """For people."""
 
@@ -54,8 +58,11 @@ def rewind(
     """Go back to an older resume point: the next start continues from there. Shows what that sets aside, and
     asks. Nothing is deleted, and no launch may be at work on the run.
 
-    Examples:  orchestrator rewind runs/quickstart --to 00000100-a0001-g0001
-               orchestrator rewind runs/quickstart --step 120 --yes
+    For example:
+
+    orchestrator rewind runs/quickstart --to 00000100-a0001-g0001
+
+    orchestrator rewind runs/quickstart --step 120 --yes
     """
     from orchestrator.monitor.run import open_run
 
@@ -81,8 +88,11 @@ def fork(
     """Make a new run that begins with a resume point of another one. Shows the plan, and asks. The other run
     stays as it is, also while a launch works on it; its point is pinned there.
 
-    Examples:  orchestrator fork runs/quickstart runs/higher-lr --at latest
-               orchestrator fork runs/quickstart runs/higher-lr --step 120 --yes
+    For example:
+
+    orchestrator fork runs/quickstart runs/higher-lr --at latest
+
+    orchestrator fork runs/quickstart runs/higher-lr --step 120 --yes
     """
     from orchestrator.monitor.run import open_run
 
@@ -97,7 +107,7 @@ def _asking(sure: bool, json: bool, what: str) -> Callable[[AnyPlan], bool]:
     def agree(plan: AnyPlan) -> bool:
         if not json:
             print_lines(plan.lines())
-        if sure:
+        if sure or plan.stands_there:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             say(f"nothing is changed: there is no terminal to ask on; give --yes to {what}")

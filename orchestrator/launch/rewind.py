@@ -111,9 +111,6 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
     aside = [record for record in seen.lineage.records if record.key > point.key]
     there = (*seen.points, *seen.lost)
     orphans = tuple(name for name in there if name not in up_to(there, point))
-    newest = seen.lineage.attempts[-1] if seen.lineage.attempts else None
-    begun = {start.attempt for start in seen.journal.generations}
-    at_point = newest is not None and newest.parent == point.key and newest.attempt not in begun
     tokens = place(point).tokens
     return RewindPlan(
         run=run,
@@ -131,7 +128,7 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
         tokens_aside=aside[-1].consumed_tokens - tokens if aside else 0,
         orphans=orphans,
         damages=tuple(map(str, found.damages)),
-        stands_there=at_point and ended and not aside and not orphans,
+        stands_there=ended and not aside and not orphans,
     )
 
 

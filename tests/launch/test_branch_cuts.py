@@ -5,26 +5,28 @@ same command goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, ResumeConfig, parse_config
 from orchestrator.coordinator.attempt import choose_point, survey
 from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.data.spec import DataSpec
+from orchestrator.errors import OrchestratorError
 from orchestrator.launch import fork as forks
 from orchestrator.launch import rewind as rewinding
 from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Wanted
-from orchestrator.monitor.orphans import prune
+from orchestrator.monitor.orphans import prune, release
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.monitor.live_run import ROOT, LiveRun
 from tests.resume.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 
-BLOCK = 1500  # bytes that one write takes at most
+BLOCK = 4000  # bytes that one write takes at most
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,14 @@ def test_no_power_cut_during_a_rewind_loses_a_point_or_leaves_it_half_done(
 FORK = "/forks/mine"
 
 
-def test_no_power_cut_during_a_fork_harms_the_run_or_leaves_a_fork_that_cannot_go_on(
-    trained: tuple[Files, list[str]], job: JobConfig
-) -> None:
-    files, points = trained
+def unharmed(files: Files, left: Files) -> bool:
+    """Whether the run has every file as before, and no other but pins."""
+    more = [path for path in left if path.startswith(f"{ROOT}/") and path not in files]
+    return files.items() <= left.items() and all(path.startswith(f"{ROOT}/pins") for path in more)
+
+
+def explore_forks(files: Files, points: list[str], job: JobConfig) -> tuple[list[bool], int]:
+    """Whether each fork that was cut off had begun, and how many there were; fails for one that is wrong."""
     config = {**job.flat(), "run.name": "mine", "run.storage": "/forks"}
 
     def fork(disk: ModelDisk) -> None:
@@ -130,8 +136,7 @@ def test_no_power_cut_during_a_fork_harms_the_run_or_leaves_a_fork_that_cannot_g
         count += 1
         disk = ModelDisk.of(left)
         new, old = store_of(disk, FORK), store_of(disk)
-        assert whole_points(old) == points
-        assert newest(old) == points[-1]
+        assert unharmed(files, left)
         run = starting.find_run(new)
         begun.append(run is not None and bool(new.parents()[0]))
         if run is not None:
@@ -142,9 +147,50 @@ def test_no_power_cut_during_a_fork_harms_the_run_or_leaves_a_fork_that_cannot_g
         again = store_of(disk, FORK)
         assert newest(again) in ("00000006-a0000-g0001", "00000006-a0000-g0002")
         assert survey(again).fork is not None
-        assert whole_points(store_of(disk)) == points
+        assert unharmed(files, disk.files())
+    return begun, count
+
+
+def test_no_power_cut_during_a_fork_harms_the_run_or_leaves_a_fork_that_cannot_go_on(
+    trained: tuple[Files, list[str]], job: JobConfig
+) -> None:
+    begun, count = explore_forks(*trained, job)
     assert {*begun} == {True, False}
     assert count > 50, "the exploration must be one"
+
+
+def pins_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: the other run may delete the point before the fork has it."""
+    patch.setattr(RunStore, "pin", lambda *arguments: None)
+
+
+def takes_over_after_the_parent_file(patch: pytest.MonkeyPatch) -> None:
+    """Planted mistake: the history begins before the point is there."""
+    take, later = RunStore.take_point, list[Any]()
+    write = RunStore.write_parent
+
+    def promise(store: RunStore, other: Any, point: Any, key: Any, run_id: str) -> Any:
+        later.append((store, other, point, key, run_id))
+        return replace(point, name=key.point_name, commit=replace(point.commit, key=key))
+
+    def write_first(store: RunStore, parent: Any) -> None:
+        write(store, parent)
+        take(*later.pop())
+
+    patch.setattr(RunStore, "take_point", promise)
+    patch.setattr(RunStore, "write_parent", write_first)
+
+
+@pytest.mark.parametrize("mistake", [pins_nothing, takes_over_after_the_parent_file])
+def test_the_exploration_catches_a_planted_mistake(
+    trained: tuple[Files, list[str]],
+    job: JobConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, OrchestratorError)):
+        explore_forks(*trained, job)
 
 
 def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple[Files, list[str]]) -> None:
@@ -167,3 +213,26 @@ def test_no_power_cut_during_a_prune_loses_a_point_of_the_history(trained: tuple
         assert store_of(cut).point_names() == points[:1]
         assert store_of(cut).leftovers() == []
     assert numbers == {1, 2, 3}
+
+
+def test_no_power_cut_while_retention_is_carried_out_loses_or_misses_a_point(
+    trained: tuple[Files, list[str]],
+) -> None:
+    files, points = trained
+
+    def let_go(disk: ModelDisk) -> None:
+        store = store_of(disk)
+        release(store, survey(store), ResumeConfig(keep_latest=1), "me", "", False)
+
+    numbers = set()
+    for _, left in cuts(files, let_go):
+        cut = ModelDisk.of(left)
+        names = store_of(cut).point_names()
+        assert names == whole_points(store_of(cut))
+        assert names[-2:] == points[1:], "the newest, and the newest attempt's parent"
+        assert newest(store_of(cut)) == points[-1], "and nothing is reported as damaged"
+        numbers.add(len(names))
+        let_go(cut)
+        assert (store_of(cut).point_names(), store_of(cut).leftovers()) == (points[1:], [])
+        assert newest(store_of(cut)) == points[-1]
+    assert numbers == {2, 3}

@@ -31,6 +31,8 @@ Trained = tuple[Runner, list[StateKey]]
 
 def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orphan(trained: Trained) -> None:
     runner, (first, second, third) = trained  # noqa: F811
+    newest = Run(runner.folder).rewind(step=30)
+    assert (newest.stands_there, runner.store.claim_numbers()) == (True, [1, 2, 3])
     plan = Run(runner.folder).rewind(first.point_name)
     assert (plan.done, plan.step, plan.consumed_tokens) == (True, 10, 2560)
     assert (plan.steps_aside, plan.first_step_aside, plan.last_step_aside) == (20, 11, 30)
@@ -40,6 +42,7 @@ def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orp
     assert [row["on_lineage"] for row in rows] == [True, False, False], "all are kept"
     claim, end = runner.store.read_claim(4), runner.store.read_end(4)
     assert end is not None
+    assert Run(runner.folder).status(0).step == 10, "what is set aside is no step of the run"
     assert (claim.why, end.outcome) == ("rewind", "stopped")
     assert end.reason.startswith(f"rewound to {first.point_name} by ")
     assert runner.launch().step == 20
@@ -50,6 +53,7 @@ def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:
     runner, (first, _, _) = trained  # noqa: F811
     Run(runner.folder).rewind(first.point_name)
     before = files(runner.folder)
+    assert Run(runner.folder).rewind("00000010-a0001-g0001").stands_there
     again = Run(runner.folder).rewind(step=15)
     assert (again.stands_there, again.done, again.point) == (True, True, first.point_name)
     assert files(runner.folder) == before

@@ -15,15 +15,19 @@ import pytest
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, begin_launch, continue_launch, note_beginning
+from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault
 from orchestrator.history.claim_files import RESUME, REWIND, START
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
+from orchestrator.launch import rewind as rewinding
+from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
 from orchestrator.records import StateKey
 from orchestrator.resume.commit_events import DeletePoints, WriteCommit
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.retention import to_delete
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter, note_committed
@@ -83,9 +87,17 @@ class Coordinator:
 class LiveRun:
     """A run, and what is true of it: `on_lineage` (points that count, oldest first) and `orphans`."""
 
-    def __init__(self, disk: Disk, job: JobConfig, data: DataSpec, keep_latest: int = 2) -> None:
-        """`data` are frozen in some other folder."""
-        self.store = RunStore(Storage(ROOT, disk, no_sleep))
+    def __init__(
+        self,
+        disk: Disk,
+        job: JobConfig,
+        data: DataSpec,
+        keep_latest: int = 2,
+        root: str = ROOT,
+        fork_of: LiveRun | None = None,
+    ) -> None:
+        """`data` are frozen in some other folder. A fork begins with the newest point of another run."""
+        self.store = RunStore(Storage(root, disk, no_sleep))
         self.data, self.keep_latest = data, keep_latest
         self.job = job.model_copy(
             update={"resume": job.resume.model_copy(update={"keep_latest": keep_latest})}
@@ -95,6 +107,12 @@ class LiveRun:
         self.live: Coordinator | None = None
         self.on_lineage: list[str] = []
         self.orphans: set[str] = set()
+        self.first_step, self.rewinds = 1, False
+        if fork_of is not None:
+            origin = describe(fork_of.store, fork_of.on_lineage[-1])
+            self.first_step = parse_point_name(origin.point).step + 1
+            self.run = found_run(self.store, job.run.name, origin, "me")
+            return
         self.run = self.store.create_run("run", data.identity())
         for name in ("tokenizer/tokenizer.json", "manifest/main.parquet", "manifest/data.json"):
             self.store.storage.create(name, b"{}")
@@ -114,6 +132,14 @@ class LiveRun:
         attempt, _ = begin_launch(self.store, job, claim, self.run, self.data)
         self.first = attempt
         self._begin(attempt, attempt.parent, [])
+
+    def rewind(self, to: str) -> None:
+        """`orchestrator rewind`: an attempt that goes back, and ends at once."""
+        plan = rewinding.look(self.store, Wanted(point=to))
+        rewinding.carry_out(self.store, plan, max(self.store.claim_numbers()), "me")
+        left = self.on_lineage[: self.on_lineage.index(to) + 1]
+        self.orphans |= {*self.on_lineage, *self.saved} - {*left}
+        self.on_lineage = left
 
     def restart(self) -> None:
         """The coordinator was killed; the next one goes on with what its members hold and bring."""
@@ -231,7 +257,8 @@ class LiveRun:
             if roll < 0.2:
                 self.claim()  # and is killed before it wrote its parent file
             elif roll < 0.5 and len(self.on_lineage) > 1:
-                self.launch(random.choice(self.on_lineage[:-1]))
+                go_back = self.rewind if self.rewinds and roll < 0.35 else self.launch
+                go_back(random.choice(self.on_lineage[:-1]))
             else:
                 self.launch()
             return

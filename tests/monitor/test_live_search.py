@@ -51,8 +51,10 @@ class WrongError(AssertionError):
 class Beside:
     """One history and its readers."""
 
-    def __init__(self, job: JobConfig, data: DataSpec, seed: int) -> None:
+    def __init__(self, job: JobConfig, data: DataSpec, seed: int, branches: bool = False) -> None:
+        """`branches`: some of the histories begin as forks, and are rewound by the command."""
         self.random, self.job, self.data = Random(seed), job, data
+        self.is_fork, self.branches = branches and seed % 3 == 0, branches
         self.keep_latest = self.random.choice([1, 2, 3])
         self.moved_on = self.left = 0  # `left`: how many calls the run may go on during this reading
         self.newest: list[str] = []  # the newest point that counts, after each thing that happened
@@ -61,7 +63,13 @@ class Beside:
             self.writer.on(1)
 
     def history(self, disk: Disk) -> Iterator[None]:
-        self.live = LiveRun(disk, self.job, self.data, self.keep_latest)
+        other = None
+        if self.is_fork:
+            other = LiveRun(disk, self.job, self.data, root="/other")
+            other.launch()
+            other.save(other.live)
+        self.live = LiveRun(disk, self.job, self.data, self.keep_latest, fork_of=other)
+        self.live.rewinds = self.branches
         random = Random(self.random.random())
         self.live.launch()
         self.live.save(self.live.live)
@@ -119,7 +127,8 @@ class Beside:
     def steps(self) -> None:
         found, _ = self.read(lambda run, _: run.records())
         labels = [step.step for step in found or ()]
-        if labels != list(range(1, len(labels) + 1)):
+        first = self.live.first_step
+        if labels != list(range(first, first + len(labels))):
             raise WrongError(f"steps with gaps: {labels}")
 
     def plan(self) -> None:
@@ -142,9 +151,9 @@ class Beside:
             raise WrongError(f"false damage: {found.verdict}")
 
 
-def walk(job: JobConfig, data: DataSpec, seed: int) -> int:
+def walk(job: JobConfig, data: DataSpec, seed: int, branches: bool = False) -> int:
     """How often a reader gave up, because the run went on too fast."""
-    beside = Beside(job, data, seed)
+    beside = Beside(job, data, seed, branches)
     try:
         for _ in range(READINGS):
             beside.look()
@@ -163,6 +172,10 @@ def test_no_reader_calls_a_healthy_run_damaged_whatever_happens_while_it_reads(
     job: JobConfig, data: DataSpec
 ) -> None:
     assert search(job, data, SEEDS) < len(SEEDS) * READINGS / 50
+
+
+def test_no_reader_calls_a_fork_or_a_rewound_run_damaged(job: JobConfig, data: DataSpec) -> None:
+    assert sum(walk(job, data, seed, branches=True) for seed in range(12)) < 12 * READINGS / 50
 
 
 def never_looks_again(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import errno
 import os
 import pickle
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +229,24 @@ def test_a_root_that_cannot_be_made_is_an_error_with_its_path(tmp_path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):
         Storage(str(tmp_path / "file" / "run")).write("a", b"x")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_of_another_folder_is_taken_whole_and_stays_when_that_folder_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def link(self: OsDisk, old: str, new: str) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    other = Storage(str(tmp_path / "other"))
+    written = other.write("a/b", b"content" * 1000)
+    here = other.beside(str(tmp_path / "here"))
+    if not has_links:
+        monkeypatch.setattr(OsDisk, "link", link)
+    assert here.take(other, "a/b", "c/d") is has_links
+    with pytest.raises(StorageError, match="no name is written twice"):
+        here.take(other, "a/b", "c/d")
+    with pytest.raises(FileNotFoundError):
+        here.take(other, "a/none", "c/none")
+    other.delete_folder("a")
+    assert here.entry("c/d") == replace(written, path="c/d")
