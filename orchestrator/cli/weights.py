@@ -1,12 +1,17 @@
-"""The commands that take weights out of a run: `export`. Nothing is decided here."""
+"""The commands that take weights out of a run, and make them again: `export`, `replay`. Nothing is decided
+here.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines
+from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
+
+if TYPE_CHECKING:
+    from orchestrator.launch.replay import Replayed
 
 
 @app.command()
@@ -40,6 +45,48 @@ def export(
     point, out = (where[0], where[1]) if len(where) > 1 else (None, where[0])
     document = open_run(run).export(out, point, dtype)
     print_json(document) if json else print_lines(export_lines(document))
+
+
+@app.command()
+def replay(
+    run: RunUri,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="up to this step")] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", help="up to the last step within so many tokens")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train up to any step once more, from the newest resume point before it, and compare losses, data and
+    weights with what the run recorded, to the last bit. One worker, in this process; the run is only read.
+
+    Example: orchestrator replay runs/quickstart --step 120
+    """
+    from orchestrator.monitor.run import open_run
+
+    found = open_run(run).replay(step, tokens=tokens, say=say)
+    print_json(found.to_json()) if json else print_lines(replay_lines(found))
+    if found.equal is False or found.first_difference is not None:
+        raise typer.Exit(1)
+
+
+def replay_lines(found: Replayed) -> list[str]:
+    """What came out, for people."""
+    verdict = {
+        True: "equal to what the run recorded",
+        False: f"NOT equal: the run recorded {found.expected_digest}",
+        None: "the run recorded none at this step (monitor.digest_every_steps does)",
+    }[found.equal]
+    begin = found.from_point or "the first weights"
+    lines = [
+        f"step {found.step:,}: trained again from {begin}, {found.steps_compared:,} steps",
+        f"  weights digest {found.weights_digest}: {verdict}",
+    ]
+    if found.first_difference is not None:
+        first = found.first_difference
+        lines.append(f"  first difference: step {first['step']}: {first['reason']}")
+    elif found.steps_compared:
+        lines.append("  data, loss, gradient norm and learning rate of each step are as recorded, to the bit")
+    return [*lines, *(f"  note: {note}" for note in found.notes)]
 
 
 def export_lines(document: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.launch.fork import ForkPlan
+    from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
     from orchestrator.monitor.planned import Planned
     from orchestrator.monitor.views.run_views import RunViews
@@ -210,6 +211,31 @@ class Run:
     def _run_id(self) -> str:
         run = self._store.read_run()
         return run.id if run is not None else ""
+
+    def replay(
+        self,
+        step: int | None = None,
+        *,
+        tokens: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> Replayed:
+        """Trains up to a step (or the last one within so many tokens) once more, in this process, and
+        compares with what the run recorded. The run is only read. See `launch.replay.replay`.
+        """
+        from orchestrator.launch.replay import replay
+        from orchestrator.launch.which_point import Wanted
+
+        return replay(self._store, Wanted(step=step, tokens=tokens), self.uri, say)
+
+    def at(self, step: int | None = None, *, tokens: int | None = None) -> StateAt:
+        """The state after a step that the run has trained, saved or not: `model`, `optimizer_state`,
+        `cursor`, and the `batch` of the next step. Trains in this process, from the newest point before it;
+        needs no cluster.
+        """
+        from orchestrator.launch.replay import state_at
+        from orchestrator.launch.which_point import Wanted
+
+        return state_at(self._store, Wanted(step=step, tokens=tokens))
 
     def note_finding(self, what: str, result: dict[str, Any], seconds: float) -> Finding:
         """Leaves what `audit` or `verify` found in the run's storage, for others to see; the commands do so

@@ -171,7 +171,7 @@ def test_a_rewind_inherits_only_what_lies_before_it():
 
 def test_equal_copies_of_a_record_count_once_and_timings_may_differ():
     claims, parents, starts, records = FIRST
-    copies = [replace(r, step_s=9.0, data_wait_s=1.0, save_blocked_s=2.0) for r in records]
+    copies = [replace(r, step_s=9.0, data_wait_s=1.0, save_blocked_s=2.0, ended=3.0) for r in records]
     lineage = effective_history(claims * 2, parents * 2, starts * 2, [*records, *copies])
     assert not lineage.errors
     assert lineage.records == tuple(records)

@@ -1,0 +1,130 @@
+"""Any step of a run once more: on the example run, which changed its batch size and was rewound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import orchestrator
+from orchestrator.cli.commands import main
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.storage.files import Storage
+from orchestrator.trainer.model import loss_sum
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format1"
+SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy in the current folder; `example` is the run."""
+    shutil.copytree(FOLDER, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy" / "example"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def damage(run: Path, point: str) -> None:
+    """A byte of its weights is another one."""
+    file = next((run / "points" / point / "model").iterdir())
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def digests(run: Path) -> dict[str, str]:
+    return {row["name"]: row["weights_digest"] for row in orchestrator.open(run).points()}
+
+
+def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_bit(example: Path) -> None:
+    before, threads = contents(example), torch.get_num_threads()
+    found = orchestrator.open(example).replay(9)
+    assert (found.from_point, found.steps_compared, found.first_difference) == (SAVED[1], 1, None)
+    assert (found.expected_digest, found.equal) == (None, None), "the run recorded none there"
+    assert contents(example) == before
+    assert torch.get_num_threads() == threads
+
+
+def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_weights(
+    example: Path,
+) -> None:
+    recorded = digests(example)
+    for point in SAVED:
+        damage(example, point)
+    found = orchestrator.open(example).replay(10)
+    assert found.from_point is None
+    assert (found.steps_compared, found.first_difference) == (12, None)
+    assert found.expected_digest == found.weights_digest == recorded[SAVED[2]]
+    assert found.equal is True
+    # the label 6 occurs twice
+    with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give --tokens instead"):
+        orchestrator.open(example).replay(6)
+    found = orchestrator.open(example).replay(tokens=576)
+    assert (found.step, found.weights_digest, found.equal) == (6, recorded[SAVED[0]], True)
+
+
+def test_a_record_that_does_not_come_out_again_is_the_first_difference(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (segment,) = (example / "journal" / "a0003").iterdir()
+    records = [json.loads(line) for line in segment.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "step" and record["step"] == 9:
+            record["loss"] += 1e-9
+    segment.write_text("".join(json.dumps(record) + "\n" for record in records))
+    damage(example, SAVED[2])
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(example), "--step", "10", "--json"])
+    assert ended.value.code == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["equal"], document["steps_compared"], document["from_point"]) == (True, 2, SAVED[1])
+    assert document["first_difference"]["step"] == 9
+    assert document["first_difference"]["reason"].startswith("loss was ")
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_reason(example: Path) -> None:
+    run = orchestrator.open(example)
+    with pytest.raises(RefusedError, match=r"step 11 is not in the run's history; its last step is 10"):
+        run.replay(11)
+    with pytest.raises(RefusedError, match="give exactly one of"):
+        run.replay()
+    (segment,) = (example / "journal" / "a0003").iterdir()
+    segment.write_text(segment.read_text().replace('"kind":"attempt"', '"kind":"of another version"'))
+    with pytest.raises(ResumePointError, match="attempt 3 cannot be replayed, .* journal is gone"):
+        run.replay(9)
+
+
+def test_the_state_after_a_step_can_be_looked_into_with_the_batch_that_follows(example: Path) -> None:
+    run = orchestrator.open(example)
+    state = run.at(step=8)
+    assert (state.from_point, state.weights_digest) == (SAVED[1], digests(example)[SAVED[1]])
+    assert state.cursor.consumed_tokens == 768
+    assert state.optimizer_state["steps"] == 10
+    assert state.optimizer_state["exp_avg"].keys() == dict(state.model.named_parameters()).keys()
+    record = next(record for record in run.steps() if record.step == 9)
+    batch = state.batch
+    assert batch is not None
+    assert batch.input_ids.shape == (6, 16)
+    assert batch.cursor.consumed_tokens == record.consumed_tokens
+    ids, labels = (torch.from_numpy(a.astype(np.int64)) for a in (batch.input_ids, batch.labels))
+    loss = float(loss_sum(state.model, ids, labels, "float32").detach()) / batch.step_targets
+    assert loss == pytest.approx(record.loss, rel=1e-5)
+    assert run.at(step=10).batch is None, "the run is over"
+    first: Any = run.at(step=0)
+    assert (first.cursor.consumed_tokens, first.optimizer_state["steps"]) == (0, 0)
+    assert first.batch.cursor.consumed_tokens == 64
+    events = read_journal(Storage(str(example))).events
+    assert not any(event.kind == EventKind.STATE_DIGEST for event in events), (
+        "the example is older than these"
+    )
