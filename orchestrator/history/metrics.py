@@ -102,6 +102,7 @@ class Sample:
     tokens: int | None = None
     rewound_to: int | None = None
 
+
 # fields of a step's record that are metrics by the same name
 _OF_RECORD = (
     *("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"),
