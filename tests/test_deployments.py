@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,8 @@ def test_skypilot_runs_the_command_that_continues_with_our_health_checks() -> No
     assert HEALTH_CHECKS.items() <= task["envs"].items()
     assert 'orchestrator train "$JOB" run.storage=/data/runs' in task["run"]
     assert "/data" in task["file_mounts"]
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
 # ------------------------------------------------------------ metrics

@@ -179,7 +179,7 @@ def test_a_command_that_reads_a_run_loads_only_what_it_needs() -> None:
         "import sys, orchestrator.cli.commands as c, orchestrator.monitor.run\n"
         "try: c.main(['points', '/no-such-run'])\n"
         "except SystemExit: pass\n"
-        "slow = ('ray', 'torch', 'transformers', 'pyarrow', 'numpy', 'tenacity', 'fastapi', 'pandas')\n"
+        "slow = ('ray', 'torch', 'transformers', 'pyarrow', 'numpy', 'tenacity', 'asyncio', 'fastapi')\n"
         "from orchestrator.config.schema import JobConfig\n"
         "built = [] if 'Mock' in type(JobConfig.__pydantic_validator__).__name__ else ['JobConfig']\n"
         "print([m for m in slow if m in sys.modules] + built)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,6 +43,7 @@ def submit(
     """Start the run, or continue it, as a job of a Ray cluster; the same command does both. It
     gets a copy of the current folder. What it prints is shown until it ends; Ctrl-C leaves it running.
     """
+    import asyncio
     import secrets
 
     from orchestrator.cluster.job_server import JobServer
@@ -80,6 +80,8 @@ def submit(
 
 
 async def _show(server: JobServer, job: str) -> None:
+    import asyncio
+
     async for text in server.output(job):
         sys.stderr.write(text)
         sys.stderr.flush()

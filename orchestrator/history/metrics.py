@@ -8,7 +8,7 @@ is declared here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.history.claims import GenerationStart
@@ -103,6 +103,13 @@ class Sample:
     rewound_to: int | None = None
 
 
+# fields of a step's record that are metrics by the same name
+_OF_RECORD = (
+    *("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s"),
+    *("step", "consumed_tokens", "consumed_samples"),
+)
+
+
 class Meter:
     """Keeps the metrics of one attempt, from the facts of its journal in their order. Steps of a generation
     that is over, which come late, do not count.
@@ -160,13 +167,6 @@ class Meter:
             values["ended"] = 1
         values = {name: value for name, value in values.items() if value or METRICS[name].kind == "gauge"}
         return Sample(values=values) if values else None
-
-
-_OF_RECORD = tuple(
-    name
-    for name in METRICS
-    if name in {field.name for field in fields(StepRecord)} - {"attempt", "generation"}
-)
 
 
 def metrics_table() -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import Any
 
 import pytest
@@ -157,9 +157,9 @@ class TakesAnyName(OsDisk):
     """A file system on which a name can be created again."""
 
     def link(self, old: str, new: str) -> None:
-        if os.path.exists(new):
-            os.unlink(new)
-        super().link(old, new)
+        other = f"{new}-{get_ident()}"
+        os.link(old, other)
+        os.replace(other, new)
 
 
 def test_a_sound_folder_is_found_sound_and_left_as_it_was(tmp_path: Path) -> None:
