@@ -23,6 +23,7 @@ from orchestrator.history.claim_files import AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import Finding, audit_result, verify_result
+from orchestrator.history.metrics import metrics_table
 from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
@@ -47,6 +48,7 @@ from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
+from tests.test_deployments import JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,6 +69,11 @@ def test_the_resume_table_is_the_generated_one() -> None:
         CONFIGURATION, "resume table: python -m orchestrator.config.schema", "end of resume table"
     )
     assert table == resume_table().strip()
+
+
+def test_the_table_of_metrics_is_the_generated_one() -> None:
+    title = "metrics: python -m orchestrator.history.metrics"
+    assert between(DOCS["metrics.md"], title, "end of metrics") == metrics_table()
 
 
 def test_the_fields_of_the_readme_are_rows_of_the_generated_table() -> None:
@@ -326,7 +333,7 @@ def test_the_keys_of_a_status_are_those_of_the_value() -> None:
     assert re.findall(r"`(\w+)`", row)[1:] == list(RunView.__slots__)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_config_is_valid(path: Path) -> None:
     assert load_config(path).run.name
 

@@ -32,6 +32,7 @@ import yaml
 from orchestrator.data.sample_corpus import MARKER, VERSION, CorpusReport
 from orchestrator.records import encode
 from tests.conftest import TOKENIZER_VOCAB
+from tests.test_deployments import JOBS
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,14 @@ SMALL = {"vocab_size": TOKENIZER_VOCAB, "hidden_size": 16, "intermediate_size": 
 COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
 # what the blocks that no test can run here begin with
 NOT_RUN = {
-    "README.md": ["make quickstart", "export RAY_AUTH_MODE=token", "torchrun --nproc-per-node"],
+    "README.md": [
+        "make quickstart",
+        "orchestrator dashboard runs",
+        "export RAY_AUTH_MODE=token",
+        "export RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1",
+        "torchrun --nproc-per-node",
+    ],
+    "docs/dashboard.md": ["orchestrator dashboard runs"],
     "docs/howto/spot-machines.md": ["orchestrator doctor runs"],
     "docs/tutorial.md": ["python3 -m venv .venv"],
 }
@@ -150,7 +158,7 @@ def folder(sample: Path, tmp_path: Path) -> Path:
     shutil.copytree(sample, tmp_path / "corpus")
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
     (tmp_path / "configs").mkdir()
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
+    for path in JOBS:
         job = yaml.safe_load(path.read_text())
         job["model"]["config"].update(SMALL)
         job["data"]["num_epochs"] = None

@@ -20,6 +20,7 @@ from orchestrator.cli import (
     training,
     weights,
 )
+from orchestrator.cli.examples import add_examples
 from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
@@ -41,6 +42,7 @@ __all__ = [
     "weights",
 ]
 
+add_examples(app)
 add_exit_codes(app)
 
 

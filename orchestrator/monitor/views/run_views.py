@@ -184,6 +184,11 @@ class RunViews:
             return self._facts
         return self._reading.facts
 
+    @property
+    def facts(self) -> Facts:
+        """What all views are made of, as it was last read."""
+        return self._facts
+
     # ---------------------------------------------------------------------- views
     def summary(self, full: bool = True) -> Document:
         """The run at a glance; without `full` as in a list of runs. An unreadable run has its state, `error`

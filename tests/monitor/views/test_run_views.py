@@ -162,7 +162,7 @@ def test_a_run_of_format_1_is_shown() -> None:
     summary = views.summary()
     assert (summary["state"], summary["verdict"]["text"]) == ("done", "Done at step 10.")
     assert [row["name"] for row in views.points(sort="step")["rows"]] == [
-        row["name"] for row in Run(EXAMPLE).points()
+        row["name"] for row in Run(EXAMPLE).list_points()
     ]
     assert [row["why"] for row in views.attempts()["rows"]] == ["rewind", "resume", "start"]
     assert views.event("a0002:12")["text"] == "Done: done at step 8"
