@@ -1,7 +1,7 @@
 """Every ```sh and ```python block of README and docs/ is run: in order, in one folder per document.
 
 The folder has `jobs/`, a small corpus that says it is the sample corpus, and the project's `configs/` with a
-smaller model in each, which may read that corpus more than once and report more often;
+smaller model in each, which may read that corpus more than once, train longer, and report more often;
 `cluster.address: null` joins the tests' Ray. A comment before a block says what a
 reader sees from the text:
 
@@ -162,6 +162,7 @@ def folder(sample: Path, tmp_path: Path) -> Path:
         job = yaml.safe_load(path.read_text())
         job["model"]["config"].update(SMALL)
         job["data"]["num_epochs"] = None
+        job["train"]["max_steps"] *= 10  # what a document says it has time for, also where steps are short
         job["monitor"] = {"progress_s": 0.2}
         (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(job))
     return tmp_path
@@ -205,7 +206,10 @@ class Terminal:
 
     def end(self) -> None:
         """Until it has ended, as the block says."""
-        ended = self._process.wait(timeout=LIMIT_S)
+        try:
+            ended = self._process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self._block.text}has not ended:\n{self.text()}") from None
         assert ended == self._block.exit_code, f"{self._block.text}ended with {ended}:\n{self.text()}"
 
     def close(self) -> None:
