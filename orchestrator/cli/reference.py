@@ -23,8 +23,8 @@ HEAD = """\
 # Reference
 
 Generated from the code: `python -m orchestrator.cli.reference > docs/reference.md`.
-A job's fields are in [configuration.md](configuration.md), the JSON documents in the
-[README](../README.md#json).
+A job's fields are in [configuration.md](configuration.md),
+the JSON documents in the [README](../README.md#json).
 """
 
 
