@@ -12,8 +12,8 @@ from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from orchestrator.config.schema import NAME
-from orchestrator.monitor.dashboard.actions import ACTIONS, Asked, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.action_table import ACTIONS
+from orchestrator.monitor.dashboard.actions import Asked, Sight, is_stale, plan
 from orchestrator.monitor.dashboard.answers import (
     UNANSWERABLE,
     Problem,
@@ -30,7 +30,7 @@ from orchestrator.monitor.run import Run
 
 POINT = r"^\d{8,12}-a\d{4,8}-g\d{4,8}$"
 RunName = Annotated[str, InPath(max_length=200)]
-ActionName = Literal["save", "stop", "pin", "unpin", "verify"]
+ActionName = Literal["save", "stop", "pin", "unpin", "verify", "rewind", "fork", "export"]
 assert set(ACTIONS) == set(get_args(ActionName)), "the schema lists the actions"
 
 
@@ -44,7 +44,7 @@ class AskedBody(_Body):
     point: Annotated[str, Field(pattern=POINT)] | None = None
     now: bool = False
     why: Annotated[str, Field(max_length=500)] = ""
-    new_run: Annotated[str, Field(pattern=NAME)] | None = None
+    new_run: Annotated[str, Field(max_length=100)] | None = None
 
     def asked(self) -> Asked:
         """As a value."""
@@ -65,7 +65,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
     @app.post("/api/runs/{run}/actions/{action}/plan")
     def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
         opened, asked = runs.open(run), body.asked()
-        found = plan(action, asked, _sight(opened, action, asked), secret, clock())
+        found = plan(action, ACTIONS[action], asked, _sight(opened, action, asked), secret, clock())
         return json_response({**without_secrets(found.to_json()), "token": found.token})
 
     @app.post("/api/runs/{run}/actions/{action}", status_code=202)

@@ -11,7 +11,7 @@ from fastapi import Path as InPath
 from starlette.responses import Response, StreamingResponse
 
 from orchestrator.monitor.dashboard import stream
-from orchestrator.monitor.dashboard.actions import ACTIONS
+from orchestrator.monitor.dashboard.action_table import ACTIONS
 from orchestrator.monitor.dashboard.answers import json_response, named, shown
 from orchestrator.monitor.dashboard.plans import Planner, WhatIf
 from orchestrator.monitor.dashboard.runs import Runs

@@ -92,9 +92,9 @@ def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimPare
         path.pieces += fates.pieces(at)
     here = {p.generation: p for p in path.pieces if p.fate == HISTORY}
     for segment in lineage.segments:
-        at = columns.index[segment.start.id]
+        at = columns.index.get(segment.start.id)  # none: what a fork begins with, the other run's last state
         path.head = at if segment.open else path.head
-        if at in here:
+        if at is not None and at in here:
             path.rows.extend(here[at].rows)
     _check(columns, path)
     return path
@@ -199,13 +199,13 @@ def _check(columns: Columns, path: Path) -> None:
     for segment in path.lineage.segments:
         parent, known = segment.start.parent, dict[StateKey, StepRecord]()
         if parent is not None and previous is not None and parent.step != previous.start.step:
-            piece = pieces.get(columns.index[(parent.attempt, parent.generation)])
+            piece = pieces.get(columns.index.get((parent.attempt, parent.generation), -1))
             rows = piece.rows if piece is not None else np.zeros(0, "i8")
             row = rows[columns["step"][rows] == parent.step]
             if len(row):
                 known[parent] = columns.record(int(row[0]))
             errors += discontinuity(segment.start, previous, known)
-        here = pieces.get(columns.index[segment.start.id])
+        here = pieces.get(columns.index.get(segment.start.id, -1))
         steps = columns["step"][here.rows] if here is not None else np.zeros(0, "i8")
         last = int(steps[-1]) if len(steps) else segment.start.step
         path.gaps += (last if segment.open else segment.stop_step - 1) - segment.start.step - len(steps)

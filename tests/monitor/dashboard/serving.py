@@ -5,6 +5,8 @@ hostile in all that it says.
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +18,7 @@ from benchmarks.made_run import MadeRun, note, write_run
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.monitor.dashboard.doing import Doing
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"  # noqa: S105
 HOST = "http://127.0.0.1:8000"
@@ -103,3 +106,27 @@ def make_hostile(made: MadeRun, text: str) -> None:
 def text_of(value: Any) -> str:
     """All that a document says."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def settled(look: Callable[[], Any]) -> Any:
+    """What is found once it runs no more."""
+    pause = threading.Event()
+    for _ in range(6000):
+        found = look()
+        if found.state != "running":
+            return found
+        pause.wait(0.01)
+    raise AssertionError("it does not end")
+
+
+def confirmed(asking: TestClient, run: str, name: str, **asked: Any) -> Doing:
+    """A plan, its confirmation, and what became of it."""
+    path = f"/api/runs/{run}/actions"
+    planned = asking.post(f"{path}/{name}/plan", json=asked)
+    assert planned.status_code == 200, planned.text
+    document = planned.json()
+    assert document["token"], document
+    confirmation = {**asked, "token": document["token"], "basis": document["basis"]}
+    begun = asking.post(f"{path}/{name}", json=confirmation)
+    assert begun.status_code == 202, begun.text
+    return settled(lambda: Doing(run=run, **asking.get(f"{path}/{begun.json()['id']}").json()))

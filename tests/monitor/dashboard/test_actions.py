@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from orchestrator.errors import RefusedError
-from orchestrator.monitor.dashboard.actions import ACTIONS, EXPIRES_S, Asked, Sight, is_stale, plan
+from orchestrator.monitor.dashboard.action_table import ACTIONS
+from orchestrator.monitor.dashboard.actions import EXPIRES_S, Asked, Planned, Sight, is_stale, plan
 from orchestrator.monitor.dashboard.doing import MOST_AT_ONCE, Doings
-from tests.monitor.dashboard.serving import Served, served
+from tests.monitor.dashboard.serving import Served, confirmed, served, settled
 
 SECRET = b"of this server"
 POINT = "00000100-a0001-g0001"
@@ -24,23 +25,35 @@ SUMMARY = {
     "point": {"name": POINT, "bytes": 4_200_000_000},
     "risk": {"tokens": 14_300_000, "steps": 109, "seconds": 710.0},
 }
-DETAIL = {"point": {"name": POINT, "bytes": 4_200_000_000, "pinned": True}, "files": [{}, {}]}
+ROW = {"name": POINT, "step": 100, "state": "healthy", "consumed_tokens": 25_600, "pinned": True}
+ASIDE = {"steps": 9, "tokens": 2304, "seconds": 60.0}
+DETAIL = {"point": {**ROW, "bytes": 4_200_000_000}, "files": [{}, {}], "aside": ASIDE}
 SIGHT = Sight(uri="/runs/my run", summary=SUMMARY, detail=DETAIL)
 
 
+def planned(name: str, asked: Asked, sight: Sight, secret: bytes, now: float) -> Planned:
+    return plan(name, ACTIONS[name], asked, sight, secret, now)
+
+
 def token_of(name: str, asked: Asked, sight: Sight = SIGHT, now: float = 1000.0) -> str:
-    token = plan(name, asked, sight, SECRET, now).token
+    token = planned(name, asked, sight, SECRET, now).token
     assert token is not None
     return token
 
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: str) -> None:
-    found = plan(name, Asked(point=POINT), SIGHT, SECRET, 1000.0)
+    sight = replace(SIGHT, summary={**SUMMARY, "state": "stopped"}) if name == "rewind" else SIGHT
+    found = planned(name, Asked(point=POINT), sight, SECRET, 1000.0)
     assert found.effects
     assert found.title
     assert found.command.startswith(f"orchestrator {name} '/runs/my run'")
-    assert found.basis == {"attempt": 2, "generation": 3, "newest_point": POINT, "state": "running"}
+    assert found.basis == {
+        "attempt": 2,
+        "generation": 3,
+        "newest_point": POINT,
+        "state": sight.summary["state"],
+    }
     assert found.token
     assert not found.refusals
 
@@ -89,15 +102,15 @@ def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
 def test_nobody_is_asked_who_is_not_alive(state: str) -> None:
     there = replace(SIGHT, summary={**SUMMARY, "state": state})
     for name in ("save", "stop"):
-        found = plan(name, Asked(), there, SECRET, 1000.0)
+        found = planned(name, Asked(), there, SECRET, 1000.0)
         assert found.refusals
         assert found.token is None
-    assert plan("pin", Asked(point=POINT), there, SECRET, 1000.0).token
+    assert planned("pin", Asked(point=POINT), there, SECRET, 1000.0).token
 
 
 def test_stopping_at_once_says_what_is_lost() -> None:
-    (_, kept), _ = plan("stop", Asked(), SIGHT, SECRET, 0.0).effects
-    (_, lost), _ = plan("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
+    (_, kept), _ = planned("stop", Asked(), SIGHT, SECRET, 0.0).effects
+    (_, lost), _ = planned("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
     assert "Nothing is lost" in kept
     assert "109 steps (14.3 M tokens, 11.8 min of work)" in lost
 
@@ -134,42 +147,47 @@ def test_what_refuses_or_breaks_is_said_and_ends_the_action() -> None:
     assert (found.state, found.text) == ("failed", "nobody is there")
 
 
-def settled(look: Any) -> Any:
-    """What is found once it runs no more."""
-    pause = threading.Event()
-    for _ in range(6000):
-        found = look()
-        if found.state != "running":
-            return found
-        pause.wait(0.01)
-    raise AssertionError("it does not end")
+def test_a_rewind_waits_for_nobody_at_work_and_names_what_is_set_aside() -> None:
+    assert planned("rewind", Asked(point=POINT), SIGHT, SECRET, 0.0).refusals == (
+        "a launch works on this run: stop it first, then rewind",
+    )
+    ended = replace(SIGHT, summary={**SUMMARY, "state": "done"})
+    _, (_, aside), _ = planned("rewind", Asked(point=POINT), ended, SECRET, 0.0).effects
+    assert "9 steps (2.3 k tokens, 60 s of work) are set aside" in aside
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/x", ".hidden", "a/b", "", "..", "x\n"])
+def test_a_fork_lies_beside_its_run_and_nowhere_else(name: str) -> None:
+    found = planned("fork", Asked(point=POINT, new_run=name), SIGHT, SECRET, 0.0)
+    assert found.token is None
+    assert "is no name of a run" in found.refusals[0]
+    beside = planned("fork", Asked(point=POINT, new_run="other"), SIGHT, SECRET, 0.0)
+    assert "A new run /runs/other begins" in beside.effects[0][1]
+    assert planned("fork", Asked(point=POINT), SIGHT, SECRET, 0.0).command.endswith(
+        f"'/runs/my run-fork' --at {POINT}"
+    )
+
+
+@pytest.mark.parametrize("name", ["rewind", "fork", "export"])
+def test_nothing_is_made_from_a_damaged_point(name: str) -> None:
+    row = {**DETAIL["point"], "state": "damaged", "reason": "model/x is gone"}
+    there = Sight(uri="/runs/r", summary={**SUMMARY, "state": "done"}, detail={**DETAIL, "point": row})
+    assert "is damaged: model/x is gone" in planned(name, Asked(point=POINT), there, SECRET, 0.0).refusals[0]
 
 
 # ----------------------------------------------------------------------------------------- through the routes
-def confirmed(run: Served, name: str, **asked: Any) -> Any:
-    """A plan, its confirmation, and what became of it."""
-    planned = run.post(f"{name}/plan", **asked)
-    assert planned.status_code == 200, planned.text
-    document = planned.json()
-    begun = run.post(name, **asked, token=document["token"], basis=document["basis"])
-    assert begun.status_code == 202, begun.text
-
-    class State:
-        def __init__(self, values: Any) -> None:
-            self.state, self.text = values["state"], values["text"]
-
-    return settled(lambda: State(run.get(f"/actions/{begun.json()['id']}")))
-
-
 def test_a_point_is_pinned_verified_and_unpinned_from_the_page(tmp_path: Path) -> None:
     run = served(tmp_path)
-    done = confirmed(run, "pin", point=run.point, why="a good one")
+    done = confirmed(run.client, "made", "pin", point=run.point, why="a good one")
     assert (done.state, run.made.store.pins()[run.point].reason) == ("done", "a good one")
     assert run.point in done.text
-    assert confirmed(run, "verify", point=run.point).text == f"{run.point}: every digest is right."
-    assert confirmed(run, "unpin", point=run.point).state == "done"
+    assert (
+        confirmed(run.client, "made", "verify", point=run.point).text
+        == f"{run.point}: every digest is right."
+    )
+    assert confirmed(run.client, "made", "unpin", point=run.point).state == "done"
     assert run.made.store.pins() == {}
-    assert confirmed(run, "verify", point=run.made.points[0]).state == "done"
+    assert confirmed(run.client, "made", "verify", point=run.made.points[0]).state == "done"
 
 
 def test_a_damaged_file_is_named_by_verify(tmp_path: Path) -> None:
@@ -177,7 +195,7 @@ def test_a_damaged_file_is_named_by_verify(tmp_path: Path) -> None:
     file = next((tmp_path / "made" / "points" / run.point / "model").iterdir())
     file.chmod(0o644)
     file.write_bytes(b"x" * file.stat().st_size)
-    done = confirmed(run, "verify", point=run.point)
+    done = confirmed(run.client, "made", "verify", point=run.point)
     assert done.state == "done"
     assert f"{run.point} is damaged: model/{file.name}" in done.text
 

@@ -19,7 +19,7 @@ from orchestrator.monitor.dashboard.plans import WhatIf
 from orchestrator.monitor.dashboard.reading import Planner
 from orchestrator.monitor.dashboard.runs import Runs
 from tests.monitor.dashboard.browser import Watched, chromium, serving
-from tests.monitor.dashboard.serving import SCRIPT, make_hostile
+from tests.monitor.dashboard.serving import SCRIPT, client, confirmed, make_hostile
 from tests.system.harness import LIMIT_S, Job
 from tests.torchrun.ranks import ranks
 
@@ -341,3 +341,29 @@ def test_a_live_run_saves_and_stops_from_the_page(opened: Open, job: Job, tmp_pa
     assert outcomes == [True] * len(outcomes)
     assert len(outcomes) >= 2
     assert os.path.exists(live.config().run.run_uri)
+
+
+def test_a_run_is_rewound_forked_and_exported_as_the_commands_do_it(job: Job, tmp_path: Path) -> None:
+    there = job.copied(tmp_path / "runs")
+    asking, rows = client(tmp_path / "runs"), there.run.list_points()
+    first, last = (row["name"] for row in rows if row["on_lineage"] and row["step"] in (4, 12))
+    orphan = next(row["name"] for row in rows if not row["on_lineage"])
+
+    exported = confirmed(asking, "tiny", "export", point=last)
+    assert exported.state == "done", exported.text
+    assert (tmp_path / "runs" / "exports" / f"tiny-{last}" / "model.safetensors").is_file()
+
+    forked = confirmed(asking, "tiny", "fork", point=orphan, new_run="other")
+    assert forked.state == "done", forked.text
+    names = [each["name"] for each in asking.get("/api/runs").json()["runs"]]
+    assert names == ["other", "tiny"]
+    views = ("", "/timeline", "/points", "/attempts", "/goodput", "/sources", "/events", "/series", "/plan")
+    for view in views:
+        answer = asking.get(f"/api/runs/other{view}")
+        assert answer.status_code == 200, (view, answer.text)
+
+    assert asking.post("/api/runs/tiny/actions/rewind/plan", json={"point": orphan}).json()["refusals"]
+    rewound = confirmed(asking, "tiny", "rewind", point=first)
+    assert rewound.state == "done", rewound.text
+    assert there.run.status(0).attempt == 4
+    assert asking.get("/api/runs/tiny").json()["point"]["name"] == first
