@@ -92,10 +92,10 @@ def build(columns: Columns, claims: Sequence[Claim], parents: Sequence[ClaimPare
         path.pieces += fates.pieces(at)
     here = {p.generation: p for p in path.pieces if p.fate == HISTORY}
     for segment in lineage.segments:
-        at = columns.index.get(segment.start.id)  # none: what a fork begins with, the other run's last state
-        path.head = at if segment.open else path.head
-        if at is not None and at in here:
-            path.rows.extend(here[at].rows)
+        index = columns.index.get(segment.start.id)  # None: what a fork begins with, made in another run
+        path.head = index if segment.open else path.head
+        if index is not None and index in here:
+            path.rows.extend(here[index].rows)
     _check(columns, path)
     return path
 
