@@ -294,7 +294,8 @@ class Launch:
         for record in records:
             known = self.records.setdefault(record.key, record)
             # when a step ended each rank saw for itself
-            assert known == dataclasses.replace(record, ended=known.ended), f"two different records of one step: {known} and {record}"
+            copy = dataclasses.replace(record, ended=known.ended)
+            assert known == copy, f"two different records of one step: {known} and {record}"
 
     def _answered(
         self, name: str, number: int, method: str, arguments: Sequence[Any], done: Future[Any]
