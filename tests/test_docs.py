@@ -26,6 +26,7 @@ from orchestrator.history.finding_files import Finding, audit_result, verify_res
 from orchestrator.history.metrics import metrics_table
 from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
+from orchestrator.monitor.frames import columns_table
 from orchestrator.monitor.view import RunView
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
@@ -74,6 +75,13 @@ def test_the_resume_table_is_the_generated_one() -> None:
 def test_the_table_of_metrics_is_the_generated_one() -> None:
     title = "metrics: python -m orchestrator.history.metrics"
     assert between(DOCS["metrics.md"], title, "end of metrics") == metrics_table()
+
+
+def test_the_columns_of_the_tables_are_the_declared_ones() -> None:
+    table = between(
+        DOCS["notebooks.md"], "columns: orchestrator.monitor.frames:columns_table", "end of columns"
+    )
+    assert table == columns_table()
 
 
 def test_the_fields_of_the_readme_are_rows_of_the_generated_table() -> None:
@@ -401,8 +409,8 @@ REPORT = dict.fromkeys(re.findall(r"`(\w+)`", AUDIT_ROW))
 RESULTS = {  # of fields that hold a document
     "findings/000001.json": {
         *audit_result(REPORT),
-        *verify_result([]),
-        *verify_result([{"name": "", "healthy": True}])["points"][0],
+        *verify_result([], every=True),
+        *verify_result([{"name": "", "healthy": True}], every=True)["points"][0],
     }
 }
 

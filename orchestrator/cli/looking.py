@@ -74,15 +74,26 @@ def points(
 def verify(
     run: RunUri,
     point: Annotated[str | None, typer.Argument(help="a point's name; all without it")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on where a verification of all points was interrupted")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Read every byte of the resume points and compare the digests; names each damaged file."""
+    """Read every byte of the resume points and compare the digests; names each damaged file.
+
+    Example: orchestrator verify runs/quickstart --resume
+    """
+    from orchestrator.cli.verify_progress import shown
     from orchestrator.monitor.run import open_run
 
+    if resume and point is not None:
+        raise typer.BadParameter("--resume goes on with all points; leave the point out")
     opened, began = open_run(run), time.monotonic()
-    rows = opened.verify(point)
+    with shown() as progress:
+        rows = opened.verify(point, resume=resume, progress=progress)
     if rows:
-        leave_finding(opened, VERIFY, verify_result(rows), time.monotonic() - began)
+        result = verify_result(rows, every=point is None)
+        leave_finding(opened, VERIFY, result, time.monotonic() - began)
     if json:
         print_json(rows)
     else:

@@ -33,8 +33,9 @@ class Finding:
     `by` is who looked (user@host) and `created` when (ISO 8601), for people.
 
     `result` of an audit: `exactly_once`, `first_step`, `last_step`, `final_up_to_step`, `samples`, `tokens`,
-    `not_shown`, as in `audit --json`. Of verify: `checked` (digests) and `points`, each with `point`,
-    `healthy`. `unreadable` says why a file cannot be read (then it says nothing else).
+    `not_shown`, as in `audit --json`. Of verify: `checked` (digests), `all` (whether the run's points are all
+    among them) and `points`, each with `point`, `healthy`. `unreadable` says why a file cannot be read (then
+    it says nothing else).
     """
 
     number: int
@@ -99,10 +100,10 @@ def audit_result(report: dict[str, Any]) -> dict[str, Any]:
     return {name: report[name] for name in kept}
 
 
-def verify_result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of a document of `verify`."""
+def verify_result(rows: list[dict[str, Any]], every: bool) -> dict[str, Any]:
+    """What is kept of a document of `verify`; `every`: these are all points that the run had."""
     points = [{"point": row["name"], "healthy": row["healthy"]} for row in rows]
-    return {"checked": "digests", "points": points}
+    return {"checked": "digests", "all": every, "points": points}
 
 
 def newest_audit(findings: tuple[Finding, ...]) -> Finding | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
-from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError, ResumePointError
+from orchestrator.errors import (
+    DataIdentityError,
+    OrchestratorError,
+    RefusedError,
+    ResumePointError,
+    StorageError,
+)
 from orchestrator.history.busy import Busy, Free
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.finding_files import Finding, FindingFiles
+from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
@@ -27,6 +34,7 @@ from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unw
 from orchestrator.monitor.orphans import Pruned, prune, release
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
+from orchestrator.monitor.verifying import Progress, Verifying, done_before
 from orchestrator.monitor.view import AttemptFacts, RunView, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.export_files import export_states
@@ -90,16 +98,26 @@ class Run:
         ends = {number: store.read_end(number) for number in store.claim_numbers()}
         return tree_lines(self.uri, attempt_facts(seen, store.claims(), store.parents()[0], ends, rows))
 
-    def verify(self, point: str | None = None) -> list[dict[str, Any]]:
-        """Every digest of one point, or of all; the document of `verify --json`. Raises `RefusedError` for an
-        unknown name, and for one that the run deletes while it is read.
+    def verify(
+        self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
+    ) -> list[dict[str, Any]]:
+        """Every digest of one point, or of all; the document of `verify --json`. Several files are read at a
+        time; `progress` hears of each. What is found is left in storage as it goes on (see `findings`), as
+        far as this process may write there, and with `resume` points that an interrupted verification found
+        whole are not read again. Raises `RefusedError` for an unknown name, and for one that the run deletes
+        while it is read.
         """
         if point is None:
-            return self._standing(lambda seen: [self._verified(name) for name in self._names(seen)])
+            before = done_before(self.findings()) if resume else ()
+            reading = Verifying(store=self._store, note=self._note_part, before=before)
+            reading.progress = progress or reading.progress
+            return self._standing(lambda seen: reading.rows(self._names(seen)))
         names = self._names(survey(self._store, with_steps=False))
         if point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
-        rows = self._not_deleted([self._verified(point)])
+        reading = Verifying(store=self._store)
+        reading.progress = progress or reading.progress
+        rows = self._not_deleted(reading.rows([point]))
         if not rows:
             raise RefusedError(
                 f"{self.uri}: the run has deleted resume point {point} while it was read, as "
@@ -567,10 +585,9 @@ class Run:
             rows.append({**row, "export": exports.get(name)})
         return rows
 
-    def _verified(self, name: str) -> dict[str, Any]:
-        damages = self._store.verify_point(name)
-        damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
-        return {"name": name, "healthy": not damages, "damaged": damaged}
+    def _note_part(self, result: dict[str, Any]) -> None:
+        with suppress(StorageError):  # who may not write there reads nevertheless, and resumes nothing
+            self.note_finding(VERIFY, result, 0.0)
 
     def _standing(self, read: Callable[[Survey], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """What `read` finds of points that still stand then; again, if the run has deleted all meanwhile."""

@@ -7,8 +7,8 @@ know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.planning.weights_digest import weights_digest
@@ -30,6 +30,15 @@ from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.resume.verify import POINTS, point_path
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal
+
+
+class Each(Protocol):
+    """`map`, or what does the same in threads."""
+
+    def __call__(
+        self, look: Callable[[FileEntry], Damage | None], files: Sequence[FileEntry], /
+    ) -> Iterable[Damage | None]:
+        """`look` of each file, in their order."""
 
 
 class PointFiles:
@@ -95,23 +104,27 @@ class PointFiles:
         except verify.DamageError as error:
             raise _point_error(error.damage) from error
 
-    def verify_point(self, name: str, fast: bool = False) -> list[Damage]:
+    def verify_point(self, name: str, fast: bool = False, each: Each = map) -> list[Damage]:
         """What is wrong with a committed point; empty if it is whole.
 
         Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others.
-        A file that COMMIT does not list belongs to no point: it is not looked at and never loaded. No file's
-        content is ever executed.
+        `each` looks at the files, as `map` does, one after the other or several at a time. A file that COMMIT
+        does not list belongs to no point: it is not looked at and never loaded. No file's content is ever
+        executed.
         """
         try:
             commit = self._commit(name)
         except verify.DamageError as error:
             return [error.damage]
-        damages = []
-        for entry in commit.files:
+
+        def look(entry: FileEntry) -> Damage | None:
             try:
                 verify.check_file(self.storage, name, entry, with_digest=not fast or entry.path in DOCUMENTS)
             except verify.DamageError as error:
-                damages.append(error.damage)
+                return error.damage
+            return None
+
+        damages = [damage for damage in each(look, commit.files) if damage is not None]
         try:
             if not damages:
                 verify.check_documents(self.storage, name, commit)

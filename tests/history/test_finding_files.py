@@ -30,9 +30,9 @@ def row(name: str, healthy: bool) -> dict[str, object]:
 def test_the_newest_finding_of_each_kind_and_point_counts(files: FindingFiles) -> None:
     assert (files.all(), newest_audit(files.all()), verified_points(files.all())) == ((), None, {})
     files.add(AUDIT, 1, 0.5, {"exactly_once": False})
-    files.add(VERIFY, 1, 0.5, verify_result([row("a", True), row("b", True)]))
+    files.add(VERIFY, 1, 0.5, verify_result([row("a", True), row("b", True)], every=True))
     last = files.add(AUDIT, 2, 0.5, {"exactly_once": True})
-    files.add(VERIFY, 2, 0.5, verify_result([row("b", False)]))
+    files.add(VERIFY, 2, 0.5, verify_result([row("b", False)], every=False))
     found = files.all()
     assert [each.number for each in found] == [1, 2, 3, 4]
     assert newest_audit(found) == last

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ LIMIT_S = 600.0  # of one group, its restarts included
 @pytest.fixture
 def job(tiny_config: Any, tmp_path: Path) -> Job:
     """10 steps of 8 × 32 tokens, a point every 4."""
-    return Job(tiny_config({"resume.every_steps": 4, "data.num_epochs": 1}), tmp_path)
+    always = {"resume.every_steps": 4, "data.num_epochs": 1, "monitor.digest_every_steps": 1}
+    return Job(tiny_config(always), tmp_path)
 
 
 def start(
@@ -146,6 +148,11 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     assert last_end(job) == ("done", 3)
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 3
+
+    # three ranks, two and one have trained these steps, with two shapes: one worker trains them again
+    for record in Random(9).sample(job.run.steps(), 5):
+        again = job.run.replay(tokens=record.consumed_tokens)
+        assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
 
 
 def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(

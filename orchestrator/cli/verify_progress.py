@@ -1,0 +1,72 @@
+"""How far `verify` is: a bar on a terminal, a line per point elsewhere; on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orchestrator.cli.shared import say
+from orchestrator.monitor.verifying import Progress
+
+
+class _Lines:
+    """A line per point, where there is more than one."""
+
+    def __init__(self) -> None:
+        self._num_points, self._done, self._since = 0, 0, time.monotonic()
+
+    def begin(self, num_points: int, num_bytes: int) -> None:
+        """See `Progress`."""
+        self._num_points, self._done = num_points, 0
+        if num_points > 1:
+            say(f"reading {num_points} points, {num_bytes / 2**20:,.1f} MiB")
+
+    def read(self, num_bytes: int) -> None:
+        """See `Progress`."""
+
+    def done(self, point: str, healthy: bool) -> None:
+        """See `Progress`."""
+        self._done += 1
+        if self._num_points > 1:
+            seconds = time.monotonic() - self._since
+            state = "healthy" if healthy else "damaged"
+            say(f"{self._done}/{self._num_points} {point}: {state} ({seconds:.0f} s)")
+
+
+@contextmanager
+def shown() -> Iterator[Progress]:
+    """What `verify` tells its progress to."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        class Bar:
+            """The bar of all points."""
+
+            def begin(self, num_points: int, num_bytes: int) -> None:
+                """See `Progress`."""
+                bar.reset(task, total=num_bytes, description=f"reading {num_points} points")
+
+            def read(self, num_bytes: int) -> None:
+                """See `Progress`."""
+                bar.advance(task, num_bytes)
+
+            def done(self, point: str, healthy: bool) -> None:
+                """See `Progress`."""
+                bar.update(task, description=f"{point} {'healthy' if healthy else 'damaged'}")
+
+        yield Bar()

@@ -1,0 +1,130 @@
+"""Reading every byte of a run's points: several files at a time, told as it goes on, and gone on with where
+it was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestrator.errors import ResumePointError
+from orchestrator.history.finding_files import VERIFY, Finding, verify_result
+from orchestrator.records import FileEntry
+from orchestrator.resume.point_files import PointFiles
+from orchestrator.resume.points import Damage
+
+NOTE_EVERY_S = 30.0  # what was read is noted at least so often, while it goes on
+
+
+class Progress(Protocol):
+    """Who hears how far it is."""
+
+    def begin(self, num_points: int, num_bytes: int) -> None:
+        """So much is to be read, at the most; may be said again."""
+
+    def read(self, num_bytes: int) -> None:
+        """A file of so many bytes was read. From any thread."""
+
+    def done(self, point: str, healthy: bool) -> None:
+        """A point was read, or was before (see `done_before`)."""
+
+
+class NoProgress:
+    """Nobody listens."""
+
+    def begin(self, num_points: int, num_bytes: int) -> None:
+        """See `Progress`."""
+
+    def read(self, num_bytes: int) -> None:
+        """See `Progress`."""
+
+    def done(self, point: str, healthy: bool) -> None:
+        """See `Progress`."""
+
+
+def done_before(findings: Sequence[Finding]) -> frozenset[str]:
+    """The points that were whole when they were last read, since the newest verification that came to its end
+    with all points: those of one that was interrupted.
+    """
+    healthy: set[str] = set()
+    for found in findings:
+        if found.what != VERIFY or found.unreadable:
+            continue
+        if found.result.get("all", True):
+            healthy.clear()
+            continue
+        for each in found.result["points"]:
+            (healthy.add if each["healthy"] else healthy.discard)(each["point"])
+    return frozenset(healthy)
+
+
+@dataclass(kw_only=True)
+class Verifying:
+    """Reads points, `num_threads` files at a time. `note` is given what is found as it goes on, at least
+    every `NOTE_EVERY_S` and when it is interrupted, but not the rest at its end: that its caller has.
+    `before`: points that need not be read.
+    """
+
+    store: PointFiles
+    note: Callable[[dict[str, Any]], None] = lambda result: None
+    progress: Progress = field(default_factory=NoProgress)
+    before: Collection[str] = ()
+    num_threads: int = 2 * (os.cpu_count() or 1)
+    clock: Callable[[], float] = time.monotonic
+
+    def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """A row for each point: `name`, `healthy`, `damaged`. What interrupts it passes through."""
+        self.progress.begin(len(names), sum(self._num_bytes(name) for name in names))
+        rows: list[dict[str, Any]] = []
+        noted, noted_at = 0, self.clock()
+        try:
+            with self._threads() as pool:
+                for name in names:
+                    rows.append(self._row(name, pool))
+                    self.progress.done(name, rows[-1]["healthy"])
+                    if self.clock() - noted_at >= NOTE_EVERY_S and len(rows) < len(names):
+                        self.note(verify_result(rows[noted:], every=False))
+                        noted, noted_at = len(rows), self.clock()
+        except BaseException:
+            if rows[noted:]:
+                self.note(verify_result(rows[noted:], every=False))
+            raise
+        return rows
+
+    def _row(self, name: str, pool: ThreadPoolExecutor) -> dict[str, Any]:
+        damages: list[Damage] = []
+        if name not in self.before:
+
+            def each(look: Callable[[FileEntry], Damage | None], files: Sequence[FileEntry]) -> Any:
+                return pool.map(lambda file: self._looked(look, file), files)
+
+            damages = self.store.verify_point(name, each=each)
+        damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
+        return {"name": name, "healthy": not damages, "damaged": damaged}
+
+    def _looked(self, look: Callable[[FileEntry], Damage | None], file: FileEntry) -> Damage | None:
+        found = look(file)
+        self.progress.read(file.bytes)
+        return found
+
+    def _num_bytes(self, name: str) -> int:
+        if name in self.before:
+            return 0
+        try:
+            return self.store.read_point(name).num_bytes
+        except ResumePointError:
+            return 0  # damaged, which is said when it is read
+
+    @contextmanager
+    def _threads(self) -> Iterator[ThreadPoolExecutor]:
+        """Whatever ends it, what was not begun is not read any more."""
+        pool = ThreadPoolExecutor(max_workers=self.num_threads, thread_name_prefix="verify")
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
