@@ -14,7 +14,7 @@ OWN: dict[str, dict[int, str]] = {
         0: "done, or stopped on request after saving",
         130: "a second Ctrl-C (143: a second SIGTERM): nothing was saved",
     },
-    "submit": {130: "Ctrl-C: the job runs on"},
+    "submit": {1: "the job failed", 130: "Ctrl-C: the job runs on"},
     "doctor": {1: "something would stop a run"},
     "status": {1: "the run failed, is not running without an end, or a piece of it is seen to be missing"},
     "watch": {1: "the run failed, is not running without an end, or a piece of it is seen to be missing"},
@@ -25,6 +25,8 @@ OWN: dict[str, dict[int, str]] = {
         2: "bad command line, or a refusal: files are not as they were at the run's start",
     },
     "rewind": {2: "bad command line, a refusal, or a no: nothing was changed"},
+    "fork": {2: "bad command line, a refusal, or a no: nothing was changed"},
+    "replay": {1: "what was trained again differs from what the run recorded"},
 }
 
 
