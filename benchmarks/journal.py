@@ -4,7 +4,10 @@ A journal of `--records` steps (1,000,000) in segments as the coordinator writes
 100,000 steps and an event per 100, is written, then read in a process of its own per figure: `whole`, every
 step record decoded (`read_journal`); `history`, the effective history from it (what `steps`, `audit` and a
 start need); `outline`, all but the contents of step records (`read_outline`); `chain`, which points are on
-the history, from the outline (what a restarted coordinator needs while members wait for it, 60 s at most).
+the history, from the outline (what a restarted coordinator needs while members wait for it, 60 s at most);
+`columns`, every step record, as the views of a run keep them; `views`, what a page needs (`RunViews`):
+`first_read_s` of a run never read before, `refresh_s` when 1,000 steps are new, and of the views then, each
+for the second time, `summary_s`, `timeline_s` and `series_s` (6 metrics, 1,000 pixels).
 
 `…_s` are wall seconds for all records, `…_cpu_us` microseconds of CPU per record, `…_mb` the process's peak
 resident memory in 10^6 bytes. All are medians of `--repeats`. The files are in the page cache: reading is
@@ -31,11 +34,19 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
 from orchestrator.history.lineage import effective_chain, effective_history
-from orchestrator.records import StateKey, StepRecord
+from orchestrator.monitor.views.columns import read_columns
+from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.planning.identity import RunIdentity
+from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal
 
 PER_GENERATION, PER_EVENT, PER_FLUSH = 100_000, 100, 1000
 BATCH, TOKENS = 16, 2048
+NEW_STEPS, PIXELS = 1000, 1000
+METRICS = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "data_wait_share")
 CLAIMS = [Claim(number=1, launch="one", why="start", host="here", created="")]
 PARENTS = [ClaimParent(attempt=1, parent=None)]
 
@@ -55,6 +66,19 @@ def write(storage: Storage, num_records: int) -> None:
         if step % PER_FLUSH == 0:
             journal.flush()
     journal.close()
+
+
+def _write_claim(storage: Storage) -> None:
+    """What makes a run of the journal: run.json, one claim and what it continues."""
+    identity = RunIdentity(
+        format_version=1, order_version=1, tokenizer="t", tokenizer_digest="", encoder_name="e",
+        encoder_version="1", settings={}, manifests={},
+    )  # fmt: skip
+    run = RunFile(format=1, name="run", created="2026-11-22T00:00:00+00:00", identity=identity)
+    (claim,), (parent,) = CLAIMS, PARENTS
+    storage.create("run.json", seal(encode(run)))
+    storage.create("attempts/0001.json", seal(encode(claim)))
+    storage.create("attempts/0001.parent.json", seal(encode(parent)))
 
 
 def _start(generation: int, step: int, parent: StateKey | None) -> GenerationStart:
@@ -91,6 +115,7 @@ READERS: dict[str, Callable[[Storage], int]] = {
     "history": _history,
     "outline": lambda storage: max(read_outline(storage).last_steps.values()),
     "chain": _chain,
+    "columns": lambda storage: len(read_columns(storage)),
 }
 
 
@@ -108,6 +133,35 @@ def measure(name: str, folder: str, num_records: int) -> dict[str, float]:
         f"{name}_cpu_us": (time.process_time() - cpu) / num_records * 1e6,
         f"{name}_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }
+
+
+def measure_views(folder: str, num_records: int) -> dict[str, float]:
+    """What a page waits for, in this process."""
+    storage = Storage(folder)
+    _write_claim(storage)
+    segment = max(Path(folder, "journal", "a0001").iterdir())
+    content = segment.read_bytes()
+    lines = content.splitlines(keepends=True)
+    cut = len(content) - sum(map(len, lines[-NEW_STEPS:]))
+    os.truncate(segment, cut)
+    views, figures = RunViews(RunStore(storage)), dict[str, float]()
+
+    def timed(name: str, call: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        call()
+        figures[f"{name}_s"] = time.perf_counter() - began
+
+    timed("first_read", views.refresh)
+    figures["views_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    views.summary(), views.timeline(), views.series("tokens", METRICS, px=PIXELS)
+    with segment.open("ab") as file:
+        file.write(content[cut:])
+    timed("refresh", views.refresh)
+    timed("summary", views.summary)
+    timed("timeline", views.timeline)
+    timed("series", lambda: views.series("tokens", METRICS, px=PIXELS))
+    assert views.summary()["progress"]["step"] == num_records, "all steps are shown"
+    return figures
 
 
 def _alone(name: str, folder: str, num_records: int) -> dict[str, float]:
@@ -136,13 +190,19 @@ def main() -> None:
     if options.records < 1 or options.repeats < 1:
         parser.error("--records and --repeats are at least 1")
     if options.part:
-        print(json.dumps(measure(*options.part, options.records)))
+        name, folder = options.part
+        measured = (
+            measure_views(folder, options.records)
+            if name == "views"
+            else measure(name, folder, options.records)
+        )
+        print(json.dumps(measured))
         return
     samples: Samples = {}
     load = round(os.getloadavg()[0], 1)
     for repeat in range(options.repeats):
         with tempfile.TemporaryDirectory(prefix="journal-") as folder:
-            for name in ("write", *READERS):
+            for name in ("write", *READERS, "views"):
                 for figure, value in _alone(name, str(Path(folder, "run")), options.records).items():
                     samples.setdefault(figure, []).append(value)
         say(f"repeat {repeat + 1}", samples)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.launch.api import RunResult, open_stream, plan, train
     from orchestrator.monitor.run import Run
     from orchestrator.monitor.run import open_run as open  # noqa: A004  the public name is orchestrator.open
+    from orchestrator.monitor.submitted import runs, submit
 
 _HOMES = {
     "JobConfig": "config.schema",
@@ -26,6 +27,8 @@ _HOMES = {
     "RunResult": "launch.api",
     "open_stream": "launch.api",
     "plan": "launch.api",
+    "runs": "monitor.submitted",
+    "submit": "monitor.submitted",
     "train": "launch.api",
 }
 __all__ = [
@@ -37,6 +40,8 @@ __all__ = [
     "open",
     "open_stream",
     "plan",
+    "runs",
+    "submit",
     "train",
 ]
 

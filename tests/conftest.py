@@ -44,13 +44,17 @@ ON_RAY = {
     "tests/system/test_driver.py",
     "tests/system/test_faults.py",
     "tests/system/test_kills.py",
+    "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_shapes.py",
+    "tests/test_docs_run.py",
+    "tests/system/test_submitted.py",
 }
 
 
 # the tests that start processes by tests/forked.py: together they need its server once
 FORKED = {
+    "tests/monitor/dashboard/test_page.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",

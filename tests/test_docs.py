@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.commands import main
+import orchestrator
+from orchestrator.cli.commands import app, main
+from orchestrator.cli.reference import reference
 from orchestrator.cluster.ray_state import NO_ERROR
 from orchestrator.config.schema import load_config, resume_table
 from orchestrator.coordinator.requests import Answered
@@ -21,6 +23,7 @@ from orchestrator.history.claim_files import AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom, GenerationStart, Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import Finding, audit_result, verify_result
+from orchestrator.history.metrics import metrics_table
 from orchestrator.history.request_files import Request
 from orchestrator.launch.progress import Progress
 from orchestrator.monitor.view import RunView
@@ -45,13 +48,15 @@ from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Commit
 from orchestrator.resume.run_file import RunFile
 from tests.elastic.test_stall import status
+from tests.test_deployments import JOBS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
-DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PATHS = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in PATHS}
 RULES = {"data": DOCS["data.md"], "membership": DOCS["membership.md"]}
 
 
@@ -66,6 +71,11 @@ def test_the_resume_table_is_the_generated_one() -> None:
     assert table == resume_table().strip()
 
 
+def test_the_table_of_metrics_is_the_generated_one() -> None:
+    title = "metrics: python -m orchestrator.history.metrics"
+    assert between(DOCS["metrics.md"], title, "end of metrics") == metrics_table()
+
+
 def test_the_fields_of_the_readme_are_rows_of_the_generated_table() -> None:
     table = between(
         README, "most used fields: rows of docs/configuration.md", "end of most used fields"
@@ -74,6 +84,20 @@ def test_the_fields_of_the_readme_are_rows_of_the_generated_table() -> None:
     assert len(table) == 2 + 15
     assert table == [row for row in every if row in table]
     assert f"The fields used most, of {len(every) - 2};" in README
+
+
+def test_the_reference_is_the_generated_one() -> None:
+    assert DOCS["reference.md"] == reference(), "python -m orchestrator.cli.reference > docs/reference.md"
+
+
+def test_the_reference_has_every_command_and_every_public_name() -> None:
+    text = DOCS["reference.md"]
+    assert set(re.findall(r"^### orchestrator ([a-z-]+)$", text, re.MULTILINE)) == {
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback is not None
+    }
+    assert set(re.findall(r"^### orchestrator\.(\w+)$", text, re.MULTILINE)) == set(orchestrator.__all__)
 
 
 # ------------------------------------------------------------------------------------- names in docs/
@@ -188,9 +212,7 @@ def test_every_rule_that_the_code_cites_exists() -> None:
     assert cited <= stated
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PATHS], ids=lambda p: p.name)
 def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
     for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
         there = (path.parent / target) if target else path
@@ -311,7 +333,7 @@ def test_the_keys_of_a_status_are_those_of_the_value() -> None:
     assert re.findall(r"`(\w+)`", row)[1:] == list(RunView.__slots__)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_config_is_valid(path: Path) -> None:
     assert load_config(path).run.name
 

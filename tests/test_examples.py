@@ -36,13 +36,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_an_old_run_is_read_whole_and_changed_by_no_reading(example: Path) -> None:
     before = contents(example)
     run = orchestrator.open("example")
-    rows = run.points()
+    rows = run.list_points()
     assert [(row["name"], row["healthy"], row["on_lineage"]) for row in rows] == [
         (name, True, name != ORPHAN) for name in POINTS
     ]
     assert [row["consumed_tokens"] for row in rows] == [576, 768, 768, 960]
     assert [(row["name"], row["healthy"]) for row in run.verify()] == [(name, True) for name in POINTS]
-    assert {record.ended for record in run.steps()} == {None}, "what it does not say is not known"
+    assert {record.ended for record in run.records()} == {None}, "what it does not say is not known"
     report = run.audit()
     assert report["exactly_once"], report
     assert (report["tokens"], report["steps"], report["attempts"]) == (960, 12, 3)
@@ -63,11 +63,11 @@ def test_an_old_run_trains_on_and_loses_nothing_that_it_had(example: Path, tmp_p
     assert {path: after.get(path) for path in before} == before
     run = orchestrator.open("example")
     names = [*POINTS, "00000012-a0004-g0001", "00000014-a0004-g0001"]
-    assert [(row["name"], row["healthy"], row["on_lineage"]) for row in run.points()] == [
+    assert [(row["name"], row["healthy"], row["on_lineage"]) for row in run.list_points()] == [
         (name, True, name != ORPHAN) for name in names
     ]
     assert run.audit()["exactly_once"]
-    assert run.steps()[-1].consumed_tokens == 14 * 6 * 16
+    assert run.records()[-1].consumed_tokens == 14 * 6 * 16
 
 
 def test_kinds_and_fields_of_old_events_have_kept_their_names(example: Path) -> None:

@@ -17,7 +17,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "records", "faults", "paused_gc"},
+    {"errors", "records", "faults", "paused_gc", "html_text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -35,6 +35,7 @@ WITHOUT_RAY_AND_TORCH = (
     "records.py",
     "faults.py",
     "paused_gc.py",
+    "html_text.py",
     "config/",
     "storage/",
     "planning/",

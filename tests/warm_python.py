@@ -2,8 +2,10 @@
 server that has: a worker of Ray takes 2 CPU seconds to start instead of 9.
 
 `python -m tests.warm_python SOCKET` is the server. `launcher` writes a program that stands where Ray and the
-driver look for `python`: what begins a worker, or tries a model, it passes on to the server, and all else to
-the real Python. Ray itself is imported in each worker, since it reads its environment then.
+driver look for `python`: what begins a worker, tries a model, is a command of ours (`-m
+orchestrator.cli.commands …`) or a script that says so (`-X forked SCRIPT`), it passes on to the server, and
+all else to the real Python. Ray itself is imported in each process, since it reads its environment then. A
+command or script ends when the program that passed it on does.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +31,14 @@ from typing import Any
 
 MODULES = (
     "gigatoken",
+    "orchestrator.cli.commands",
+    "orchestrator.cli.tables",
     "orchestrator.coordinator.actor",
     "orchestrator.data.feed.opening",
     "orchestrator.data.packing.stream",
+    "orchestrator.launch.api",
     "orchestrator.launch.remote_membership",
+    "orchestrator.monitor.audit",
     "orchestrator.trainer.loop",
     "orchestrator.trainer.trial",
     "pandas",
@@ -50,6 +57,7 @@ RAY_MODULES = (
     "ray.train.torch",
 )
 TRIAL = ["-P", "-m", "orchestrator.trainer.trial"]
+COMMAND, SCRIPT = ["-m", "orchestrator.cli.commands"], ["-X", "forked"]
 JOBS = 3  # so many jobs of Ray have a process to fork from
 Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
@@ -57,13 +65,14 @@ WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the en
 LAUNCHER = f"""#!{{python}} -IS
 import json, os, socket, sys
 words = sys.argv[1:]
-if words[:3] != {TRIAL} and not os.path.basename(words[0]) in {(WORKER, SETUP)}:
+ours = words[:3] == {TRIAL} or words[:2] in {[COMMAND, SCRIPT]}
+if not ours and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
     os.execv({{python!r}}, [{{python!r}}, *words])
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect({{address!r}})
 task = {{{{"words": words, "environment": dict(os.environ), "folder": os.getcwd()}}}}
 socket.send_fds(link, [json.dumps(task).encode()], [0, 1, 2])
-sys.exit(int(link.recv(8) or 1))
+sys.exit(int(link.recv(8) or 137))
 """
 
 
@@ -98,7 +107,7 @@ def serve(address: str) -> None:
         link, _ = listener.accept()
         message, files = _received(link)
         task = json.loads(message)
-        if task["words"][: len(TRIAL)] != TRIAL:
+        if _is_for_ray(task["words"]):
             settings = _settings(task["environment"])
             if settings not in with_ray:
                 if len(with_ray) == JOBS:
@@ -116,6 +125,10 @@ def serve(address: str) -> None:
         link.close()
         for file in files:
             os.close(file)
+
+
+def _is_for_ray(words: list[str]) -> bool:
+    return words[:3] != TRIAL and words[:2] not in (COMMAND, SCRIPT)
 
 
 def _settings(environment: dict[str, str]) -> Settings:
@@ -178,7 +191,10 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
         os.chdir(task["folder"])
         os.environ.clear()
         os.environ.update(task["environment"])
-        (_try_model if task["words"][: len(TRIAL)] == TRIAL else _work_for_ray)(task["words"])
+        if task["words"][:2] in (COMMAND, SCRIPT):
+            _obey(task["words"], link)
+        else:
+            (_work_for_ray if _is_for_ray(task["words"]) else _try_model)(task["words"])
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -189,6 +205,27 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
         sys.stderr.flush()
         link.send(str(status).encode())
         os._exit(status)
+
+
+def _obey(words: list[str], link: socket.socket) -> None:
+    """A command of ours, or a script."""
+
+    def leave() -> None:
+        link.recv(1)
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
+    # what it starts itself begins as it has
+    sys.executable = str(Path(link.getsockname()).with_name("python"))
+    sys.path[0:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if words[:2] == COMMAND:
+        from orchestrator.cli.commands import main
+
+        sys.argv = ["orchestrator", *words[2:]]
+        main(words[2:])
+        return
+    sys.argv = words[2:]
+    runpy.run_path(words[2], run_name="__main__")
 
 
 def _try_model(words: list[str]) -> None:

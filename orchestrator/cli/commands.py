@@ -20,6 +20,8 @@ from orchestrator.cli import (
     training,
     weights,
 )
+from orchestrator.cli.examples import add_examples
+from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import OrchestratorError
@@ -39,6 +41,9 @@ __all__ = [
     "training",
     "weights",
 ]
+
+add_examples(app)
+add_exit_codes(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

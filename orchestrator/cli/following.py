@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines
+from orchestrator.cli.shared import Json, RunUri, app, print_json
 
 
 @app.command()
@@ -15,20 +15,14 @@ def watch(run: RunUri, json: Json = False) -> None:
     """Show where the run stands, kept up to date until it has ended (`status --watch`). --json: a line each
     time.
     """
-    from orchestrator.cli.tables import status_lines
     from orchestrator.monitor.run import open_run
 
-    views = open_run(run).watch()
-    if not json and sys.stdout.isatty():
-        from rich.live import Live
-        from rich.text import Text
-
-        with Live(auto_refresh=False, vertical_overflow="visible") as live:
-            for seen in views:
-                live.update(Text("\n".join(status_lines(seen))), refresh=True)
+    opened = open_run(run)
+    if json:
+        for seen in opened.looks():
+            print_json(seen.to_json(), lines=True)
     else:
-        for seen in views:
-            print_json(seen.to_json(), lines=True) if json else print_lines(status_lines(seen))
+        seen = opened.watch()
     if seen.is_broken:
         raise typer.Exit(1)
 

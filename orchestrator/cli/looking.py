@@ -29,7 +29,11 @@ def leave_finding(run: Run, what: str, result: dict[str, Any], seconds: float) -
 def points(
     run: RunUri,
     prune: Annotated[
-        bool, typer.Option("--prune", help="delete the orphans: points off the history, unless pinned")
+        bool,
+        typer.Option("--prune", help="delete orphans and what retention lets go, but nothing that is pinned"),
+    ] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="show them with the attempts that made them, rewinds and forks")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="with --prune: only say what it would do")
@@ -52,9 +56,12 @@ def points(
         return
     if dry_run:
         raise typer.BadParameter("--dry-run goes with --prune")
-    rows = open_run(run).points()
+    opened = open_run(run)
+    rows = opened.list_points()
     if json:
         print_json(rows)
+    elif tree:
+        print_lines(opened.tree(rows))
     else:
         from orchestrator.cli.tables import points_lines
 
@@ -141,11 +148,11 @@ def status(
     from orchestrator.monitor.run import open_run
 
     opened = open_run(run)
-    for seen in opened.watch() if watch else [opened.status()]:
+    for seen in opened.looks() if watch else [opened.status()]:
         if json:
             print_json(seen.to_json(), lines=watch)
         else:
-            from orchestrator.cli.tables import status_lines
+            from orchestrator.monitor.view_text import status_lines
 
             if watch and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")  # in place of the look before it

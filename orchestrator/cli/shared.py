@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from orchestrator.planning.resume_plan import ResumePlan
 
 app = typer.Typer(
-    add_completion=False,
+    rich_markup_mode=None,  # plain text: it is quick, and a brace or a bracket stays what it is
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Elastic LLM training on Ray: a run survives anything and continues at exactly the next unread "
     "token.",
 )

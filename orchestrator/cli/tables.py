@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.monitor.orphans import Pruned
-from orchestrator.monitor.view import RunView, skipped_lines
+from orchestrator.monitor.view import skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
 
 
@@ -43,46 +43,6 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
     lines += [f"  {note}" for note in plan.all_notes]
     return lines + [f"refused: {text}" for text in plan.refusals]
-
-
-def status_lines(view: RunView) -> list[str]:
-    """A run at a glance: the verdict first, then what is known, a line each."""
-    lines = [f"{view.run}: {view.verdict}"]
-    if view.step is not None:
-        speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
-        loss = "not finite" if view.loss is None else f"{view.loss:.4f}"
-        when = _when(view.last_step_at, view.last_step_age_s)
-        lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
-    if view.workers is not None:
-        lines.append(f"  workers     {view.workers} of {view.workers_wanted or view.workers}")
-    if view.eta_s is not None:
-        lines.append(f"  done in     about {duration(view.eta_s)}")
-    point = view.newest_point or "none"
-    when = _when(view.newest_point_at, view.newest_point_age_s)
-    lines.append(f"  last point  {point}  {when}".rstrip())
-    lines += skipped_lines(view.skipped_documents, "  skipped     ")
-    if view.last_fault is not None:
-        lines.append(f"  last fault  {view.last_fault}  {_when(view.last_fault_at, None)}")
-    return lines
-
-
-def duration(seconds: float) -> str:
-    """`12 s`, `5 min`, `3 h 20 min`, `2 d 4 h`."""
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes} min"
-    if hours < 24:
-        return f"{hours} h {minutes % 60} min"
-    return f"{hours // 24} d {hours % 24} h"
-
-
-def _when(time: str | None, age_s: float | None) -> str:
-    if time is None:
-        return ""
-    text = time[:19].replace("T", " ") + " UTC"
-    return f"{text}, {duration(age_s)} ago" if age_s is not None else text
 
 
 # Columns of the table of points: title and key of the row.
@@ -127,10 +87,10 @@ def _point_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def pruned_lines(pruned: Sequence[Pruned]) -> list[str]:
-    """What `points --prune` did or would do, a line for each orphan."""
+    """What `points --prune` did or would do, a line for each point that may go."""
     if not pruned:
-        return ["there are no orphans: every resume point belongs to the history"]
-    return [f"{each.point}: {_fate(each)}" for each in pruned]
+        return ["nothing may go: every resume point belongs to the history, and retention keeps it"]
+    return [f"{each.point}: {_fate(each)}  ({each.why})" for each in pruned]
 
 
 def _fate(each: Pruned) -> str:

@@ -262,6 +262,10 @@ class ResumeConfig(_Section):
     """Save a resume point every so many minutes; null: not by time."""
     keep_latest: Annotated[int, free("a whole number >= 1", ge=1)] = 3
     """Resume points that are kept."""
+    keep_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
+    """Also keep each point whose step is a multiple of this; null: none for that."""
+    keep_best: Annotated[int, free("a whole number >= 0", ge=0)] = 0
+    """Also keep so many points with the lowest mean loss of the steps since the point before."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
     data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
@@ -397,6 +401,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
     """The same for a mapping made in Python, or read back from a `config.json`."""
     return _finish(read_mapping(mapping), overrides, "configuration")
+
+
+def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """A job by whatever names it (itself, a mapping, a YAML file), with the overrides set on top."""
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, Mapping):
+        return parse_config(config, overrides)
+    return parse_config(config.to_json(), overrides) if overrides else config
 
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:

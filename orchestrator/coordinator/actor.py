@@ -101,6 +101,8 @@ class CoordinatorStart:
     flat_config: dict[str, Any]
     rng: dict[str, Any]
     fault_plan: str = ""
+    keep_every: int | None = None
+    keep_best: int = 0
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
 
@@ -177,6 +179,9 @@ class Coordinator:
         machine = CommitMachine(
             attempt=attempt.number,
             keep_latest=start.keep_latest,
+            keep_every=start.keep_every,
+            keep_best=start.keep_best,
+            losses=attempt.losses,
             vote_limit_s=VOTE_LIMIT_S,
             points=attempt.inherited,
             pinned=point.name if point else None,

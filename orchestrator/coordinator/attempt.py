@@ -91,7 +91,8 @@ class Attempt:
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
-    the number of blocks of each source; `forked_from` is the point of another run that it takes over.
+    the number of blocks of each source; `forked_from` is the point of another run that it takes over;
+    `losses` are the mean losses of points.
     """
 
     number: int
@@ -116,6 +117,7 @@ class Attempt:
     command: str = ""
     num_blocks: dict[str, int] = field(default_factory=dict)
     forked_from: ForkedFrom | None = None
+    losses: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def parent(self) -> StateKey | None:
@@ -161,8 +163,10 @@ def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
     """
     if not (gone := frozenset(names).difference(store.point_names())):
         return gone
+    if not (left := gone - store.deletions()):
+        return gone
     events = read_outline(store.storage).events
-    return gone & point_fates(((event.kind, event.fields) for event in events), ()).deleted
+    return gone - left.difference(point_fates(((event.kind, event.fields) for event in events), ()).deleted)
 
 
 def _look(store: RunStore, with_steps: bool) -> Survey:
@@ -188,6 +192,8 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     there = store.point_names()
     foreign = tuple(name for name in there if store.is_foreign(name))
     fates = _fates(journal.events, parents)
+    pruned = store.deletions()
+    fates = Fates(kept=fates.kept - pruned, deleted=fates.deleted | pruned)
     missing = fates.kept.difference(there)
     missing -= deleted_now(store, missing)
     encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
@@ -240,6 +246,16 @@ def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fa
 def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
     keys = {name: parse_point_name(name) for name in names}
     return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def mean_losses(seen: Survey) -> dict[str, float | None]:
+    """The mean loss of the steps since the point before, of each point on the history."""
+    found = {
+        event.fields["point"]: event.fields.get("mean_loss")
+        for event in seen.journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    return {name: found.get(name) for name in seen.points}
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
@@ -434,6 +450,7 @@ def begin_launch(
         run_id=run.id,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans},
         forked_from=origin.forked_from if origin else None,
+        losses=mean_losses(seen),
     )
     return attempt, plan
 
@@ -559,6 +576,7 @@ def continue_launch(
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
         forked_from=None,
+        losses=mean_losses(seen),
         **_read_back(seen.journal, first.number),
     )
 

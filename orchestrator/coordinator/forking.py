@@ -128,7 +128,10 @@ def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) 
 
 def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
     """With the fork's name and storage in its configuration, which else stays what it was made with."""
-    config = {**point.config, "run.name": name, "run.storage": os.path.dirname(store.storage.root)}
+    storage = os.path.dirname(store.storage.root)
+    if os.path.abspath(point.config.get("run.storage", "")) == storage:
+        storage = point.config["run.storage"]  # as it was written
+    config = {**point.config, "run.name": name, "run.storage": storage}
     return replace(point, config=config)
 
 

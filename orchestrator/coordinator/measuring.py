@@ -20,19 +20,25 @@ class RaySink:
     name = "Ray's metrics"
 
     def __init__(self, run: str) -> None:
-        declared = [
-            (PREFIX + m.name, m.kind, f"{m.meaning}{f' [{m.unit}]' if m.unit else ''}")
-            for m in METRICS.values()
-        ]
-        self._metrics = RayMetrics(declared, {"run": run})
+        self._run = run
+        self._metrics: RayMetrics | None = None
 
     def take(self, sample: Sample, now: float) -> None:
         """See `Sink`."""
+        if self._metrics is None:  # here and not before: what Ray raises then ends the use of this alone
+            self._metrics = self._declare()
         for name, value in sample.values.items():
             self._metrics.set(PREFIX + name, value)
 
     def flush(self) -> None:
         """Ray's agent collects by itself."""
+
+    def _declare(self) -> RayMetrics:
+        declared = [
+            (PREFIX + m.name, m.kind, f"{m.meaning}{f' [{m.unit}]' if m.unit else ''}")
+            for m in METRICS.values()
+        ]
+        return RayMetrics(declared, {"run": self._run})
 
 
 def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt: Attempt) -> MetricLog:

@@ -244,10 +244,11 @@ class ClaimFiles:
         if newest is None:
             return Look(newest=0, over=False, signs=b"")
         over = self.read_end(newest.number) is not None or is_dead(newest)
-        signs = b"" if over else self._signs_of_life(newest.number)
+        signs = b"" if over else self.signs_of_life(newest.number)
         return Look(newest=newest.number, over=over, signs=signs)
 
-    def _signs_of_life(self, number: int) -> bytes:
+    def signs_of_life(self, number: int) -> bytes:
+        """All in which it would show that attempt `number` lives: two looks differ if it did meanwhile."""
         folder = f"{JOURNAL}/a{number:04d}"
         paths = [f"{folder}/{name}" for name in self.storage.list(folder)]
         attempt = f"{number:04d}."

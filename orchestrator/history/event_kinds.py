@@ -55,7 +55,7 @@ class EventKind(StrEnum):
     # ---- resume points
     POINT_COMMITTED = (
         *("point committed", "point", "bytes", "save_s", "save_blocked_s", "cursor"),
-        "peak_memory_bytes",
+        *("peak_memory_bytes", "mean_loss"),
     )
     POINT_VERIFIED = "point verified", "point", "checked", "healthy", "seconds"
     POINT_PINNED = "point pinned", "point", "by", "reason"

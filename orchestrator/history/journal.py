@@ -15,6 +15,7 @@ begins, and never changed afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -51,6 +52,7 @@ class _Chain:
     """
 
     parent: StateKey | None
+    first: int
     reached: int
     beyond: set[int] = field(default_factory=set)
 
@@ -188,6 +190,23 @@ class JournalWriter:
                 at = chain.parent
             return at is not key
 
+    def mean_loss(self, key: StateKey, after: StateKey | None) -> float | None:
+        """The mean loss of the steps that led from the state `after` (None: from this attempt's begin) to
+        `key`, as far as this attempt has recorded them; None if it has none, or one is not finite.
+        """
+        losses = list[float]()
+        with self._lock:
+            at: StateKey | None = key
+            while at is not None and at.attempt == self._attempt and at.generation in self._chains:
+                chain, key = self._chains[at.generation], at
+                here = after is not None and (after.attempt, after.generation) == (at.attempt, at.generation)
+                first = max(chain.first, after.step) if here and after is not None else chain.first
+                keys = (dataclasses.replace(key, step=step) for step in range(first + 1, at.step + 1))
+                losses += [self._seen[each].loss for each in keys if each in self._seen]
+                at = None if here else chain.parent
+        mean = math.fsum(losses) / len(losses) if losses else math.nan
+        return mean if math.isfinite(mean) else None
+
     def why_lost(self) -> str:
         """How it shows that the newest segment's name does not lead to what was written here any more,
         because somebody deleted or replaced it; empty if all is well. Raises `StorageError` if that cannot be
@@ -256,7 +275,9 @@ class JournalWriter:
         if fact.attempt != self._attempt:
             return
         if isinstance(fact, GenerationStart):
-            self._chains[fact.generation] = _Chain(parent=fact.parent, reached=fact.step)
+            self._chains[fact.generation] = _Chain(
+                parent=fact.parent, first=fact.step, reached=fact.step
+            )
         elif fact.generation in self._chains:
             self._chains[fact.generation].add(fact.step)
 

@@ -7,14 +7,15 @@ used.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestrator import html_text
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.config.schema import JobConfig, as_job
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
@@ -54,9 +55,13 @@ class RunResult:
         """Plain JSON values."""
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        """For notebooks: how it ended, and where the run stands."""
+        return html_text.page(f"{self.run_uri}: {self.outcome}", html_text.facts(asdict(self).items()))
+
 
 def train(
-    config: JobConfig | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = ""
+    config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), *, fault_plan: str = ""
 ) -> RunResult:
     """Starts the run, or continues it at exactly the next unread token; returns when it is done, stopped or
     has failed.
@@ -65,7 +70,7 @@ def train(
     written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards
     the same call continues. `fault_plan` is for tests.
     """
-    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    job = as_job(config, overrides)
     began = time.monotonic()
     folder = starting.run_folder(job)
     store = RunStore(Storage(str(folder)))
@@ -104,25 +109,25 @@ def train(
     return _result(job, status, time.monotonic() - began)
 
 
-def plan(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
     """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
     nothing, writes nothing.
 
     The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
     """
-    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    job = as_job(config, overrides)
     found, _ = _look_ahead(job, starting.run_folder(job))
     return found
 
 
-def dry_run(config: JobConfig | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
+def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:
     """`plan`, and what `train` looks at without a cluster: the model without its weights, the run's folder,
     the disk, and where it would start a Ray here, this machine's memory.
 
     Raises what would refuse the start. It starts nothing, writes nothing and does not watch for another
     launch; what a cluster has is looked at by `train` alone.
     """
-    job = config if isinstance(config, JobConfig) else load_config(config, overrides)
+    job = as_job(config, overrides)
     folder = starting.run_folder(job)
     starting.check_writable(folder)
     found, spec = _look_ahead(job, folder)
@@ -157,7 +162,9 @@ def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | No
     return replace(found, notes=(*found.notes, *spec.notes)), spec
 
 
-def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) -> Iterator[Sample]:
+def open_stream(
+    config: JobConfig | Mapping[str, Any] | str | Path, cursor: Cursor | None = None
+) -> Iterator[Sample]:
     """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
     this process, no cluster.
 
@@ -168,12 +175,12 @@ def open_stream(config: JobConfig | str | Path, cursor: Cursor | None = None) ->
     """
     from orchestrator.data.spec import public_stream
 
-    return public_stream(config if isinstance(config, JobConfig) else load_config(config), cursor)
+    return public_stream(as_job(config), cursor)
 
 
-def _command(config: JobConfig | str | Path, overrides: Sequence[str]) -> str:
+def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> str:
     """What continues the run in a shell; empty for a configuration that lies in no file."""
-    if isinstance(config, JobConfig):
+    if isinstance(config, JobConfig | Mapping):
         return ""
     return command_line(["orchestrator", "train"], config, overrides)
 
@@ -253,7 +260,8 @@ def _disk_bytes(job: JobConfig, needs: Needs, folder: Path) -> tuple[int, int]:
     """Free where the run lies, and needed for the points that it keeps and one more."""
     from orchestrator.cluster.machine import free_disk_bytes
 
-    return free_disk_bytes(str(folder)), (job.resume.keep_latest + 1) * needs.point_bytes
+    kept = job.resume.keep_latest + job.resume.keep_best + 1
+    return free_disk_bytes(str(folder)), kept * needs.point_bytes
 
 
 def _memories() -> list[tuple[str, int]]:

@@ -204,6 +204,8 @@ def _start_coordinator(
         expected=limits.max_workers,
         max_failures=limits.max_failures,
         keep_latest=job.resume.keep_latest,
+        keep_every=job.resume.keep_every,
+        keep_best=job.resume.keep_best,
         run=job.run.name,
         global_batch_size=job.train.global_batch_size,
         seq_len=job.pack.seq_len,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,13 +23,15 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.busy import Busy, Free
+from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
+from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
-from orchestrator.monitor.orphans import Pruned, prune
+from orchestrator.monitor.orphans import Pruned, prune, release
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
@@ -43,10 +45,15 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
+    from orchestrator.monitor.planned import Planned
+    from orchestrator.monitor.views.run_views import RunViews
 
+ALL = 1 << 62  # rows of a view
 WATCH_S = 10.0  # how long a run without an end is watched for a sign of life (membership rule 12)
 
 
@@ -63,6 +70,9 @@ class Run:
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
+        self._require_run()
+
+    def _require_run(self) -> None:
         if self._store.read_run() is None:
             from orchestrator.launch.start import find_run
 
@@ -71,11 +81,22 @@ class Run:
                     f"{self.uri}: there is no run (no run.json); give <storage>/<name>, e.g. runs/quickstart"
                 )
 
-    def points(self) -> list[dict[str, Any]]:
+    def list_points(self) -> list[dict[str, Any]]:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`.
         """
         return self._standing(self._point_rows)
+
+    def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
+        """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see `monitor.tree`.
+        `rows`: those of `points`, which reads all of them, if you have them.
+        """
+        from orchestrator.monitor.tree import attempt_facts, tree_lines
+
+        rows = self.list_points() if rows is None else rows
+        seen, store = survey(self._store, with_steps=False), self._store
+        ends = {number: store.read_end(number) for number in store.claim_numbers()}
+        return tree_lines(self.uri, attempt_facts(seen, store.claims(), store.parents()[0], ends, rows))
 
     def verify(
         self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
@@ -104,7 +125,7 @@ class Run:
             )
         return rows
 
-    def steps(self) -> tuple[StepRecord, ...]:
+    def records(self) -> tuple[StepRecord, ...]:
         """The step records of the effective history, in order."""
         return survey(self._store).lineage.records
 
@@ -115,7 +136,19 @@ class Run:
         0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
         part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
-        return self._look(WATCH_S if watch_s is None else watch_s, None)
+        return self._view(WATCH_S if watch_s is None else watch_s, None)
+
+    def goodput(self) -> dict[str, Any]:
+        """Where the run's time went, from its first line to its last: `wall_s`; `parts` of it in seconds
+        (productive, data_wait, saving, lost, rewound, reforming, starting, waiting, down, other), which sum
+        to it; the same in `percent`; and by day (`days`, each with `day`, seconds since 1970 of its begin in
+        UTC). `off_s` came after wanted stops and is not counted. See `monitor.views.goodput`.
+
+        Raises `RefusedError` if the journal cannot be read.
+        """
+        from orchestrator.monitor.views.run_views import RunViews
+
+        return RunViews(self._store).goodput()
 
     def pin(self, point: str, reason: str = "") -> Hold:
         """Keeps a resume point, whatever retention and `prune` would do, until `unpin`; also of a run that
@@ -132,13 +165,19 @@ class Run:
         return pin
 
     def prune(self, dry_run: bool = False) -> list[Pruned]:
-        """Deletes the resume points that are off the history (orphans) and not pinned; `dry_run` says which
-        these are. See `monitor.orphans`.
+        """Deletes the resume points that are off the history (orphans), and those that the retention of the
+        newest attempt's configuration lets go, once that attempt has ended; none that is pinned. `dry_run`
+        says which these are. See `monitor.orphans`.
         """
         seen = survey(self._store, with_steps=False)
         keys = {name: parse_point_name(name) for name in self._names(seen)}
-        orphans = [name for name, key in keys.items() if key and not seen.lineage.on_lineage(key)]
-        return prune(self._store, orphans, asker(), self._run_id(), dry_run)
+        why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
+        orphans = {name: f"orphan: {reason}" for name, reason in why.items() if reason}
+        pruned = prune(self._store, orphans, asker(), self._run_id(), dry_run)
+        if not any(event.kind == EventKind.ATTEMPT for event in seen.journal.events):
+            return pruned
+        keep = self._configs(seen)[-1][1].resume
+        return [*pruned, *release(self._store, seen, keep, asker(), self._run_id(), dry_run)]
 
     def rewind(
         self,
@@ -263,21 +302,103 @@ class Run:
         text = f"asked for, as request {asking.request.number}; the run's journal will say what became of it"
         return Reply(request=asking.request.number, what=what, outcome="open", text=text)
 
-    def watch(self, every_s: float = 2.0) -> Iterator[RunView]:
+    def points(self) -> pd.DataFrame:
+        """All committed points, oldest first, also damaged ones and orphans; every digest is read. Columns:
+        `monitor.frames.POINTS`.
+        """
+        return frames.frame(frames.POINTS, frames.with_pins(self.list_points()))
+
+    def steps(self) -> pd.DataFrame:
+        """The steps of the effective history, in order. Columns: `monitor.frames.STEPS`."""
+        facts = self._views().facts
+        return frames.steps_frame(facts.columns, facts.path)
+
+    def attempts(self) -> pd.DataFrame:
+        """The run's attempts, oldest first, coordinators that were restarted too. Columns:
+        `monitor.frames.ATTEMPTS`.
+        """
+        rows = self._views().attempts(routine=True, limit=ALL)["rows"]
+        return frames.frame(frames.ATTEMPTS, map(frames.attempt_row, reversed(rows)))
+
+    def events(self) -> pd.DataFrame:
+        """What the journal tells besides steps, oldest first. Columns: `monitor.frames.EVENTS`."""
+        rows = self._views().events(limit=ALL)["rows"]
+        return frames.frame(frames.EVENTS, ({**row, "time": row["t"]} for row in reversed(rows)))
+
+    def sources(self) -> pd.DataFrame:
+        """What was consumed of each source. Columns: `monitor.frames.SOURCES`."""
+        return frames.frame(frames.SOURCES, self._views().sources()["sources"])
+
+    def plot(self, *metrics: str, x: str = "step") -> Any:
+        """Curves of the history over `step`, `tokens` or `time`, a panel per metric (default: loss); a
+        matplotlib figure. Needs the extra `notebook`.
+        """
+        from orchestrator.monitor.plots import plot
+
+        return plot(self.steps(), metrics or ("loss",), x, self.uri)
+
+    def _views(self) -> RunViews:
+        from orchestrator.monitor.views.run_views import RunViews
+
+        views = RunViews(self._store)
+        views.refresh()
+        return views
+
+    def looks(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step
         came, on this process's own clock.
         """
         at, since = None, time.monotonic()
         while True:
             began = time.monotonic()
-            view = self._look(WATCH_S, began - since if at is not None else None)
-            if (view.attempt, view.step, view.last_step_at) != at:
-                at, since = (view.attempt, view.step, view.last_step_at), time.monotonic()
+            view = self._view(WATCH_S, began - since if at is not None else None)
+            if (view.state, view.attempt, view.step, view.last_step_at) != at:
+                at, since = (view.state, view.attempt, view.step, view.last_step_at), time.monotonic()
                 view = replace(view, quiet_s=0.0)
             yield view
             if view.is_over:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+    def watch(self, every_s: float = 2.0) -> RunView:
+        """Shows `status` live until nothing will change by itself any more, and returns the last one.
+
+        In place in a notebook and on a terminal, a line per change elsewhere. Interrupted, it stops watching.
+        """
+        from orchestrator.monitor.display import show
+
+        try:
+            return show(self.looks(every_s))
+        except KeyboardInterrupt:
+            self._interrupted()
+            return self.status()
+
+    def _interrupted(self) -> None:
+        """Whoever watched has stopped watching; the run goes on."""
+
+    def wait(self, timeout_s: float | None = None) -> RunView:
+        """Waits until nothing will change by itself any more, at most `timeout_s` seconds; the run then."""
+        began = time.monotonic()
+        for view in self.looks():  # noqa: B007  the last one is wanted
+            if timeout_s is not None and time.monotonic() - began > timeout_s:
+                break
+        return view
+
+    def plan(self, overrides: Sequence[str] = ()) -> Planned:
+        """What the next start would do with the configuration of the newest attempt and these overrides.
+
+        Starts nothing, writes nothing; `.execute()` of what it returns does it.
+        """
+        from orchestrator.launch import api
+        from orchestrator.monitor.planned import Planned
+
+        config = parse_config(self.config().to_json(), overrides)
+        return Planned(plan=api.plan(config), config=config)
+
+    def _repr_html_(self) -> str:
+        from orchestrator.monitor.view_text import status_html
+
+        return status_html(self._view(0.0, None))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
@@ -289,7 +410,7 @@ class Run:
 
     def __repr__(self) -> str:
         try:
-            view = self._look(0.0, None)
+            view = self._view(0.0, None)
         except OrchestratorError as error:
             return f"Run({self.uri!r}: {error})"
         return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
@@ -324,13 +445,14 @@ class Run:
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
-    def _look(self, watch_s: float, quiet_s: float | None) -> RunView:
+    def _view(self, watch_s: float, quiet_s: float | None) -> RunView:
         store, watched = self._store, None
         if watch_s > 0:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
         for _ in range(LOOKS):
             files, (parent, torn) = store.attempt_files(), self._newest_parent()
             facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
+            self._leave_out_what_is_set_aside(tail, parent)
             missing = self._missing(tail, parent, torn)
             if files == store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do
@@ -340,6 +462,19 @@ class Run:
         no_point = not inherited and tail.whole_from <= begun
         facts = replace(facts, missing=missing, has_no_point=no_point)
         return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
+
+    def _leave_out_what_is_set_aside(self, tail: Tail, parent: ClaimParent | None) -> None:
+        """The steps behind the point to which the newest attempt went back are no steps of the run."""
+        if parent is None or parent.parent is None:
+            return
+        if self._store.read_claim(parent.attempt).why != REWIND:
+            return
+        to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
+        tail.steps[:] = [
+            step
+            for step in tail.steps
+            if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
+        ]
 
     def _newest_parent(self) -> tuple[ClaimParent | None, frozenset[int]]:
         """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
@@ -390,7 +525,7 @@ class Run:
         there, names = self._store.point_names(), read_names(self._store)
         lost = lost_points(tail, names, parent, there)
         if lost:  # a run that goes on may have deleted them since
-            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted
+            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted | self._store.deletions()
         return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
 
     def _skipped(self, point: str | None) -> dict[str, int] | None:

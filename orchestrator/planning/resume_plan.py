@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator import html_text
 from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.planning.batches import (
     Remaining,
@@ -95,6 +96,34 @@ class ResumePlan:
         for inner in ("budgets", "encoders", "encoder", "rewind"):
             del document[inner]
         return {**document, "notes": list(self.all_notes)}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what would happen, what differs, and why it would be refused."""
+        if self.action == "refuse":
+            title = "would be refused"
+        elif self.point is None:
+            title = "would start from the beginning"
+        else:
+            title = f"would resume from {self.point}"
+        label = None if self.step_before is None else f"{self.step_before:,} → {self.step_after:,}"
+        rate = f"{self.lr_after:.3e}"
+        if self.lr_before is not None:
+            rate = f"{self.lr_before:.3e} → {rate}"
+        pairs = [
+            ("step label", label),
+            ("consumed samples", self.consumed_samples),
+            ("consumed tokens", self.consumed_tokens),
+            ("remaining steps", self.remaining_steps),
+            ("learning rate", rate),
+        ]
+        rows = [(d.field, str(d.old), str(d.new), d.rule.replace("_", " ")) for d in self.differences]
+        return html_text.page(
+            title,
+            html_text.lines(f"refused: {text}" for text in self.refusals),
+            html_text.facts(pairs),
+            html_text.table(("field", "old", "new", "on resume"), rows),
+            html_text.lines(self.all_notes),
+        )
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ class Commits:
         point = self._committer.last_point
         assert point is not None, f"{key.point_name} is acknowledged, and nothing was committed"
         assert point.key == key, f"{key.point_name} is acknowledged, the last COMMIT is that of {point.name}"
-        note_committed(self._journal, point, self._committer.last_peaks)
+        note_committed(self._journal, point, self._committer.last_peaks, self._committer.last_loss)
         newest = self.newest is None or point.key > self.newest.key
         if newest:
             self.newest = point

@@ -61,9 +61,10 @@ class JournalDurable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitWritten:
-    """COMMIT of `key` is on disk."""
+    """COMMIT of `key` is on disk. `mean_loss` is that of the steps since the point before, None: unknown."""
 
     key: StateKey
+    mean_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

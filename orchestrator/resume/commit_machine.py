@@ -37,7 +37,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.points import disagreement, newest_first, parse_point_name
-from orchestrator.resume.retention import to_delete, to_verify
+from orchestrator.resume.retention import spared, to_delete, to_verify
 from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
@@ -52,11 +52,12 @@ LOST = (
 class CommitMachine:
     """The state of one attempt's saves; `on` returns the next state and what to do.
 
-    `points` are the points on the lineage (at first those that the claim inherited), oldest first; `pinned`
-    is the claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its
-    votes. `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named;
-    `quiet` those that have also stopped writing; `discarding` the saves that were given up, with the ranks
-    that may still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
+    `points` are the points on the lineage (at first those that the claim inherited), oldest first, `losses`
+    their mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the
+    claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its votes.
+    `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named; `quiet`
+    those that have also stopped writing; `discarding` the saves that were given up, with the ranks that may
+    still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
     its journal was durable before, and no newer claim existed when asked afterwards; points are deleted only
     after such a question; the files of a save that was given up are deleted only after every rank has stopped
     writing them (a rank that is cut off may never: the next launch takes those).
@@ -69,6 +70,9 @@ class CommitMachine:
     attempt: int
     keep_latest: int
     vote_limit_s: float
+    keep_every: int | None = None
+    keep_best: int = 0
+    losses: Mapping[str, float | None] = field(default_factory=dict)
     points: tuple[str, ...] = ()
     pinned: str | None = None
     verified: frozenset[str] = frozenset()
@@ -183,7 +187,9 @@ class CommitMachine:
     def _commit_written(self, event: CommitWritten) -> tuple[CommitMachine, tuple[Action, ...]]:
         if not self._is_at(event.key, Stage.WRITING):
             return self, ()
-        return self._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
+        losses = {**self.losses, event.key.point_name: event.mean_loss}
+        after = dataclasses.replace(self, losses=losses)
+        return after._move(event.key, Stage.CHECKING), (CheckNewerClaim(key=event.key),)
 
     def _failed(self, event: Failed) -> tuple[CommitMachine, tuple[Action, ...]]:
         if event.key not in self.saves:
@@ -223,7 +229,8 @@ class CommitMachine:
     def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
         """Delete what is not needed; after a new point also read back what would release the pinned one."""
         busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
-        unneeded = to_delete(self.points, self.keep_latest, self.pinned, self.verified)
+        also = spared(self.points, self.keep_every, self.keep_best, self.losses)
+        unneeded = to_delete(self.points, self.keep_latest, self.pinned, self.verified, also)
         names = tuple(name for name in unneeded if name not in busy)
         wanted = to_verify(self.points, self.keep_latest, self.pinned, self.verified) if new_point else []
         check = [name for name in wanted if name not in busy]
@@ -243,8 +250,13 @@ class CommitMachine:
     def _deleted(self, event: Deleted) -> tuple[CommitMachine, tuple[Action, ...]]:
         deleting = self.deleting.difference(event.names, event.failed)
         points = tuple(name for name in self.points if name not in event.names)
+        losses = {name: loss for name, loss in self.losses.items() if name not in event.names}
         return dataclasses.replace(
-            self, points=points, deleting=deleting, verified=self.verified.intersection(points)
+            self,
+            points=points,
+            deleting=deleting,
+            verified=self.verified.intersection(points),
+            losses=losses,
         ), ()
 
     # ---- time

@@ -73,6 +73,14 @@ class PinFiles:
         holds = [known.get(name) or self.read_hold(name) for name in names]
         return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
 
+    def deletions(self) -> frozenset[str]:
+        """The points that somebody has begun to delete, and those that `points --prune` has deleted by
+        retention: nobody misses them.
+        """
+        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
+        holds = [self.read_hold(match[1]) for match in matches if parse_point_name(match[1])]
+        return frozenset(hold.point for hold in holds if hold is not None and hold.what == DELETION)
+
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
         """Keep the point until `unpin`; returns the pin, or that which stood there before. Raises
         `RefusedError` if there is no such point, or it is being deleted.

@@ -6,19 +6,47 @@ never counted here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from orchestrator.resume.points import parse_point_name
 
 # verified points newer than the newest claim's parent, before that may go (membership rule 16)
 NEEDED_TO_RELEASE = 2
 
 
+def spared(
+    points: Sequence[str], keep_every: int | None, keep_best: int, losses: Mapping[str, float | None]
+) -> dict[str, str]:
+    """The points that are kept although newer ones are there, with why.
+
+    `keep_every`: those whose step label is a multiple of it (None: none for that). `keep_best`: so many of
+    those with the lowest loss, of equal ones the older. `losses`: the mean loss of the steps since the point
+    before, by name; a point without one, or with one that is not finite, is never among the best.
+    """
+    kept = {}
+    for name in points:
+        key = parse_point_name(name)
+        if keep_every is not None and key is not None and key.step % keep_every == 0:
+            kept[name] = f"resume.keep_every={keep_every}"
+    known = {name: loss for name in points if (loss := losses.get(name)) is not None and math.isfinite(loss)}
+    for name in sorted(known, key=lambda name: (known[name], points.index(name)))[:keep_best]:
+        kept.setdefault(name, f"resume.keep_best={keep_best}: mean loss {known[name]:.4f}")
+    return kept
+
+
 def to_delete(
-    points: Sequence[str], keep_latest: int, pinned: str | None, verified: Collection[str]
+    points: Sequence[str],
+    keep_latest: int,
+    pinned: str | None,
+    verified: Collection[str],
+    also: Collection[str] = (),
 ) -> list[str]:
     """The points to delete, oldest first.
 
     `points`: names on the lineage, oldest first, without duplicates. `pinned`: the newest claim's parent, if
     that is a point of this run. `verified`: points whose every digest was read back and found right.
+    `also`: points that stay for another reason (`spared`).
     Guarantee: the newest `keep_latest` stay; the pinned point stays until two newer ones are verified, and
     until then at least the two newest stay too, whatever `keep_latest`, because they are the ones that can
     release it.
@@ -28,7 +56,7 @@ def to_delete(
         kept = {*points[-max(keep_latest, NEEDED_TO_RELEASE) :], pinned}
     else:
         kept = {*points[-keep_latest:]}
-    return [name for name in points if name not in kept]
+    return [name for name in points if name not in kept and name not in also]
 
 
 def to_verify(

@@ -36,9 +36,15 @@ from orchestrator.resume.store import RunStore
 VOTES_COMPLETE, COMMIT_SENT = "votes_complete", "commit_sent"
 
 
-def note_committed(journal: JournalWriter, point: Point, peak_memory_bytes: Sequence[int] = ()) -> None:
+def note_committed(
+    journal: JournalWriter,
+    point: Point,
+    peak_memory_bytes: Sequence[int] = (),
+    mean_loss: float | None = None,
+) -> None:
     """Journals a committed point, with its cursor: that stays when the point is gone, and audits begin
-    there. `peak_memory_bytes`: of each rank that voted for it, by rank.
+    there. `peak_memory_bytes`: of each rank that voted for it, by rank. `mean_loss` is that of the steps
+    since the point before, as far as this attempt trained them.
     """
     journal.event(
         EventKind.POINT_COMMITTED,
@@ -48,6 +54,7 @@ def note_committed(journal: JournalWriter, point: Point, peak_memory_bytes: Sequ
         save_blocked_s=point.commit.save_blocked_s,
         cursor=encode(point.cursor),
         peak_memory_bytes=list(peak_memory_bytes),
+        mean_loss=mean_loss,
     )
 
 
@@ -98,6 +105,7 @@ class PointCommitter:
         self._store, self._journal, self._attempt, self._run_id = store, journal, attempt, run_id
         self._config, self._rng, self._clock, self._fault = config, rng, clock, fault
         self._damages: list[Damage] = []
+        self.last_loss: float | None = None  # the mean one of the steps that led to it
         self.last_point: Point | None = None  # the one committed last; its vote may not be answered yet
         self.last_peaks: list[int] = []  # peak_memory_bytes of the ranks that voted for it
 
@@ -151,10 +159,12 @@ class PointCommitter:
         point = self._store.commit_point(
             action.votes, self._config, self._rng, action.parent, save_s, self._run_id
         )
+        before = self.last_point.key if self.last_point is not None else None
+        self.last_loss = self._journal.mean_loss(action.key, before)
         self.last_point = point
         self.last_peaks = [vote.peak_memory_bytes for vote in sorted(action.votes, key=lambda v: v.rank)]
         self._fault(COMMIT_SENT, action.key.step, -1)
-        return CommitWritten(key=action.key)
+        return CommitWritten(key=action.key, mean_loss=self.last_loss)
 
     def _verify(self, action: VerifyPoint) -> Event:
         began = self._clock()

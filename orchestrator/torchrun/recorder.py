@@ -82,6 +82,9 @@ class RankZeroRecorder:
         machine = CommitMachine(
             attempt=number,
             keep_latest=job.resume.keep_latest,
+            keep_every=job.resume.keep_every,
+            keep_best=job.resume.keep_best,
+            losses=attempt.losses,
             vote_limit_s=VOTE_LIMIT_S,
             points=attempt.inherited,
             pinned=point.name if point else None,

@@ -32,7 +32,7 @@ def command(*arguments: str) -> int:
 def looked_at() -> list[object]:
     """What other commands say of the run."""
     plan, run = orchestrator.plan("job.yaml", ["train.max_steps=20"]), orchestrator.open("example")
-    return [plan.to_json(), run.points(), run.status(0.0).verdict, run.prune(dry_run=True)]
+    return [plan.to_json(), run.list_points(), run.status(0.0).verdict, run.prune(dry_run=True)]
 
 
 def test_an_audit_and_a_verification_are_seen_by_others_and_change_nothing_of_the_run(example: Path) -> None:

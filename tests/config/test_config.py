@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from orchestrator.config.problems import OTHER_NAMES
 from orchestrator.config.schema import field_rules, load_config, parse_config, resume_table
 from orchestrator.errors import ConfigError
+from tests.test_deployments import JOBS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -44,7 +45,7 @@ def refusal_of_text(text: str, tmp_path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_every_config_of_the_repository_is_valid_and_survives_json_and_pickle(path: Path) -> None:
     config = load_config(path)
     assert parse_config(json.loads(json.dumps(config.to_json()))) == config

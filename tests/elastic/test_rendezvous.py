@@ -730,7 +730,7 @@ def test_below_the_minimum_the_survivors_save_before_they_wait():
     machine.set_newest_point(key(2, 8), Cursor(), "p8")
     waiting = only(machine.tick(6.0), Waiting)
     assert isinstance(waiting, Waiting)
-    assert waiting == Waiting(reason="1 of at least 2 members are there", since=5.0)
+    assert waiting == Waiting(reason="1 of at least 2 members are there", since=5.0, needed=2, there=1)
     machine.join(request("c"), 9.0)
     again = form(machine, 9.0)
     assert (again.members, again.save_only, again.parent) == (("a", "c"), False, key(2, 8))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster import ray_environment
+from orchestrator.cluster.connection import HEALTH_CHECKS
 from orchestrator.launch import doctor_facts
 from orchestrator.launch.doctor import (
     PYTHON,
@@ -36,7 +37,7 @@ from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
-OURS = ray_environment.HEALTH_CHECKS
+OURS = HEALTH_CHECKS
 STORED = StorageFacts(folder="runs", kind="ext4", fsync_s=0.002, free_bytes=100 * GIB)
 CLUSTER = ClusterFacts(address="http://head:8265", seconds=0.002, ray="2.60.0")
 GPU = Gpu(name="H100", memory_bytes=80 * GIB, capability=9.0)

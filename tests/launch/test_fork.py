@@ -57,7 +57,7 @@ def test_a_fork_is_a_run_of_its_own_that_names_and_pins_its_parent(trained: Trai
     fork, before = Forked(runner), survey(runner.store)
     plan = Run(runner.folder).fork(fork.folder, first.point_name)
     assert (plan.done, plan.step, plan.point) == (True, 10, first.point_name)
-    (row,) = Run(fork.folder).points()
+    (row,) = Run(fork.folder).list_points()
     digest = runner.store.read_point(first.point_name).commit.weights_digest
     assert (row["name"], row["healthy"], row["on_lineage"]) == ("00000010-a0000-g0001", True, True)
     assert (row["weights_digest"], row["consumed_tokens"]) == (digest, 2560)
@@ -89,7 +89,7 @@ def test_a_fork_is_planned_trained_and_looked_at_as_any_run(trained: Trained) ->
     seen, run = survey(fork.store), Run(fork.folder)
     assert [record.step for record in seen.lineage.records] == [*range(11, 31)]
     assert not seen.lineage.gaps
-    assert [row["on_lineage"] for row in run.points()] == [True] * 3
+    assert [row["on_lineage"] for row in run.list_points()] == [True] * 3
     assert all(row["healthy"] for row in run.verify())
     status = run.status(0)
     assert (status.missing, status.newest_point, status.step) == ((), third.point_name, 30)
@@ -176,7 +176,7 @@ def test_a_killed_start_of_a_fork_is_finished_by_any_start_of_it(trained: Traine
     other = Forked(runner)
     assert (other.plan().action, other.plan().point) == ("resume", first.point_name), "it cannot begin anew"
     assert other.launch() == StateKey(attempt=2, generation=1, step=20)
-    rows = Run(fork.folder).points()
+    rows = Run(fork.folder).list_points()
     assert [row["name"] for row in rows if row["on_lineage"]] == ["00000010-a0000-g0002", other_name(20, 2)]
     (orphan,) = Run(fork.folder).prune()
     assert (orphan.point, orphan.deleted) == ("00000010-a0000-g0001", True)

@@ -45,7 +45,7 @@ def test_the_first_weights_are_said_and_kept_and_a_resume_needs_them_no_more(
     assert plan.action == "resume"
     assert not any("first weights" in note for note in plan.notes)
     runner.launch()
-    assert [row["attempt"] for row in orchestrator.open(runner.folder).points()] == [1, 2]
+    assert [row["attempt"] for row in orchestrator.open(runner.folder).list_points()] == [1, 2]
 
 
 def test_a_run_without_a_point_starts_from_the_weights_that_it_was_started_with_or_not_at_all(

@@ -44,7 +44,7 @@ def damage(run: Path, point: str) -> None:
 
 
 def digests(run: Path) -> dict[str, str]:
-    return {row["name"]: row["weights_digest"] for row in orchestrator.open(run).points()}
+    return {row["name"]: row["weights_digest"] for row in orchestrator.open(run).list_points()}
 
 
 def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_bit(example: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_state_after_a_step_can_be_looked_into_with_the_batch_that_follows(e
     assert state.cursor.consumed_tokens == 768
     assert state.optimizer_state["steps"] == 10
     assert state.optimizer_state["exp_avg"].keys() == dict(state.model.named_parameters()).keys()
-    record = next(record for record in run.steps() if record.step == 9)
+    record = next(record for record in run.records() if record.step == 9)
     batch = state.batch
     assert batch is not None
     assert batch.input_ids.shape == (6, 16)

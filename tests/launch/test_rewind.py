@@ -36,14 +36,14 @@ def test_the_next_start_continues_from_the_point_and_what_is_behind_it_is_an_orp
     assert (plan.steps_aside, plan.first_step_aside, plan.last_step_aside) == (20, 11, 30)
     assert (plan.tokens_aside, plan.orphans) == (5120, (second.point_name, third.point_name))
     assert runner.plan().point == first.point_name
-    rows = Run(runner.folder).points()
+    rows = Run(runner.folder).list_points()
     assert [row["on_lineage"] for row in rows] == [True, False, False], "all are kept"
     claim, end = runner.store.read_claim(4), runner.store.read_end(4)
     assert end is not None
     assert (claim.why, end.outcome) == ("rewind", "stopped")
     assert end.reason.startswith(f"rewound to {first.point_name} by ")
     assert runner.launch().step == 20
-    assert [row["on_lineage"] for row in Run(runner.folder).points()] == [True, False, False, True]
+    assert [row["on_lineage"] for row in Run(runner.folder).list_points()] == [True, False, False, True]
 
 
 def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:

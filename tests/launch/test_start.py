@@ -139,7 +139,11 @@ def test_a_rewind_keeps_its_parent_and_counts_nothing_that_it_left_behind(runner
     recorder.finished(at, "stopped")
     # two newer points of the history are verified: the parent is one of many now
     assert runner.store.point_names() == left[1:]
-    assert [row["on_lineage"] for row in orchestrator.open(runner.folder).points()] == [False, True, True]
+    assert [row["on_lineage"] for row in orchestrator.open(runner.folder).list_points()] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same_command(

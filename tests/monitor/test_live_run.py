@@ -167,7 +167,7 @@ def test_a_coordinator_that_restarts_between_two_looks_is_no_contradiction(
         rows = found if isinstance(found, list) else []
         assert all(row["healthy"] and row.get("on_lineage", True) for row in rows)
     with reader(disk, lambda call, path: None) as (run, _):
-        assert {row["name"] for row in run.points()} == {*live.on_lineage}
+        assert {row["name"] for row in run.list_points()} == {*live.on_lineage}
 
 
 @pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0001.json"])
@@ -192,7 +192,7 @@ def test_a_run_that_is_claimed_at_each_look_is_said_to_go_on_and_not_to_be_damag
 
     said = f"went on each of the {LOOKS} times.*newest attempt is {LOOKS + 1}.*says nothing about the run"
     with reader(disk, before) as (run, _), pytest.raises(StorageError, match=said):
-        run.points()
+        run.list_points()
     assert len(looks) == LOOKS
 
 
@@ -202,7 +202,7 @@ def test_a_point_of_a_generation_formed_meanwhile_is_on_the_lineage(disk: ModelD
         live.save(live.live)
 
     with reader(disk, once_at(f"{ROOT}/points", form_and_save, "list")) as (run, _):
-        rows = run.points()
+        rows = run.list_points()
     assert [row["name"] for row in rows] == live.on_lineage
     assert all(row["on_lineage"] for row in rows)
 
@@ -261,7 +261,7 @@ def test_a_run_that_is_begun_while_it_is_opened_is_opened(
         LiveRun(disk, job, data).launch()
 
     with reader(disk, once_at(f"{ROOT}/attempts", begin, "list")) as (run, store):
-        assert run.points() == []
+        assert run.list_points() == []
         assert isinstance(store, RunStore)
 
 

@@ -99,7 +99,7 @@ class Beside:
         self.random.choice([self.points, self.verify, self.steps, self.plan, self.status])()
 
     def points(self) -> None:
-        found, _ = self.read(lambda run, _: run.points())
+        found, _ = self.read(lambda run, _: run.list_points())
         for row in found or ():
             if not row["healthy"]:
                 raise WrongError(f"false damage of {row['name']}: {row['reason']}")
@@ -117,7 +117,7 @@ class Beside:
             raise WrongError("no points are shown")
 
     def steps(self) -> None:
-        found, _ = self.read(lambda run, _: run.steps())
+        found, _ = self.read(lambda run, _: run.records())
         labels = [step.step for step in found or ()]
         if labels != list(range(1, len(labels) + 1)):
             raise WrongError(f"steps with gaps: {labels}")

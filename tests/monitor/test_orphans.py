@@ -33,9 +33,9 @@ def test_orphans_are_deleted_and_the_history_stays(rewound: tuple[Runner, list[s
     runner, history, orphans = rewound  # noqa: F811
     run = Run(runner.folder)
     assert run.prune(dry_run=True) == [Pruned(point=name) for name in orphans]
-    assert {row["name"] for row in run.points()} == {*history, *orphans}
+    assert {row["name"] for row in run.list_points()} == {*history, *orphans}
     assert run.prune() == [Pruned(point=name, deleted=True) for name in orphans]
-    rows = run.points()
+    rows = run.list_points()
     assert [(row["name"], row["on_lineage"], row["healthy"]) for row in rows] == [
         (name, True, True) for name in history
     ]
@@ -53,7 +53,7 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
         Pruned(point=first, deleted=True),
         Pruned(point=second, kept=f"pinned by {pin.by}: the loss was lower there"),
     ]
-    (row,) = (row for row in run.points() if row["name"] == second)
+    (row,) = (row for row in run.list_points() if row["name"] == second)
     assert row["pin"] == {"by": pin.by, "reason": pin.reason, "created": pin.created}
     assert run.unpin(second) == pin
     with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
@@ -108,7 +108,7 @@ def test_after_a_kill_anywhere_the_same_command_goes_on(
         assert copy.plan().point == history[-1]
         found = {pruned.point for pruned in Run(copy.folder).prune() if pruned.deleted}
         assert found <= {*orphans}
-        assert [row["name"] for row in Run(copy.folder).points()] == history
+        assert [row["name"] for row in Run(copy.folder).list_points()] == history
         assert sorted(path.name for path in (copy.folder / "points").iterdir()) == sorted(history)
         number += 1
     assert number > 10
@@ -140,11 +140,87 @@ def test_the_commands_say_what_they_did(
     assert f"{history[0]} is pinned by " in said("pin", history[0], "--why", "a milestone")
     assert json.loads(said("points", "--json"))[0]["pin"]["reason"] == "a milestone"
     assert "healthy, pinned" in said("points")
+    why = "orphan: the history does not pass through generation 1 of attempt {}"
     assert said("points", "--prune", "--dry-run") == (
-        f"{first}: would be deleted\n{second}: would be deleted\n"
+        f"{first}: would be deleted  ({why.format(2)})\n{second}: would be deleted  ({why.format(3)})\n"
     )
     assert [each["deleted"] for each in json.loads(said("points", "--prune", "--json"))] == [True, True]
-    assert said("points", "--prune") == "there are no orphans: every resume point belongs to the history\n"
+    assert said("points", "--prune") == (
+        "nothing may go: every resume point belongs to the history, and retention keeps it\n"
+    )
     assert said("unpin", history[0]) == f"{history[0]} is no longer pinned\n"
     with pytest.raises(SystemExit, match="2"):
         cli.main(["points", str(runner.folder), "--dry-run"])
+
+
+def pruned(runner: Runner, dry_run: bool = False) -> dict[str, bool | str]:  # noqa: F811
+    return {each.point: each.kept or each.deleted for each in Run(runner.folder).prune(dry_run)}
+
+
+def test_what_retention_lets_go_is_deleted_and_missed_by_nobody(runner: Runner) -> None:  # noqa: F811
+    names = [runner.launch().point_name for _ in range(4)]
+    runner.launch(resume={"keep_latest": 2, "keep_every": 20})
+    names = runner.store.point_names()
+    assert len(names) == 5
+    Run(runner.folder).pin(names[2], "mine")
+    pin = f"pinned by {runner.store.pins()[names[2]].by}: mine"
+    # the newest attempt's parent is names[3]; of the two newer ones that would release it there is one
+    assert pruned(runner, dry_run=True) == {names[0]: False, names[2]: pin}
+    assert runner.store.point_names() == names
+    assert pruned(runner) == {names[0]: True, names[2]: pin}
+    rows = Run(runner.folder).list_points()
+    assert [row["name"] for row in rows] == names[1:], "20 is a multiple of 20"
+    assert all(row["healthy"] and row["on_lineage"] for row in rows)
+    assert Run(runner.folder).status(0).missing == ()
+    assert runner.plan().point == names[-1]
+    assert not [note for note in runner.plan().notes if "warning" in note]
+    assert pruned(runner) == {names[2]: pin}
+
+
+def test_while_an_attempt_has_not_ended_retention_is_its_own_affair(runner: Runner) -> None:  # noqa: F811
+    for _ in range(3):
+        runner.launch(resume={"keep_latest": 1})
+    names = runner.store.point_names()
+    runner.begin()
+    assert pruned(runner) == {names[0]: "the newest attempt has not ended: a launch may need it"}
+    assert runner.store.point_names() == names
+
+
+def test_a_damaged_point_counts_as_none_that_is_kept(runner: Runner) -> None:  # noqa: F811
+    for _ in range(4):
+        runner.launch(resume={"keep_latest": 1})
+    names = runner.store.point_names()
+    for name in names[2:]:
+        weights = max((runner.folder / "points" / name / "model").iterdir())
+        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    assert pruned(runner) == {}, "the two whole ones are the newest two"
+    assert runner.store.point_names() == names
+
+
+def test_a_kill_while_retention_is_carried_out_loses_nothing(
+    runner: Runner,  # noqa: F811
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(4):
+        runner.launch(resume={"keep_latest": 1})
+    names, number, was_cut_off = runner.store.point_names(), 0, True
+    while was_cut_off:
+        copy = runner.copied(tmp_path / str(number))
+        disk = FailsAt(number)
+        with monkeypatch.context() as patch:
+            patch.setattr(monitor, "Storage", lambda root, disk=disk: Storage(root, disk, no_sleep))
+            try:
+                Run(copy.folder).prune()
+            except StorageError:
+                was_cut_off = True
+            else:
+                was_cut_off = False
+        assert copy.plan().point == names[-1]
+        assert all(row["healthy"] for row in Run(copy.folder).list_points())
+        assert Run(copy.folder).status(0).missing == ()
+        Run(copy.folder).prune()
+        assert [row["name"] for row in Run(copy.folder).list_points()] == names[2:]
+        assert sorted(path.name for path in (copy.folder / "points").iterdir()) == names[2:]
+        number += 3
+    assert number > 10

@@ -280,7 +280,7 @@ def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(
     attempt.begin()
     attempt.steps(1, 1)
     with attempt.alive():
-        views = run_of(runner).watch(every_s=0.01)
+        views = run_of(runner).looks(every_s=0.01)
         assert (first := next(views)).step == 1
         assert first.quiet_s == 0.0
         assert (second := next(views)).quiet_s is not None

@@ -186,7 +186,7 @@ def test_the_command_exports_the_newest_point_or_a_named_one_with_the_runs_token
     assert ended.value.code == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["point"], document["out"]) == (NEWEST, str(tmp_path / "new"))
-    rows = {row["name"]: row for row in orchestrator.open(EXAMPLE).points()}
+    rows = {row["name"]: row for row in orchestrator.open(EXAMPLE).list_points()}
     assert document["weights_digest"] == rows[NEWEST]["weights_digest"]
     model = opened(tmp_path / "new")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.resume.retention import to_delete, to_verify
+from orchestrator.resume.retention import spared, to_delete, to_verify
 from tests.resume.samples import key
 
 NAMES = [key(step).point_name for step in range(1, 9)]
@@ -75,3 +75,41 @@ def test_the_properties_catch_a_retention_without_pins() -> None:
     names, pinned = NAMES[:3], NAMES[0]
     assert pinned in without_pins(names, 1, pinned, set())
     assert pinned not in to_delete(names, 1, pinned, set())
+
+
+every = st.one_of(st.none(), st.integers(1, 4))
+best = st.integers(0, 4)
+losses = st.dictionaries(
+    st.sampled_from(NAMES), st.one_of(st.none(), st.floats(0, 9), st.just(float("nan"))), max_size=8
+)
+
+
+@given(points, keep, pin, verified_sets, every, best, losses)
+def test_what_is_spared_stays_and_everything_else_goes_as_before(
+    names, keep_latest, pinned, verified, every, best, losses
+) -> None:
+    also = spared(names, every, best, losses)
+    gone = to_delete(names, keep_latest, pinned, verified, also)
+    assert set(gone) == set(to_delete(names, keep_latest, pinned, verified)) - set(also)
+    assert not set(gone) & set(names[-keep_latest:]), "never the newest"
+    assert pinned not in gone or len([n for n in names if n > pinned and n in verified]) >= 2
+
+
+@given(points, every, losses)
+def test_every_nth_means_the_points_whose_step_is_a_multiple(names, every, losses) -> None:
+    kept = spared(names, every, 0, losses)
+    assert set(kept) == {n for n in names if every is not None and int(n.split("-")[0]) % every == 0}
+
+
+@given(points, best, losses)
+def test_the_best_are_those_with_the_lowest_finite_loss_and_never_more_than_asked_for(
+    names, best, losses
+) -> None:
+    kept = spared(names, None, best, losses)
+    known = {name: losses[name] for name in names if losses.get(name) is not None and losses[name] < 10}
+    assert len(kept) == min(best, len(known))
+    assert all(known[name] <= known[other] for name in kept for other in set(known) - set(kept))
+
+
+def test_without_the_new_fields_nothing_is_spared() -> None:
+    assert spared(NAMES, None, 0, dict.fromkeys(NAMES, 1.0)) == {}

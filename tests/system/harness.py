@@ -73,11 +73,11 @@ class Job:
 
     def final_digest(self) -> str:
         """The weights' digest of the newest point on the lineage."""
-        return str([row for row in self.run.points() if row["on_lineage"]][-1]["weights_digest"])
+        return str([row for row in self.run.list_points() if row["on_lineage"]][-1]["weights_digest"])
 
     def losses(self) -> list[float]:
         """The loss of every step of the effective history."""
-        return [record.loss for record in self.run.steps()]
+        return [record.loss for record in self.run.records()]
 
 
 def assert_exactly_once(job: Job) -> None:
@@ -160,7 +160,7 @@ def when_step(job: Job, step: int, act: Callable[[], None]) -> threading.Thread:
         never = threading.Event()
         for _ in range(int(LIMIT_S / 0.05)):
             try:
-                steps = job.run.steps()
+                steps = job.run.records()
             except orchestrator.OrchestratorError:
                 steps = ()
             if steps and steps[-1].step >= step:

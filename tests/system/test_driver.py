@@ -50,7 +50,7 @@ def test_ctrl_c_saves_and_stops_and_loses_nothing(job: Job, cluster: Any, tmp_pa
     assert saved[0].point in committed
     stopped = json.loads(out)
     assert stopped["outcome"] == "stopped"
-    newest, last = job.run.points()[-1], job.run.steps()[-1]
+    newest, last = job.run.list_points()[-1], job.run.records()[-1]
     assert newest["consumed_samples"] == stopped["consumed_samples"] == last.consumed_samples
     assert_exactly_once(job)
 
@@ -69,4 +69,4 @@ def test_a_start_falls_back_past_a_damaged_point_and_says_so(
     assert damaged.name in said
     assert "falling back" in said
     assert_same_training(finished, unbroken)
-    assert [record.attempt for record in finished.run.steps()] == [1] * 12 + [2] * 4
+    assert [record.attempt for record in finished.run.records()] == [1] * 12 + [2] * 4

@@ -38,12 +38,12 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     old.send_signal(signal.SIGCONT)
     said, _ = old.communicate(timeout=LIMIT_S)
     # it did commit, and then it learned that it has been replaced
-    late = {row["name"]: row for row in job.run.points()}["00000008-a0001-g0001"]
+    late = {row["name"]: row for row in job.run.list_points()}["00000008-a0001-g0001"]
     assert (late["healthy"], late["on_lineage"]) == (True, False)
     assert "another launch has taken it over" in said
     assert not said.rstrip().endswith("done")
     assert_same_training(job, unbroken)
-    assert {record.attempt for record in job.run.steps()} == {1, 2}
+    assert {record.attempt for record in job.run.records()} == {1, 2}
 
 
 def test_a_start_dies_between_claim_and_parent_file_and_the_next_one_dies_while_it_restarts(

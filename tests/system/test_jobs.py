@@ -12,14 +12,18 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.config.schema import JobConfig
+from orchestrator.history.event_file import FOLDER
+from orchestrator.history.metrics import METRICS, PER_STEP
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, when_step
 
@@ -64,12 +68,13 @@ class JobServer:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
         self.workers_begin_as(sys.executable)
-        gcs, dashboard, agent = free_ports(3)
+        gcs, dashboard, agent, metrics = free_ports(4)
         options = {
             "node-ip-address": "127.0.0.1",
             "port": gcs,
             "dashboard-port": dashboard,
             "dashboard-agent-listen-port": agent,
+            "metrics-export-port": metrics,
             "include-log-monitor": False,
             "num-cpus": 2,
             "object-store-memory": 200 << 20,
@@ -86,7 +91,7 @@ class JobServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.address = f"127.0.0.1:{gcs}"
+        self.address, self._metrics = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{metrics}/metrics"
         self.url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
 
     def workers_begin_as(self, program: str) -> None:
@@ -117,14 +122,16 @@ class JobServer:
         self._head.wait(timeout=LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def command(self, config: JobConfig, *options: str) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, config: JobConfig, *options: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """`orchestrator submit`, in the folder of the package."""
         words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
         return subprocess.run(
             [*words, f"--address={self.url}", "--stop-wait=300"],
             check=False,
             cwd=ROOT,
-            env=self.environment,
+            env={**self.environment, **environment},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -140,6 +147,22 @@ class JobServer:
             entrypoint="; [ $? = 2 ] && ".join(starts),
             runtime_env={"working_dir": str(ROOT), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}},
         )
+
+    def metrics(self, wanted: str) -> dict[str, float]:
+        """Ours, as Prometheus reads them, once there is one of the name `wanted`."""
+        never, deadline = threading.Event(), time.monotonic() + LIMIT_S
+        while True:
+            try:
+                with urllib.request.urlopen(self._metrics, timeout=10) as answer:
+                    lines = answer.read().decode().splitlines()
+            except OSError:
+                lines = []
+            ours = [line for line in lines if line.startswith("ray_orchestrator_")]
+            found = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in ours}
+            if wanted in found:
+                return found
+            assert time.monotonic() < deadline, f"no {wanted} within {LIMIT_S} s, but {found}"
+            never.wait(0.5)
 
     def end(self, submission: str) -> tuple[str, str]:
         """(status, logs) of a job that ends by itself or was stopped."""
@@ -180,9 +203,11 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert submitted.returncode == 0, submitted.stderr
     submission = json.loads(submitted.stdout)["job"]
     second: list[subprocess.CompletedProcess[str]] = []
+    measured: list[dict[str, float]] = []
 
     def submit_again_and_stop() -> None:
         second.append(server.command(job.config(train__max_steps=7)))
+        measured.append(server.metrics("ray_orchestrator_steps_total"))
         server.client.stop_job(submission)
 
     watch = when_step(job, 2, submit_again_and_stop)
@@ -191,10 +216,13 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert status == "STOPPED", logs
     assert second[0].returncode == 2
     assert f"job {submission} works on it (running), so nothing was submitted" in second[0].stderr
+    assert measured[0].keys() <= {metric.prometheus for metric in METRICS.values()}
+    assert measured[0].keys() >= {f"ray_orchestrator_{name}" for name in PER_STEP}
+    assert measured[0]["ray_orchestrator_world_size"] == 1
     assert "SIGTERM: saving and stopping" in logs
-    (newest,) = job.run.points()
+    (newest,) = job.run.list_points()
     assert newest["step"] >= 2, logs
-    assert newest["consumed_samples"] == job.run.steps()[-1].consumed_samples, "a finished step was lost"
+    assert newest["consumed_samples"] == job.run.records()[-1].consumed_samples, "a finished step was lost"
 
     # the first workers have imported everything themselves
     server.workers_begin_as(warm)
@@ -202,9 +230,22 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"job tiny-\w+: succeeded.*\n", ended.stdout)
     assert f"resumes from {newest['name']}" in ended.stderr
-    assert job.run.steps()[-1].step == newest["step"] + 5
+    assert job.run.records()[-1].step == newest["step"] + 5
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 2
+    shown = EventAccumulator(str(Path(job.run.uri) / FOLDER)).Reload().Scalars("loss")
+    steps = job.run.records()
+    assert [event.step for event in shown] == [step.consumed_tokens for step in steps]
+    assert [event.value for event in shown] == pytest.approx([step.loss for step in steps], rel=1e-6)
+
+
+def test_a_submission_without_the_token_is_stopped_before_anything_is_copied(
+    job: Job, server: JobServer
+) -> None:
+    refused = server.command(job.config(), RAY_AUTH_MODE="disabled")
+    assert refused.returncode == 2
+    assert "wants a token; nothing was submitted. Set RAY_AUTH_MODE=token" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_a_refused_job_fails_with_the_reason_and_writes_nothing(job: Job, server: JobServer) -> None:

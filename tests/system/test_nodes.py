@@ -59,7 +59,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
     assert results, "the run did not end"
     assert results[0].outcome == "stopped", results[0].reason
     assert alone < together
-    assert len({record.attempt for record in job.run.steps()}) == 1, "no coordinator was restarted"
+    assert len({record.attempt for record in job.run.records()}) == 1, "no coordinator was restarted"
     assert_exactly_once(job)
 
 

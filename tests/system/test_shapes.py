@@ -68,7 +68,7 @@ def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(
 ) -> None:
     again = finished.train()
     assert (again.outcome, again.consumed_tokens) == ("done", 16 * 8 * 32)
-    assert len(finished.run.steps()) == 16
+    assert len(finished.run.records()) == 16
     with pytest.raises(RefusedError, match=r"data\.seed=0.*asks for 7"):
         finished.train(data__seed=7)
     assert_exactly_once(finished)

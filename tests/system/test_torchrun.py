@@ -124,7 +124,7 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
         # the others may wait for what it decides: nobody else ends them
     assert plan.struck() == [0]
     assert last_end(job) == ("no end", 1)
-    assert [row["step"] for row in job.run.points()] == [4]
+    assert [row["step"] for row in job.run.list_points()] == [4]
 
     # under torchrun two ranks, 6 × 16 tokens from the 1024 that the point holds, and a stop on request
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 100_000}
@@ -134,23 +134,23 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     watch.join()
     assert "SIGTERM: saving and stopping" in err, err
     assert last_end(job) == ("stopped", 2), err
-    stopped = job.run.points()[-1]
+    stopped = job.run.list_points()[-1]
     assert (stopped["attempt"], stopped["seq_len"], stopped["global_batch_size"]) == (2, 16, 6)
     assert (stopped["world_size"], stopped["healthy"]) == (2, True)
-    assert stopped["consumed_tokens"] == job.run.steps()[-1].consumed_tokens
+    assert stopped["consumed_tokens"] == job.run.records()[-1].consumed_tokens
 
     # one rank and the first shape again, with a budget that is no multiple of anything
     budget = stopped["consumed_tokens"] + 1500
     config = job.config(train__max_steps=None, train__max_tokens=budget)
     with ranks(tmp_path, 1, config) as group:
         assert ended(group) == [0], group.said()
-    assert job.run.steps()[-1].consumed_tokens == budget
+    assert job.run.records()[-1].consumed_tokens == budget
     assert last_end(job) == ("done", 3)
     assert_exactly_once(job)
     assert job.run.audit()["attempts"] == 3
 
     # three ranks, two and one have trained these steps, with two shapes: one worker trains them again
-    for record in Random(9).sample(job.run.steps(), 5):
+    for record in Random(9).sample(job.run.records(), 5):
         again = job.run.replay(tokens=record.consumed_tokens)
         assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
 
@@ -171,8 +171,8 @@ def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
     # the restart need not watch whether the first attempt still lives: it says that it has ended
     assert [each and each.outcome for each in ends] == ["failed", "done"]
     assert_exactly_once(job)
-    rows = [(row["step"], row["weights_digest"]) for row in job.run.points() if row["on_lineage"]]
-    assert rows == [(row["step"], row["weights_digest"]) for row in unbroken.run.points()]
+    rows = [(row["step"], row["weights_digest"]) for row in job.run.list_points() if row["on_lineage"]]
+    assert rows == [(row["step"], row["weights_digest"]) for row in unbroken.run.list_points()]
     assert job.losses() == unbroken.losses()
 
 
@@ -200,7 +200,7 @@ def test_two_ranks_train_the_same_bits_as_one_and_a_frozen_one_is_named_while_th
         r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 2 of 2 workers are ready · starting at step 1$", said, re.M
     )
     assert_exactly_once(job)
-    rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.points()]
+    rows = [(row["step"], row["world_size"], row["healthy"]) for row in job.run.list_points()]
     assert rows == [(4, 2, True), (8, 2, True), (10, 2, True)]
     assert job.final_digest() == unbroken.final_digest()
     assert job.losses() == unbroken.losses()

@@ -74,7 +74,9 @@ def test_votes_commit_a_point_only_when_the_journal_has_its_steps(runner: Runner
         "stops. Nothing that was committed is lost",
     ]
     made.finished(key(1), "stopped")
-    assert [point["name"] for point in orchestrator.open(runner.folder).points()] == ["00000001-a0001-g0001"]
+    assert [point["name"] for point in orchestrator.open(runner.folder).list_points()] == [
+        "00000001-a0001-g0001"
+    ]
     end = store.read_end(1)
     assert end is not None
     assert end.outcome == "stopped"
@@ -103,7 +105,7 @@ def test_a_recorder_whose_run_a_newer_launch_has_claimed_writes_nothing_more(run
         made.finished(key(1), "done")
     made.failed(FencedError("attempt 2 of this run exists"))
     assert store.read_end(1) is None
-    points = orchestrator.open(runner.folder).points()
+    points = orchestrator.open(runner.folder).list_points()
     assert not points, "the newer launch did not inherit a point that came after its claim"
 
 

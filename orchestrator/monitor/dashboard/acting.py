@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import FastAPI
@@ -21,6 +22,7 @@ from orchestrator.monitor.dashboard.answers import (
     named,
     not_found,
     shown,
+    without_secrets,
 )
 from orchestrator.monitor.dashboard.doing import Doings
 from orchestrator.monitor.dashboard.runs import OpenRun, Runs
@@ -63,7 +65,8 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
     @app.post("/api/runs/{run}/actions/{action}/plan")
     def planned(run: RunName, action: ActionName, body: AskedBody) -> Response:
         opened, asked = runs.open(run), body.asked()
-        return json_response(plan(action, asked, _sight(opened, action, asked), secret, clock()).to_json())
+        found = plan(action, asked, _sight(opened, action, asked), secret, clock())
+        return json_response({**without_secrets(found.to_json()), "token": found.token})
 
     @app.post("/api/runs/{run}/actions/{action}", status_code=202)
     def confirmed(run: RunName, action: ActionName, body: ConfirmBody) -> Response:
@@ -73,7 +76,7 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
             sight = _sight(opened, action, asked)
             if is_stale(action, asked, sight, secret, clock(), body.token):
                 raise RouteError(_stale(body.basis, sight.basis))
-            begun = doings.begin(run, action, body.token, lambda: ACTIONS[action].do(Run(opened.uri), asked))
+            begun = doings.begin(run, action, body.token, partial(_carry_out, opened, action, asked))
         if begun is None:
             raise RouteError(
                 Problem(status=409, code="busy", text="many actions are under way; wait for one to end")
@@ -86,6 +89,13 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         if found is None:
             raise not_found("no_action", f"there is no action {number}")
         return shown(found.to_json())
+
+
+def _carry_out(run: OpenRun, action: str, asked: Asked) -> str:
+    try:
+        return ACTIONS[action].do(Run(run.uri), asked)
+    finally:
+        run.look_again()
 
 
 def _sight(run: OpenRun, action: str, asked: Asked) -> Sight:

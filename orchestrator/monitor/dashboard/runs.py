@@ -37,6 +37,10 @@ class OpenRun:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _read_at: float = float("-inf")
 
+    def look_again(self) -> None:
+        """What is asked for next is read anew."""
+        self._read_at = float("-inf")
+
     @contextmanager
     def reading(self, anew: bool = False) -> Iterator[RunViews]:
         """The views, as new as `REFRESH_S`, or as new as can be."""

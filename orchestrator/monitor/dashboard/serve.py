@@ -63,8 +63,8 @@ def serve(
     server = _Server(config, closing)
     if until_eof:
         threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
-    announce(link(host, listening.getsockname()[1], token))
     try:
+        announce(link(host, listening.getsockname()[1], token))
         server.run(sockets=[listening])
     except KeyboardInterrupt:
         return  # that is how it is ended

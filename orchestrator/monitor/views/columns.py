@@ -1,4 +1,4 @@
-"""A run's journal in memory: its steps as columns (112 bytes each), its generations and events as they are.
+"""A run's journal in memory: its steps as columns (105 bytes each), its generations and events as they are.
 
 It is read once and goes on with what is new. It knows lines; which steps count in the end is for `path`.
 """
@@ -89,13 +89,13 @@ class Written:
 class Columns:
     """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, and `t` (when the
     step ended, else when its line was written; seconds since 1970), `width` (tokens trained), `generation`
-    (index into `generations`), `digest`, `peak_memory_bytes` (-1: not recorded). A step that stands there
+    (index into `generations`), `digest`, `is_timed` (`t` is when the step ended). A step that stands there
     several times is taken once, where it stands first. `kinds` and `of_attempt` have the events by these.
     """
 
     def __init__(self) -> None:
         kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys(FLOATS, "f8")
-        kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "peak_memory_bytes": "i8"}
+        kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "is_timed": "?"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
         self.generations: list[Generation] = []
         self.index: dict[GenerationId, int] = {}
@@ -134,6 +134,8 @@ class Columns:
         values: dict[str, Any] = {name: int(self[name][row]) for name in INTS}
         values |= {name: float(self[name][row]) for name in FLOATS}
         digest = f"{int(self['digest'][row]):016x}"
+        if "ended" in StepRecord.__dataclass_fields__:
+            values["ended"] = float(self["t"][row]) if self["is_timed"][row] else None
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
 
     # ---------------------------------------------------------------------- inside
@@ -187,7 +189,7 @@ class Columns:
             name: np.array(fields[name], dtype=self.steps[name].array.dtype) for name in (*INTS, *FLOATS)
         }
         found["digest"] = np.array([int(digest, 16) for digest in fields["digest"]], dtype="u8")
-        found["t"], found["peak_memory_bytes"] = _ended(steps, fields["time"]), _peaks(steps)
+        found["t"], found["is_timed"] = _ended(steps, fields["time"])
         ids = np.array([fields["attempt"], fields["generation"]])
         # pieces of one generation whose steps rise: nearly always all of the chunk
         cut = np.any(np.diff(ids, axis=1), axis=0) | (np.diff(found["step"]) <= 0)
@@ -286,17 +288,13 @@ def seconds(times: Iterable[str]) -> Array:
     return np.array([datetime.fromisoformat(text).timestamp() for text in texts], dtype="f8")
 
 
-def _ended(steps: list[tuple[int, Line]], times: Iterable[str]) -> Array:
-    """When each step ended; where the journal does not say, when its line was written."""
+def _ended(steps: list[tuple[int, Line]], times: Iterable[str]) -> tuple[Array, Array]:
+    """(when each step ended, whether the journal says so); else that is when its line was written."""
     ended = [line.get("ended") for _, line in steps]
     if not any(ended):
-        return seconds(times)
+        return seconds(times), np.zeros(len(steps), dtype="?")
     known = np.array([float("nan") if each is None else each for each in ended], dtype="f8")
-    return np.where(np.isnan(known), seconds(times), known)
-
-
-def _peaks(steps: list[tuple[int, Line]]) -> Array:
-    return np.array([line.get("peak_memory_bytes") or -1 for _, line in steps], dtype="i8")
+    return np.where(np.isnan(known), seconds(times), known), ~np.isnan(known)
 
 
 def _record(line: Line) -> StepRecord:

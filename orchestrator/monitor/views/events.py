@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.errors import OrchestratorError, RefusedError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
@@ -24,7 +25,7 @@ _LEVEL = {
     EventKind.END: "change", EventKind.CONTROL_REQUEST: "change", EventKind.REQUEST_ANSWERED: "change",
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
-    EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", "audit": "data",
+    EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data",
 }  # fmt: skip
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
 _BEGUN = {
@@ -78,7 +79,7 @@ def event(facts: Facts, id_: str) -> dict[str, Any]:
     known = facts.columns.of_attempt.get(int(attempt), []) if attempt.isdecimal() else []
     for each in known:
         if seq.isdecimal() and each.seq == int(seq):
-            fields = {name: value for name, value in each.fields.items() if name not in _OWN}
+            fields = {name: redacted(value) for name, value in each.fields.items() if name not in _OWN}
             return {**row_of(each), "fields": fields}
     raise RefusedError(f"{facts.name} has no event {id_[:40]}")
 
@@ -101,7 +102,7 @@ def row_of(each: Event) -> Row:
         "level": level_of(each),
         "kind": each.kind,
         "attempt": each.attempt,
-        "text": text_of(each),
+        "text": redacted_text(text_of(each)),
     }
 
 
@@ -200,10 +201,7 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
         case EventKind.ENCODERS_DIFFER:
             return f"The encoders differ: {e['text']}"
         case "sources":
-            return f"Counts per source with {e['point']}" if e.get("point") else "Counts per source"
-        case "audit":
-            found = "exactly once" if e["exactly_once"] else "differs"
-            return f"Audit: {found}, final up to step {e['final_up_to_step']:,}"
+            return f"Counts of {', '.join(e['counts'])} where the attempt begins"
         case EventKind.CONTROL_REQUEST:
             return f"Asked to {e['what']}" + (f" by {e['by']}" if e.get("by") else "")
         case EventKind.REQUEST_ANSWERED:

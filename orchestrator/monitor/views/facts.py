@@ -95,8 +95,8 @@ class Facts:
     life: Life = field(default_factory=Life)
     shape: int = 0
     size: int = 0
-    points_seen: int = 0  # counts what is new of points and pins
-    points_journalled: int = 0  # events that tell of points
+    missing: frozenset[str] = frozenset()  # points that lost their COMMIT, and nobody meant to delete
+    points_seen: tuple[int, int] = (0, 0)  # grows with what is new of points, pins and findings
     _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
+from orchestrator.history import finding_files
 from orchestrator.history.claim_files import UNREADABLE, AttemptEnd, UnreadableFile
 from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.finding_files import Finding, FindingFiles
 from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.resume import verify
 from orchestrator.resume.pins import Hold
@@ -45,6 +47,9 @@ class RunFiles:
         self.points: dict[str, PointFacts] = {}
         self.leftovers: frozenset[str] = frozenset()
         self.pins: dict[str, Hold] = {}
+        self.findings: tuple[Finding, ...] = ()
+        self._finding_names: list[str] = []
+        self.attempts_seen = self.points_seen = 0  # grow with what is new
         self._turn = 0
 
     @property
@@ -57,12 +62,11 @@ class RunFiles:
         """The newest attempt with a parent file: the one that the history is followed from."""
         return max(self.parents, default=None)
 
-    def refresh_attempts(self) -> bool:
-        """Look for new claims, parent files and ends; whether there are any. Raises `UnreadableError` for
-        what is another run's, `StorageError`.
+    def refresh_attempts(self) -> None:
+        """Look for new claims, parent files and ends. Raises `UnreadableError` for what is another run's,
+        `StorageError`.
         """
         store, newest_before = self.store, max(self.claims, default=0)
-        before = (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
         if self.run is None:
             self.run = self._run_file()
         for number in store.claim_numbers():
@@ -80,32 +84,54 @@ class RunFiles:
                 end = store.read_end(number)
                 if end is not None:
                     self.ends[number] = end
-        return before != (len(self.claims), len(self.parents), len(self.cut_off), len(self.ends))
+        self.attempts_seen = len(self.claims) + len(self.parents) + len(self.cut_off) + len(self.ends)
 
-    def refresh_points(self) -> bool:
-        """Look for points and pins that came or went, and compare sizes; whether anything is new. Raises
-        `StorageError`.
-        """
-        store = self.store
-        folders = store.storage.list(verify.POINTS)
-        there = store.point_names()
-        changed = set(there) != set(self.points)
-        self.points = {name: self.points.get(name) or self._read(name) for name in there}
-        self.leftovers = frozenset(folders) - set(there)
-        known = there[:-_NEWEST]
-        at = self._turn % max(1, len(known))
-        self._turn = at + _BY_TURNS
-        for name in {*known[at : at + _BY_TURNS], *there[-_NEWEST:]}:
-            changed |= self.compare(name)
+    def refresh_points(self) -> None:
+        """Look for points, pins and findings that came or went, and compare sizes. Raises `StorageError`."""
+        store, changed = self.store, False
+        while True:
+            folders = store.storage.list(verify.POINTS)
+            there = store.point_names()
+            changed |= set(there) != set(self.points)
+            self.points = {name: self.points.get(name) or self._read(name) for name in there}
+            self.leftovers = frozenset(folders) - set(there)
+            for name in self._due(there):
+                changed |= self.compare(name)
+            wrong = [name for name, facts in self.points.items() if facts.wrong]
+            if not any([self._drop_deleted(name) for name in wrong]):
+                break  # else there may be newer ones
         pins = store.pins()
         changed, self.pins = changed or pins != self.pins, pins
-        return changed
+        self.points_seen += self._refresh_findings() or changed
+
+    def _refresh_findings(self) -> bool:
+        """Look for what audits and verifications have left; one that is there never changes."""
+        names = self.store.storage.list(finding_files.FOLDER)
+        if names == self._finding_names:
+            return False
+        run_id = self.run.id if self.run is not None else ""
+        self.findings, self._finding_names = FindingFiles(self.store.storage, run_id).all(), names
+        return True
 
     def compare(self, name: str) -> bool:
         """Compare the sizes of one point's files now; whether that says something new."""
         facts = self.points[name]
         before, facts.wrong = facts.wrong, self._wrong(name, facts.commit)
         return before != facts.wrong
+
+    def _due(self, there: list[str]) -> set[str]:
+        """Which points to compare now: the newest, and some of the others by turns."""
+        known = there[:-_NEWEST]
+        at = self._turn % max(1, len(known))
+        self._turn = at + _BY_TURNS
+        return {*known[at : at + _BY_TURNS], *there[-_NEWEST:]}
+
+    def _drop_deleted(self, name: str) -> bool:
+        """A point whose COMMIT has gone since is none any more: what was wrong with it says nothing."""
+        if self.store.storage.exists(verify.point_path(name, COMMIT)):
+            return False
+        del self.points[name]
+        return True
 
     # ---------------------------------------------------------------------- inside
     def _run_file(self) -> RunFile | None:

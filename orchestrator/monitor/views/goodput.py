@@ -195,7 +195,7 @@ def _measured(facts: Facts) -> Goodput:
 def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:
     """From the last line of one attempt to the first of the next."""
     end = facts.end_of(before)
-    wanted = end is not None and end.outcome in ("done", "stopped") and end.by != DRAIN
+    wanted = end is not None and end.outcome in ("done", "stopped") and DRAIN not in (end.by or "")
     if restarted:
         clock.until(begin, "reforming")
     elif wanted:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND
@@ -157,7 +158,10 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
     diffs = [d for d in parent.differences if d.field not in _SKIP] if parent is not None else []
     if why == RESUME and (diffs or entry["world_from"] != entry["world_to"]):
         entry["kind"] = "resize" if entry["world_from"] != entry["world_to"] else "change"
-        entry["diffs"] = [{"field": d.field, "old": d.old, "new": d.new} for d in diffs]
+        entry["diffs"] = [
+            {"field": d.field, "old": redacted(d.old, d.field), "new": redacted(d.new, d.field)}
+            for d in diffs
+        ]
 
 
 def _lost(facts: Facts, entry: Entry, generation: Generation, before: Generation) -> None:
@@ -269,7 +273,7 @@ def _placed(facts: Facts, entry: Entry) -> Entry:
         if kind in _CHANGES
         else "routine"
     )
-    entry["text"] = _sentence(entry)
+    entry["text"] = redacted_text(_sentence(entry))
     entry.pop("change", None)
     return entry
 
@@ -292,7 +296,7 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
         case "start":
             return f"Started with {b} workers"
         case "resume":
-            why = "a drain notice" if e.get("ended_by") == DRAIN else "a stop"
+            why = "a drain notice" if DRAIN in (e.get("ended_by") or "") else "a stop"
             return f"Resumed after {why} ({span(e.get('down_s'))} down), {lost}"
         case "resize" | "change":
             changed = ", ".join(map(_difference, (e.get("diffs") or [])[:3])) or f"{a} → {b} workers"

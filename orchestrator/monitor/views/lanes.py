@@ -5,9 +5,10 @@ drawn. Lane 0 is the history.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.monitor.views.facts import Facts
@@ -30,7 +31,7 @@ class Rail:
     attempt: int
     lane: int
     through: list[int]
-    joins: list[int] = field(default_factory=list)
+    joins: list[int]
 
 
 def attempts(facts: Facts, routine: bool = False, offset: int = 0, limit: int = 200) -> dict[str, Any]:
@@ -47,30 +48,25 @@ def attempts(facts: Facts, routine: bool = False, offset: int = 0, limit: int = 
 def lanes(numbers: list[int], on_history: frozenset[int], parent_of: Mapping[int, int | None]) -> list[Rail]:
     """The graph, newest attempt first. `parent_of`: the attempt whose state each continues."""
     rails, lane_of, tips = list[Rail](), dict[int, int](), dict[int, int]()
-    merges: dict[int, int] = {}
-    for number in sorted(numbers, reverse=True):  # lanes open at tips and close where they left the history
+    closing: dict[int, int] = {}  # lanes of branches that left the history at an attempt further down
+    for number in sorted(numbers, reverse=True):  # lanes open at tips
         lane = 0
         if number not in on_history:
-            used = set(tips.values())
+            used = {*tips.values(), *closing}
             lane = lane_of.get(number) or next(i for i in range(1, len(numbers) + 2) if i not in used)
             tips[number] = lane
-        rails.append(Rail(attempt=number, lane=lane, through=sorted({0, *tips.values()})))
+        through = sorted({0, *tips.values(), *closing})
+        joins = sorted(each for each, until in closing.items() if until == number)
+        rails.append(Rail(attempt=number, lane=lane, through=through, joins=joins))
+        for each in joins:
+            del closing[each]
         parent = parent_of.get(number)
         if lane:
             del tips[number]
-            if parent in on_history and parent is not None:
-                merges[number] = parent
+            if parent is not None and (parent in on_history or parent in tips):
+                closing[lane] = parent
             elif parent is not None:
                 lane_of[parent] = tips[parent] = lane
-    # a branch that left the history at an attempt is seen down to that one's row
-    open_until: dict[int, int] = {}
-    for rail in rails:
-        rail.through = sorted({*rail.through, *open_until})
-        rail.joins = sorted(lane for lane, until in open_until.items() if until == rail.attempt)
-        for lane in rail.joins:
-            del open_until[lane]
-        if rail.attempt in merges:
-            open_until[rail.lane] = merges[rail.attempt]
     return rails
 
 
@@ -126,11 +122,16 @@ def _all(facts: Facts) -> list[Row]:
                 "generations": generations.get(number, 0),
                 "outcome": end.outcome if end is not None else None,
                 "ended_by": end.by if end is not None else None,
-                "reason": end.reason if end is not None else "",
+                "reason": redacted_text(end.reason) if end is not None else "",
                 "parent": state.point_name if state is not None else None,
                 "parent_is_point": state is not None and state.point_name in points,
                 "changes": [
-                    {"field": d.field, "old": d.old, "new": d.new, "rule": d.rule}
+                    {
+                        "field": d.field,
+                        "old": redacted(d.old, d.field),
+                        "new": redacted(d.new, d.field),
+                        "rule": d.rule,
+                    }
                     for d in differences
                     if d.field not in _SKIP
                 ],

@@ -72,9 +72,9 @@ class Path:
         segment = self._segments.get((key.attempt, key.generation))
         if segment is None or key.step < segment.start.step:
             return False
+        name, inside = key.point_name, segment.open or key.step < segment.stop_step
         later = (names for attempt, names in self._inherited if attempt > key.attempt)
-        inside = segment.open or key.step < segment.stop_step
-        return inside and all(key.point_name in names for names in later)
+        return inside and all(name in names for names in later)
 
     def dropped(self, attempt: int) -> list[Piece]:
         """What was abandoned when this attempt went on from an earlier state."""

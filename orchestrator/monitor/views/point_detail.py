@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from orchestrator.config.redaction import redacted
 from orchestrator.config.schema import field_rules, in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.monitor.views.facts import Facts, short
@@ -43,7 +44,7 @@ def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
         "weights_digest": commit.weights_digest if commit is not None else None,
         "files_digest": commit.files_digest if commit is not None else None,
         "files": _files(facts, name, row),
-        "config": held.config if held is not None else None,
+        "config": shown(held.config) if held is not None else None,
         "commands": _commands(facts, row),
     }
 
@@ -59,8 +60,14 @@ def differences(old: Row, new: Row) -> list[Row]:
         if before.get(path) != after.get(path):
             rule = rules.get(path)
             declared = {"rule": rule.rule if rule else None, "meaning": rule.doc if rule else ""}
-            found.append({"field": path, "old": before.get(path), "new": after.get(path), **declared})
+            old_, new_ = (redacted(flat.get(path), path) for flat in (before, after))
+            found.append({"field": path, "old": old_, "new": new_, **declared})
     return found
+
+
+def shown(flat: Row) -> Row:
+    """A flat configuration without the secrets in it."""
+    return {path: redacted(value, path) for path, value in flat.items()}
 
 
 def _read(facts: Facts, name: str) -> Point | None:

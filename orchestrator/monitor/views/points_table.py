@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.errors import RefusedError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import VERIFY
 from orchestrator.monitor.views.columns import Event
 from orchestrator.monitor.views.facts import Facts, stamp
 from orchestrator.monitor.views.files import PointFacts
@@ -105,6 +106,12 @@ def lost(facts: Facts) -> frozenset[str]:
     return fates(facts).kept.difference(facts.files.points)
 
 
+def of_no_generation(facts: Facts) -> frozenset[str]:
+    """Points whose generation the journal does not have."""
+    keys = {name: parse_point_name(name) for name in facts.files.points}
+    return frozenset(n for n, k in keys.items() if k and (k.attempt, k.generation) not in facts.columns.index)
+
+
 def _is(row: Row, state: str) -> bool:
     if state == PINNED:
         return bool(row["pinned"] or row["held"])
@@ -116,7 +123,7 @@ def _table(facts: Facts) -> list[Row]:
     findings = _findings(facts)
     held = facts.parent(facts.files.begun)
     names = set(facts.files.points)
-    gone = {name for name in lost(facts) if _is_missed(facts, name)}
+    gone = {name for name in facts.missing if _is_missed(facts, name)}
     rows = []
     for name in newest_first({*names, *gone})[::-1]:
         row = _row(facts, name, facts.files.points.get(name), committed.get(name), findings.get(name))
@@ -177,6 +184,8 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "held": False,
         "checked": finding["checked"] if finding is not None else SIZES,
         "checked_at": finding["t"] if finding is not None else None,
+        # of each rank's process, as far as it was recorded
+        "peak_memory_bytes": (event.fields.get("peak_memory_bytes") or None) if event is not None else None,
     }
 
 
@@ -205,23 +214,36 @@ def _row_of(facts: Facts, key: StateKey) -> int | None:
 
 
 def _findings(facts: Facts) -> dict[str, Row]:
-    """The newest that was found of each point when its files were read: how much was `checked`, when, and
-    what is `wrong` by file.
+    """The newest that was found of each point when its files were read, by the run or by who verified it: how
+    much was `checked`, when, and what is `wrong` by file.
     """
+    told: list[tuple[float, str, Row]] = [
+        (event.t, event.kind, event.fields)
+        for event in facts.events(EventKind.POINT_VERIFIED, EventKind.DAMAGED_POINT)
+    ]
+    told += [
+        (
+            stamp(finding.created) or 0.0,
+            EventKind.POINT_VERIFIED,
+            {**each, "checked": finding.result["checked"]},
+        )
+        for finding in facts.files.findings
+        if finding.what == VERIFY
+        for each in finding.result["points"]
+    ]
     found: dict[str, Row] = {}
-    for event in facts.events(EventKind.POINT_VERIFIED, EventKind.DAMAGED_POINT):
-        fields, known = event.fields, found.get(event.fields["point"])
-        if event.kind == EventKind.DAMAGED_POINT:
-            wrong = {**known["wrong"]} if known is not None else {}
-            checked = known["checked"] if known is not None else SIZES
+    for t, kind, fields in sorted(told, key=lambda each: each[0]):
+        known = found.get(fields["point"], {"checked": SIZES, "wrong": {}})
+        wrong: dict[str, str] = dict(known["wrong"])
+        if kind == EventKind.DAMAGED_POINT:
             wrong[fields["file"]] = fields["reason"]
-        else:
-            # damage is told file by file, before or after the result
-            wrong = {} if fields["healthy"] else dict(known["wrong"]) if known is not None else {}
+            checked = known["checked"]
+        else:  # damage is told file by file, before or after the result
             checked = fields["checked"]
-            if not fields["healthy"] and not wrong:
-                wrong = {"": "a digest is not as committed"}
-        found[fields["point"]] = {"t": event.t, "checked": checked, "wrong": wrong}
+            wrong = (
+                {} if fields["healthy"] else wrong or {"": "a file is not as committed; `verify` names it"}
+            )
+        found[fields["point"]] = {"t": t, "checked": checked, "wrong": wrong}
     return found
 
 

@@ -46,8 +46,9 @@ class _Reading:
 
     files: RunFiles
     columns: Columns
-    lines: JournalLines
     facts: Facts
+    lines: JournalLines | None = None
+    shape: tuple[int, ...] = ()
 
 
 class RunViews:
@@ -70,14 +71,13 @@ class RunViews:
         self._signs: tuple[int, bytes] | None = None  # of the newest attempt, as they were last seen
         self._watched_since = self._changed_at = 0.0
         self._sign_at: float | None = None
-        self._life = Life(limit_s=watch_s)
 
     # ---------------------------------------------------------------------- reading
     def refresh(self) -> bool:
         """Look at the run; whether anything that a view shows may have changed. The first look reads all of
         it. A piece that is not as it was written makes the run `unreadable`; it is read again after a while.
 
-        Raises `StorageError` if storage cannot be read: then nothing changed.
+        Raises `StorageError` if storage cannot be read: the next look goes on from there.
         """
         if self.unreadable is not None and self._monotonic() - self._failed_at < AGAIN_S:
             return False
@@ -87,9 +87,6 @@ class RunViews:
             was, self.unreadable = self.unreadable, error
             self._reading, self._failed_at = None, self._monotonic()
             return was is None or was.args != error.args
-        except StorageError:
-            self._reading = None  # a part of what is new may have been taken
-            raise
         changed |= self.unreadable is not None
         self.unreadable = None
         return self._watch() | changed
@@ -100,58 +97,56 @@ class RunViews:
         return self._reading.columns.last_id if self._reading is not None else ""
 
     def _look(self) -> bool:
+        reading = self._reading = self._reading or self._begin()
+        files, facts, columns = reading.files, reading.facts, reading.columns
         for _ in range(LOOKS):
-            reading = self._reading or self._begin()
-            files, facts = reading.files, reading.facts
-            new_files = files.refresh_attempts() or self._reading is None
             before = self._store.attempt_files()
-            size, generations = len(reading.columns.events), len(reading.columns.generations)
-            new_lines = reading.columns.refresh(reading.lines)
-            new_points = files.refresh_points()
-            if new_points and points_table.lost(facts):  # the run may have deleted them since
-                new_lines |= reading.columns.refresh(reading.lines)
-            if before != self._store.attempt_files():
-                self._keep(reading)
-                facts.shape += 1
-                continue  # an attempt was claimed between them
-            ended = any(e.kind == EventKind.END for e in reading.columns.events[size:])
-            reshaped = new_files or ended or len(reading.columns.generations) > generations
-            reshaped = reshaped or self._reading is None or facts.path.size < 0
-            if new_lines or reshaped:
-                facts.size += 1
-                if reshaped or not path.extend(reading.columns, facts.path):
-                    self._reshape(reading)
-            seen = points_table.seen(facts)
-            if new_points or seen != facts.points_journalled:
-                facts.points_seen, facts.points_journalled = facts.points_seen + 1, seen
-            self._keep(reading)
-            return bool(new_lines or reshaped or new_points)
+            files.refresh_attempts()
+            if reading.lines is None:
+                run_id = files.run.id if files.run is not None else None
+                reading.lines = JournalLines(self._store.storage, run_id)
+            columns.refresh(reading.lines)
+            files.refresh_points()
+            missing = points_table.lost(facts)
+            if missing or points_table.of_no_generation(facts):  # the journal may say why by now
+                columns.refresh(reading.lines)
+            # what it says was committed since is not missed: the list of points is older
+            missing &= points_table.lost(facts)
+            if before == self._store.attempt_files():
+                files.points_seen += missing != facts.missing
+                facts.missing = missing
+                return self._take(reading)
         raise StorageError(
             f"{self._store.storage.root} went on each of the {LOOKS} times that it was read, so that what "
             "was read does not fit together; look again"
         )
 
-    def _begin(self) -> _Reading:
-        files, columns = RunFiles(self._store), Columns()
-        files.refresh_attempts()
-        run_id = files.run.id if files.run is not None else None
-        way = path.build(columns, (), ())
-        way.size = -1  # not built yet
-        facts = Facts(files=files, columns=columns, path=way, history=Along(columns, way.rows))
-        return _Reading(
-            files=files, columns=columns, lines=JournalLines(self._store.storage, run_id), facts=facts
-        )
+    def _take(self, reading: _Reading) -> bool:
+        """Bring up to date what is derived from what was read; whether anything was new."""
+        files, facts, columns = reading.files, reading.facts, reading.columns
+        size = len(columns) + len(columns.events)
+        shape = files.attempts_seen, len(columns.generations), len(columns.kinds.get(EventKind.END, ()))
+        points_seen = files.points_seen, points_table.seen(facts)
+        is_new = (size, shape, points_seen) != (facts.size, reading.shape, facts.points_seen)
+        if shape != reading.shape or not path.extend(columns, facts.path):
+            self._reshape(reading)
+        facts.size, reading.shape, facts.points_seen = size, shape, points_seen
+        return is_new
 
-    def _keep(self, reading: _Reading) -> None:
-        self._reading = reading
+    def _begin(self) -> _Reading:
+        columns = Columns()
+        way = path.build(columns, (), ())
+        facts = Facts(
+            files=RunFiles(self._store), columns=columns, path=way, history=Along(columns, way.rows)
+        )
+        return _Reading(files=facts.files, columns=columns, facts=facts)
 
     def _reshape(self, reading: _Reading) -> None:
         """The history anew: an attempt, a generation or an end has come, or steps beside the history."""
         facts, files = reading.facts, reading.files
+        claims, parents = list(files.claims.values()), list(files.parents.values())
         try:
-            facts.path = path.build(
-                reading.columns, list(files.claims.values()), list(files.parents.values())
-            )
+            facts.path = path.build(reading.columns, claims, parents)
         except OrchestratorError as error:
             raise UnreadableError("journal", 0, f"the run's history contradicts itself: {error}") from error
         facts.history = Along(reading.columns, facts.path.rows)
@@ -163,7 +158,7 @@ class RunViews:
         facts, now = self._reading.facts, self._monotonic()
         number = facts.files.newest or 0
         over = number == 0 or facts.end_of(number) is not None
-        signs = (number, b"" if over else self._store._signs_of_life(number))
+        signs = (number, b"" if over else self._store.signs_of_life(number))
         if self._signs is None:
             self._watched_since = self._changed_at = now
         elif signs != self._signs:
@@ -188,6 +183,11 @@ class RunViews:
             self.refresh()
             return self._facts
         return self._reading.facts
+
+    @property
+    def facts(self) -> Facts:
+        """What all views are made of, as it was last read."""
+        return self._facts
 
     # ---------------------------------------------------------------------- views
     def summary(self, full: bool = True) -> Document:
@@ -239,7 +239,8 @@ class RunViews:
         """One resume point. Its files' sizes are compared now."""
         facts = self._facts
         if name in facts.files.points and facts.files.compare(name):
-            facts.points_seen += 1
+            facts.files.points_seen += 1
+            self.refresh()  # it may have been deleted just now
         return point_detail.point(facts, name, self._clock())
 
     def attempts(self, routine: bool = False, offset: int = 0, limit: int = 200) -> Document:

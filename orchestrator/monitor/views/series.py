@@ -5,6 +5,7 @@ Any range of any length costs about the same (`arrays.Pyramid`). A pixel without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,12 @@ from orchestrator.monitor.views.facts import Along, Facts, shorts
 from orchestrator.monitor.views.path import FATES, HISTORY, REWOUND, Piece
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
-METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
+METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s")
 # of two sums: what of it, what by, and its name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
 LEAST_PX, MOST_PX = 40, 4000
 GAP_S, GAP_STEPS = 60.0, 8
+FAR = 2**62  # beyond every position
 
 Pixels = tuple[Array, Array, Array]  # numbers of pixels, and of each the rows [start, stop)
 
@@ -45,25 +47,27 @@ def series(
     px: int = 800,
 ) -> dict[str, Any]:
     """The document. `start` and `stop` are in the axis' unit. Raises `RefusedError` for an axis or a metric
-    that there is not.
+    that there is not, and for a range that is none.
     """
     if axis not in AXES:
         raise RefusedError(f"there is no axis {axis!r}; use one of {', '.join(AXES)}")
     if unknown := [m for m in metrics if m not in METRICS and m not in RATIOS]:
         raise RefusedError(f"there is no metric {unknown[0]!r}; use {', '.join((*METRICS, *RATIOS))}")
+    if not all(math.isfinite(each) for each in (start, stop) if each is not None):
+        raise RefusedError(f"a range from {start} to {stop} is none; give finite numbers")
     px = max(LEAST_PX, min(MOST_PX, px))
     branches = facts.kept("branches", facts.shape, lambda: _branches(facts))
     ends = [x for b in (facts.history, *(b.along for b in branches)) if len(x := b[AXES[axis]])]
     low = start if start is not None else min((float(x[0]) for x in ends), default=0.0)
     high = stop if stop is not None else max((float(x[-1]) for x in ends), default=1.0)
     x = facts.history[AXES[axis]]
-    pixels = _pixels(x, low, high, px)
+    pixels, (first, last) = _pixels(x, low, high, px), _within(x, low, high)
     found: dict[str, Any] = {
         "axis": axis,
         "from": low,
         "to": high,
         "px": px,
-        "steps": int(np.searchsorted(x, high, "right") - np.searchsorted(x, low, "left")),
+        "steps": max(0, last - first),
         "i": pixels[0].tolist(),
         "history": {metric: _curve(facts.history, metric, pixels, True) for metric in metrics},
         "gaps": _gaps(facts, pixels) if axis == "time" else [],
@@ -99,13 +103,22 @@ def _branches(facts: Facts) -> list[Branch]:
 
 def _pixels(x: Array, low: float, high: float, px: int) -> Pixels:
     """Which steps fall into which pixel, as far as any do; `x` does not fall."""
-    first, last = int(np.searchsorted(x, low, "left")), int(np.searchsorted(x, high, "right"))
+    first, last = _within(x, low, high)
     each = (high - low) / px or 1.0
-    edges = low + each * np.arange(px + 1)
-    cuts = np.searchsorted(x[first:last], edges[1:-1], "left") + first
+    edges = low + each * np.arange(1, px)
+    if x.dtype.kind == "i":  # else the whole column is turned into floats each time
+        edges = np.ceil(edges).astype(x.dtype)
+    cuts = np.searchsorted(x[first:last], edges, "left") + first
     cuts = np.concatenate([[first], cuts, [last]])
     some = np.flatnonzero(np.diff(cuts) > 0)
     return some, cuts[:-1][some], cuts[1:][some]
+
+
+def _within(x: Array, low: float, high: float) -> tuple[int, int]:
+    """The range of the rows from `low` to `high`, both included."""
+    if x.dtype.kind == "i":
+        low, high = math.ceil(max(low, -FAR)), math.floor(min(high, FAR))
+    return int(np.searchsorted(x, low, "left")), int(np.searchsorted(x, high, "right"))
 
 
 def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[str, Any]:
@@ -114,10 +127,8 @@ def _curve(along: Along, metric: str, pixels: Pixels, with_bands: bool) -> dict[
         of, by = (along.pyramid(name).over(starts, stops)[2] for name in RATIOS[metric])
         return {"mean": shorts(of / np.maximum(by, 1e-9))}
     low, high, total, count = along.pyramid(metric).over(starts, stops)
-    if metric == "peak_memory_bytes":
-        low = np.where(low < 0, np.nan, low)  # some were not recorded
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = np.where(np.isnan(low), np.nan, total / np.where(count > 0, count, np.nan))
+        mean = total / np.where(count > 0, count, np.nan)
     if not with_bands:
         return {"mean": shorts(mean)}
     return {"mean": shorts(mean), "min": shorts(low), "max": shorts(high)}

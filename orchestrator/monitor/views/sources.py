@@ -9,9 +9,11 @@ import re
 from typing import Any
 
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.finding_files import newest_audit
 from orchestrator.monitor.views.columns import Event
-from orchestrator.monitor.views.facts import Facts, short
-from orchestrator.resume.points import parse_point_name
+from orchestrator.monitor.views.facts import Facts, short, stamp
+
+Row = dict[str, Any]
 
 _PLACE = re.compile(r" at (byte|line|column) \d+.*$")
 _AUDIT = (
@@ -26,24 +28,21 @@ _AUDIT = (
 )
 
 
-def sources(facts: Facts) -> dict[str, Any]:
+def sources(facts: Facts) -> Row:
     """The document."""
     config, identity = facts.config(facts.files.begun), facts.files.run and facts.files.run.identity
     listed = config.get("data.sources") or []
-    cursor = newest_cursor(facts)
-    counts = _counts(facts)
-    last = counts[-1] if counts else None
-    since = _since(counts)
+    cursor, told = (
+        newest_cursor(facts),
+        [e for e in facts.events("sources") if e.attempt in facts.path.attempts],
+    )
+    last = told[-1] if told else None
+    counts = _counts(facts, [source["name"] for source in listed], last)
+    since = _since(told, counts)
     total_weight = sum(source["weight"] for source in listed) or 1
-    rows = []
-    for source in listed:
-        row = _row(source, total_weight, cursor)
-        if last is not None and source["name"] in last.fields["counts"]:
-            _counted(row, last, since)
-        elif len(listed) == 1 and len(facts.history):
-            row["samples"] = int(facts.history["consumed_samples"][-1])
-            row["tokens"], row["actual"] = facts.tokens, 1.0
-        rows.append(row)
+    rows = [_row(source, total_weight, cursor) for source in listed]
+    for row in rows:
+        _counted(row, counts, last, since)
     return {
         "at": last.t if last is not None else cursor.t if cursor is not None else None,
         "since": since["t"] if since is not None else None,
@@ -62,7 +61,7 @@ def sources(facts: Facts) -> dict[str, Any]:
     }
 
 
-def skipped(facts: Facts) -> list[dict[str, Any]]:
+def skipped(facts: Facts) -> list[Row]:
     """Why documents were skipped: each reason of each source once, the most frequent first."""
     events = facts.events(EventKind.BAD_DOCUMENT)
     return facts.kept("skipped", len(events), lambda: _skipped(events))
@@ -83,13 +82,16 @@ def documents(facts: Facts) -> tuple[int, int] | None:
     return sum(each["documents"] for each in at), sum(each["bad_documents"] for each in at)
 
 
-def audit(facts: Facts) -> dict[str, Any] | None:
-    """What the newest audit found, if that was kept."""
-    found = facts.events("audit")
-    return {"t": found[-1].t} | {name: found[-1].fields.get(name) for name in _AUDIT} if found else None
+def audit(facts: Facts) -> Row | None:
+    """What the newest audit found; None where none was kept with the run."""
+    found = newest_audit(facts.files.findings)
+    if found is None:
+        return None
+    kept = {name: found.result.get(name) for name in _AUDIT}
+    return {"t": stamp(found.created), **kept, "seconds": found.seconds, "by": found.by}
 
 
-def _row(source: dict[str, Any], total_weight: float, cursor: Event | None) -> dict[str, Any]:
+def _row(source: Row, total_weight: float, cursor: Event | None) -> Row:
     at = cursor.fields["cursor"]["sources"].get(source["name"], {}) if cursor is not None else {}
     return {
         "name": source["name"],
@@ -111,43 +113,46 @@ def _row(source: dict[str, Any], total_weight: float, cursor: Event | None) -> d
     }
 
 
-def _counted(row: dict[str, Any], last: Event, since: dict[str, Any] | None) -> None:
-    """What the newest counts say of one source."""
-    name, counts = row["name"], last.fields["counts"]
+def _counts(facts: Facts, names: list[str], last: Event | None) -> Row:
+    """Samples and tokens by source, as far as they are known: up to now where there is but one source, else
+    as the newest attempt found them.
+    """
+    if len(names) == 1 and len(facts.history):
+        samples = int(facts.history["consumed_samples"][-1])
+        return {names[0]: {"samples": samples, "tokens": facts.tokens}}
+    if last is None:
+        return {}
+    fields = last.fields
+    return {n: {"samples": fields["counts"][n], "tokens": fields["tokens"].get(n)} for n in fields["counts"]}
+
+
+def _counted(row: Row, counts: Row, last: Event | None, since: Row | None) -> None:
+    """What the counts say of one source."""
+    name = row["name"]
+    if last is not None:
+        row["num_blocks"] = last.fields["num_blocks"].get(name)
+    if name not in counts:
+        return
     row["samples"], row["tokens"] = counts[name]["samples"], counts[name]["tokens"]
     row["actual"] = short(row["samples"] / max(1, sum(each["samples"] for each in counts.values())))
-    row["num_blocks"] = (last.fields.get("num_blocks") or {}).get(name)
     if since is not None:
         row["actual_since"] = short(since["counts"].get(name, 0) / max(1, sum(since["counts"].values())))
 
 
-def _since(counts: list[Event]) -> dict[str, Any] | None:
+def _since(told: list[Event], counts: Row) -> Row | None:
     """The samples of each source since the weights were changed last; None if they never were."""
-    if not counts:
+    changed = None
+    for before, after in zip(told, told[1:], strict=False):
+        if before.fields["weights"] != after.fields["weights"]:
+            changed = after
+    if changed is None:
         return None
-    last = counts[-1].fields
-    base = next((e for e in reversed(counts) if e.fields.get("weights") != last.get("weights")), None)
-    if base is None:
-        return None
-    before = base.fields["counts"]
-    grown = {n: c["samples"] - before.get(n, {"samples": 0})["samples"] for n, c in last["counts"].items()}
-    return {"t": base.t, "counts": grown}
+    base = changed.fields["counts"]
+    return {"t": changed.t, "counts": {n: c["samples"] - base.get(n, 0) for n, c in counts.items()}}
 
 
-def _counts(facts: Facts) -> list[Event]:
-    """What was counted by source, on the history."""
-    events = facts.events("sources")
-    key = (facts.shape, len(events))
-    return facts.kept("source counts", key, lambda: [e for e in events if _on_history(facts, e)])
-
-
-def _on_history(facts: Facts, event: Event) -> bool:
-    key = parse_point_name(str(event.fields.get("point", "")))
-    return key is None or facts.path.has(key)
-
-
-def _skipped(events: list[Event]) -> list[dict[str, Any]]:
-    reasons: dict[tuple[str, str], dict[str, Any]] = {}
+def _skipped(events: list[Event]) -> list[Row]:
+    reasons: dict[tuple[str, str], Row] = {}
     for event in events:
         text = event.fields["text"]
         why = event.fields.get("why") or text.rsplit(": ", 1)[-1]

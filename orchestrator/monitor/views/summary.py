@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.verdict import (
     GONE,
@@ -82,7 +83,7 @@ def standing(facts: Facts) -> tuple[str, str, float | None]:
         return STARTING, "no attempt has begun", facts.created
     end = facts.end_of(newest)
     if end is not None:
-        return end.outcome, end.reason, end.t
+        return end.outcome, redacted_text(end.reason), end.t
     last = facts.life.last_sign or facts.wrote(newest) or facts.created
     if facts.life.alive is False:
         return GONE, "no end is written, and nothing has been written since", last
@@ -268,7 +269,7 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
     faults = [entry for entry in happenings(facts) if entry["level"] == "fault"]
     restarts = [entry for entry in happenings(facts) if entry["kind"] == "coordinator"]
     more: Row = {
-        "config": {name: config.get(name) for name in CONFIG},
+        "config": {name: redacted(config.get(name), name) for name in CONFIG},
         "command": (begun.fields.get("command") or None) if begun is not None else None,
         "files": {"free_bytes": free_bytes(facts.uri)},
     }

@@ -19,7 +19,7 @@ from tests.monitor.dashboard.serving import Served, served
 
 
 def heard(storage: Path, last_id: str, looks: list[Callable[[], None]]) -> list[dict[str, Any]]:
-    """The events of a stream of a new server. Between two of its looks one of `looks` happens, then it ends."""
+    """The events of a new server's stream. Between two of its looks one of `looks` happens; then it ends."""
     closing, found = threading.Event(), list[dict[str, Any]]()
     clock = iter(range(1000))
     run = Runs(storage).open("made")

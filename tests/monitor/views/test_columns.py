@@ -221,12 +221,12 @@ def test_fields_of_later_versions_are_read_where_they_are_known_and_passed_over_
     files = storage()
     lines_of(
         files,
-        step_line(1, 1, ended=1000.5, peak_memory_bytes=7, mood="good"),
+        step_line(1, 1, ended=1000.5, mood="good"),
         step_line(2, 2),
     )
     columns = read_columns(files)
     assert columns["t"].tolist() == [1000.5, 1795305600.0]
-    assert columns["peak_memory_bytes"].tolist() == [7, -1]
+    assert columns["is_timed"].tolist() == [True, False]
 
 
 def test_an_old_attempt_that_goes_on_is_seen_however_many_followed(tmp_path: Path) -> None:

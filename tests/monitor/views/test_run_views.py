@@ -140,7 +140,7 @@ def test_the_parts_of_goodput_are_not_negative_and_sum_to_the_wall_time(
     columns = views._facts.columns
     first = min(written.first for written in columns.attempts.values())
     last = max(written.last for written in columns.attempts.values())
-    assert good["wall_s"] + good["off_s"] == pytest.approx(last - first, abs=0.2)
+    assert good["wall_s"] + good["off_s"] == pytest.approx(max(0.0, last - first), abs=0.5)
     by_day = {part: sum(day["parts"].get(part, 0.0) for day in good["days"]) for part in PARTS}
     for part in PARTS:
         assert by_day[part] == pytest.approx(good["parts"][part], abs=0.11 * (len(good["days"]) + 1))
@@ -162,7 +162,7 @@ def test_a_run_of_format_1_is_shown() -> None:
     summary = views.summary()
     assert (summary["state"], summary["verdict"]["text"]) == ("done", "Done at step 10.")
     assert [row["name"] for row in views.points(sort="step")["rows"]] == [
-        row["name"] for row in Run(EXAMPLE).points()
+        row["name"] for row in Run(EXAMPLE).list_points()
     ]
     assert [row["why"] for row in views.attempts()["rows"]] == ["rewind", "resume", "start"]
     assert views.event("a0002:12")["text"] == "Done: done at step 8"

@@ -141,14 +141,14 @@ document.addEventListener('alpine:init', () => {
 				const [d, { drawPoint }] = await Promise.all([this.get('/points/' + encodeURIComponent(name)), drawer()]); if (this.params.point !== name) return;
 				const p = d.point, fresh = !this.drawer; if (fresh) this.opener = document.activeElement;
 				this.drawer = { kind: 'point', id: name, title: 'Step ' + int(p.step), sub: name, icon: f.pointIcon(p), cls: p.state === 'damaged' ? 'fault' : p.state === 'orphan' ? 'muted' : 'ok' };
-				this.$nextTick(() => { this.$refs.inner.replaceChildren(...drawPoint(d, this)); this.$refs.inner.scrollTop = 0; if (fresh) this.$refs.drh.focus({ preventScroll: true }); });
+				this.$nextTick(() => { const el = this.$refs.inner; if (!el) return; el.replaceChildren(...drawPoint(d, this)); if (fresh) { el.scrollTop = 0; this.$refs.drh.focus({ preventScroll: true }); } });
 			} catch (e) { this.say(e.message); }
 		},
 		async showEvent(id) {
 			let e, draw; try { [e, { drawEvent: draw }] = await Promise.all([this.get('/events/' + id), drawer()]); } catch (x) { return this.say(x.message); }
 			const fresh = !this.drawer; if (fresh) this.opener = document.activeElement;
 			this.drawer = { kind: 'event', id, title: e.kind, sub: id, icon: e.level, cls: e.level === 'fault' ? 'fault' : 'muted' };
-			this.$nextTick(() => { this.$refs.inner.replaceChildren(...draw(e, this)); if (fresh) this.$refs.drh.focus({ preventScroll: true }); });
+			this.$nextTick(() => { const el = this.$refs.inner; if (!el) return; el.replaceChildren(...draw(e, this)); if (fresh) this.$refs.drh.focus({ preventScroll: true }); });
 		},
 		closeDrawer() { this.drawer = null; this.param({ point: null, event: null }); this.opener?.focus?.(); dispatchEvent(new Event('selection')); },
 		step(n) { dispatchEvent(new CustomEvent('step', { detail: n })); },

@@ -1,0 +1,50 @@
+"""One or two examples for each command, as `--help` shows them; their order is that of the commands' list."""
+
+from __future__ import annotations
+
+import typer
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "sample-corpus": ("corpus/", "corpus/ --from texts/"),
+    "doctor": ("runs", "/data/runs --address http://head:8265"),
+    "train": (
+        "configs/quickstart.yaml",
+        "configs/quickstart.yaml train.global_batch_size=24 pack.seq_len=128",
+    ),
+    "plan": ("configs/quickstart.yaml train.global_batch_size=24",),
+    "submit": ("configs/quickstart.yaml run.storage=/data/runs --address http://head:8265",),
+    "status": ("runs/quickstart", "runs/quickstart --json"),
+    "watch": ("runs/quickstart",),
+    "logs": ("runs/quickstart --follow",),
+    "dashboard": ("runs --open",),
+    "save": ("runs/quickstart",),
+    "stop": ("runs/quickstart",),
+    "points": ("runs/quickstart", "runs/quickstart --prune --dry-run"),
+    "pin": ('runs/quickstart 00000100-a0001-g0001 --why "before the loss spike"',),
+    "unpin": ("runs/quickstart 00000100-a0001-g0001",),
+    "verify": ("runs/quickstart", "runs/quickstart 00000100-a0001-g0001"),
+    "audit": ("runs/quickstart", "runs/quickstart --steps 100:250"),
+    "rewind": ("runs/quickstart --to 00000100-a0001-g0001",),
+    "fork": ("runs/quickstart runs/higher-lr --at latest",),
+    "replay": ("runs/quickstart --step 120",),
+    "export": ("runs/quickstart exported/",),
+}
+
+
+def add_examples(app: typer.Typer) -> None:
+    """To the help of each command; and the list of commands gets its order."""
+    order = list(EXAMPLES)
+    for command in app.registered_commands:
+        name = name_of(command)
+        lines = [f"  orchestrator {name} {example}" for example in EXAMPLES.get(name, ())]
+        if lines:
+            command.epilog = "\n".join(["\b", "Examples:" if len(lines) > 1 else "Example:", *lines])
+    app.registered_commands.sort(
+        key=lambda c: order.index(name_of(c)) if name_of(c) in EXAMPLES else len(order)
+    )
+
+
+def name_of(command: typer.models.CommandInfo) -> str:
+    """As it is typed."""
+    assert command.callback is not None, "a command is a function"
+    return command.name or command.callback.__name__.replace("_", "-")

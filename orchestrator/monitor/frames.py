@@ -1,0 +1,161 @@
+"""What a run says, as pandas DataFrames: each column with its unit and meaning, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from orchestrator.monitor.views.columns import Columns
+    from orchestrator.monitor.views.path import Path
+
+Table = Mapping[str, tuple[str, str]]  # column: (unit, meaning)
+
+_AT = {
+    "attempt": ("", "the claim under which it was trained"),
+    "generation": ("", "the membership of the training group, counted within the attempt"),
+    "step": ("", "label of the step; counted anew when batch size or seq_len change"),
+}
+_COUNTS = {
+    "consumed_samples": ("samples", "all that the history had consumed then"),
+    "consumed_tokens": ("tokens", "the same in positions"),
+    "target_tokens": ("tokens", "of these, such that have a loss"),
+}
+STEPS: Table = {
+    **_AT,
+    **_COUNTS,
+    "loss": ("nats per target token", "mean over the step's global batch"),
+    "grad_norm": ("", "norm of the gradient before clipping"),
+    "lr": ("", "learning rate that was applied"),
+    "step_s": ("s", "from the step before to this one, on rank 0"),
+    "data_wait_s": ("s", "of it, waiting for the batch"),
+    "save_blocked_s": ("s", "of it, held up by a save"),
+    "digest": ("", "digest of the samples that the ranks trained"),
+    "time": ("UTC", "when it had ended"),
+}
+POINTS: Table = {
+    "name": ("", "of the resume point"),
+    **_AT,
+    **_COUNTS,
+    "world_size": ("workers", "that saved it"),
+    "global_batch_size": ("samples", "per step"),
+    "seq_len": ("tokens", "per sample"),
+    "bytes": ("bytes", "on storage"),
+    "save_blocked_s": ("s", "for which training stood"),
+    "save_s": ("s", "from its beginning to its commit"),
+    "healthy": ("", "every digest of every file is right"),
+    "reason": ("", "why not"),
+    "on_lineage": ("", "it belongs to the history; an orphan does not"),
+    "parent": ("", "the point before it"),
+    "weights_digest": ("", "digest of the model's tensors"),
+    "pinned_by": ("", "who pinned it"),
+}
+ATTEMPTS: Table = {
+    "attempt": ("", "number of the claim"),
+    "why": ("", "start, resume, rewind, or a coordinator that was restarted"),
+    "started": ("UTC", "when its journal begins"),
+    "ended": ("UTC", "when its journal ends"),
+    "outcome": ("", "done, stopped or failed; empty without an end record"),
+    "reason": ("", "of the end"),
+    "host": ("", "where it ran"),
+    "parent": ("", "the state that it continued"),
+    "generations": ("", "how many memberships the group had"),
+    "first_step": ("", "label of the first step that it trained"),
+    "last_step": ("", "label of the last one"),
+    "trained": ("steps", "of it that are on the history"),
+    "aside": ("steps", "of it that were lost or rewound"),
+    "on_history": ("", "whether any of it is on the history"),
+}
+EVENTS: Table = {
+    "id": ("", "attempt and line of the journal"),
+    "time": ("UTC", "when it was written"),
+    "level": ("", "fault, change, point, data or routine"),
+    "kind": ("", "of the journal's line"),
+    "attempt": ("", "whose journal it is"),
+    "text": ("", "the same in a sentence"),
+}
+SOURCES: Table = {
+    "name": ("", "of the source"),
+    "path": ("", "its files, as configured"),
+    "format": ("", "of its files"),
+    "target": ("share", "by the weights"),
+    "actual": ("share", "of the samples so far"),
+    "samples": ("samples", "consumed"),
+    "tokens": ("tokens", "consumed"),
+    "epoch": ("", "pass over its files, from 0"),
+    "block": ("", "place in the epoch"),
+    "num_blocks": ("", "blocks of an epoch"),
+    "documents": ("documents", "read"),
+    "empty": ("documents", "of these, without text"),
+    "bad": ("documents", "of these, skipped as unreadable"),
+}
+TABLES: Mapping[str, Table] = {
+    "steps": STEPS,
+    "points": POINTS,
+    "attempts": ATTEMPTS,
+    "events": EVENTS,
+    "sources": SOURCES,
+}
+
+
+def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Rows as a DataFrame with the table's columns; a column called `time`, `started` or `ended` takes
+    seconds since 1970. What a row does not say is missing.
+    """
+    import pandas as pd
+
+    found = [[row.get(name) for name in table] for row in rows]
+    made = pd.DataFrame(found, columns=list(table))
+    for name, (unit, _) in table.items():
+        if unit == "UTC":
+            made[name] = _times(made[name])
+    return made
+
+
+def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
+    """A row per step of the history, in order."""
+    import numpy as np
+    import pandas as pd
+
+    rows = path.rows.array
+    ids = np.array([generation.id for generation in columns.generations], dtype="i8").reshape(-1, 2)
+    at = columns["generation"][rows]
+    values: dict[str, Any] = {"attempt": ids[at, 0], "generation": ids[at, 1]}
+    for name in STEPS:
+        if name not in ("attempt", "generation", "digest", "time"):
+            values[name] = columns[name][rows]
+    values["digest"] = [f"{digest:016x}" for digest in columns["digest"][rows].tolist()]
+    values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
+    return pd.DataFrame(values, columns=list(STEPS))
+
+
+def columns_table() -> str:
+    """Every column of every table as Markdown."""
+    lines = ["| table | column | unit | meaning |", "|---|---|---|---|"]
+    for name, table in TABLES.items():
+        lines += [f"| `{name}` | `{column}` | {unit} | {doc} |" for column, (unit, doc) in table.items()]
+    return "\n".join(lines)
+
+
+def label(column: str) -> str:
+    """A step's column with its unit, for an axis."""
+    unit = STEPS[column][0]
+    return f"{column} ({unit})" if unit else column
+
+
+def with_pins(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `list_points` with the pin's author as a value of its own."""
+    return [{**row, "pinned_by": row["pin"]["by"] if row["pin"] else ""} for row in rows]
+
+
+def attempt_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the page's table of attempts with this table's names."""
+    return {**row, "started": row["t0"], "ended": row["t1"]}
+
+
+def _times(seconds: pd.Series) -> pd.Series:
+    import pandas as pd
+
+    return pd.to_datetime(seconds.astype("float64"), unit="s", utc=True)

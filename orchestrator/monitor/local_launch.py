@@ -1,0 +1,72 @@
+"""A launch as a process of its own on this machine, which goes on when the one that began it ends: what
+`orchestrator.submit` starts where no cluster is named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator import errors
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import OrchestratorError
+
+_ERROR = re.compile(r"^(\w+Error): ", re.MULTILINE)
+_TAIL_BYTES = 64 << 10
+
+
+class LocalLaunch:
+    """`orchestrator train` in a process of its own, with this process's folder and environment. It is not
+    ended by Ctrl-C here, nor by the end of this process. What it prints lies in `folder`.
+    """
+
+    def __init__(self, config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="orchestrator-"))
+        if isinstance(config, JobConfig | Mapping):
+            document = config.to_json() if isinstance(config, JobConfig) else config
+            config = self.folder / "config.yaml"  # JSON is YAML, too
+            config.write_text(json.dumps(document, indent=2), encoding="utf-8")
+        command = [sys.executable, "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
+        with (self.folder / "stderr.log").open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603  our own command
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def __str__(self) -> str:
+        return f"process {self._process.pid}"
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def interrupt(self) -> None:
+        """What Ctrl-C does there: the first saves and stops, the second stops at once."""
+        if self.is_alive():
+            self._process.send_signal(signal.SIGINT)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def error(self) -> OrchestratorError:
+        """Why it ended, after it has: the error that it printed last, of the class it had there."""
+        log = self.folder / "stderr.log"
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES), os.SEEK_SET)
+            text = file.read().decode(errors="replace")
+        found = list(_ERROR.finditer(text))
+        kind = getattr(errors, found[-1][1], OrchestratorError) if found else OrchestratorError
+        told = text[found[-1].end() :].strip() if found else text.strip()[-2000:] or "it said nothing"
+        return kind(told if found else f"{self} ended with {self._process.returncode}: {told} (all in {log})")

@@ -1,0 +1,55 @@
+"""What a run would do under other settings, and doing it: `Run.plan(overrides).execute()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.errors import RefusedError
+from orchestrator.planning.resume_plan import ResumePlan
+
+if TYPE_CHECKING:
+    from orchestrator.launch.api import RunResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan with the configuration that it is for: that of the run's newest attempt and the overrides."""
+
+    plan: ResumePlan
+    config: JobConfig
+
+    @property
+    def action(self) -> str:
+        """What a start would do: start, resume or refuse."""
+        return self.plan.action
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `orchestrator plan --json`."""
+        return self.plan.to_json()
+
+    def execute(self) -> RunResult:
+        """Trains so, in this process, and returns when it has ended; see `orchestrator.train`.
+
+        Raises `RefusedError` where the plan is a refusal, or the run has moved on since: what would happen
+        is no longer what was shown.
+        """
+        from orchestrator.launch import api
+
+        if self.plan.action == "refuse":
+            raise RefusedError("\n".join(self.plan.refusals))
+        now = api.plan(self.config)
+        if (now.action, now.point) != (self.plan.action, self.plan.point):
+            raise RefusedError(
+                f"{self.config.run.run_uri} has moved on since this plan: it would {self.plan.action} from "
+                f"{self.plan.point or 'the beginning'}, and would now {now.action} from "
+                f"{now.point or 'the beginning'}; nothing was started, plan again"
+            )
+        return api.train(self.config)
+
+    def __repr__(self) -> str:
+        return f"Planned({self.plan.action} from {self.plan.point or 'the beginning'})"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()

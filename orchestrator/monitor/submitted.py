@@ -1,0 +1,136 @@
+"""A run with the launch that this process has submitted: it may not have begun yet, and can be waited for,
+stopped and watched like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config.schema import JobConfig, as_job
+from orchestrator.errors import OrchestratorError, RefusedError
+from orchestrator.monitor.asking import Reply
+from orchestrator.monitor.local_launch import LocalLaunch
+from orchestrator.monitor.run import Run
+from orchestrator.monitor.verdict import FAILED, STARTING
+from orchestrator.monitor.view import RunView
+
+_LOOK_S = 0.5
+
+
+class Launch(Protocol):
+    """Whatever runs the launch: a process here, or a job on a cluster. `str` names it for people."""
+
+    def is_alive(self) -> bool:
+        """Whether it runs, or will."""
+
+    def interrupt(self) -> None:
+        """Save and stop; a second time: stop at once."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time."""
+
+    def error(self) -> OrchestratorError:
+        """Why it ended, where the run itself does not say it."""
+
+
+def submit(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> SubmittedRun:
+    """Starts or continues the run in a process of its own on this machine, and returns at once.
+
+    The process goes on when this one ends; `orchestrator.open` finds the run again. Raises `ConfigError` for
+    a wrong configuration, and `RefusedError` for what `plan` refuses; what only the start itself can see is
+    raised by `wait`.
+    """
+    from orchestrator.launch.api import plan
+
+    job = as_job(config, overrides)
+    looked_ahead = plan(job)
+    if looked_ahead.action == "refuse":
+        raise RefusedError("\n".join(looked_ahead.refusals))
+    return SubmittedRun(job.run.run_uri, LocalLaunch(config, overrides))
+
+
+class SubmittedRun(Run):
+    """A run that a launch of ours works on, or will. `launch` is what runs it."""
+
+    def __init__(self, run_uri: str, launch: Launch) -> None:
+        self.launch = launch
+        super().__init__(run_uri)
+        self._before = max(self._store.claim_numbers(), default=0)
+
+    def _require_run(self) -> None:
+        """It may not be there yet."""
+
+    def _view(self, watch_s: float, quiet_s: float | None) -> RunView:
+        """As of any run; `starting` until the launch has claimed its attempt, `failed` if it never did."""
+        alive = self.launch.is_alive()  # first: what it wrote before its end is then seen
+        if self._has_begun():
+            return super()._view(watch_s, quiet_s)
+        return _not_begun(super()._view(0.0, quiet_s), str(self.launch), alive, self._why_not(alive))
+
+    def wait(self, timeout_s: float | None = None) -> RunView:
+        """Until the launch has ended, at most `timeout_s` seconds; the run at that moment.
+
+        Interrupted (Ctrl-C, or the notebook's stop button) it has the launch save and stop and goes on
+        waiting; a second time it stops at once. Raises what the launch was refused with.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                while not self.launch.wait(_LOOK_S):
+                    if deadline is not None and time.monotonic() > deadline:
+                        return self.status()
+                break
+            except KeyboardInterrupt:
+                self.launch.interrupt()
+        if not self._has_begun():
+            raise self.launch.error()
+        return self.status(0.0)
+
+    def stop(self, now: bool = False, wait: bool = True) -> Reply:
+        """As of any run; a launch that has not begun is ended before it does."""
+        if self._has_begun() or not self.launch.is_alive():
+            return super().stop(now, wait)
+        self.launch.interrupt()
+        if wait:
+            while not self.launch.wait(_LOOK_S):
+                pass
+        return Reply(request=0, what="stop", outcome="done", text=f"{self.launch} was told before it began")
+
+    def _interrupted(self) -> None:
+        """The cell that watches was interrupted: as Ctrl-C, which saves and stops."""
+        self.launch.interrupt()
+        with suppress(OrchestratorError):
+            self.wait()
+
+    def _has_begun(self) -> bool:
+        return max(self._store.claim_numbers(), default=0) > self._before
+
+    def _why_not(self, alive: bool) -> str:
+        return "" if alive else str(self.launch.error())
+
+
+def _not_begun(view: RunView, launch: str, alive: bool, error: str) -> RunView:
+    if alive:
+        return replace(
+            view, state=STARTING, alive=True, verdict=f"starting: {launch} has claimed no attempt yet"
+        )
+    return replace(
+        view, state=FAILED, alive=False, verdict=f"{launch} began no attempt: {error}", reason=error
+    )
+
+
+def runs(storage: str | Path) -> list[Run]:
+    """The runs that lie in a storage folder, by name. Raises `RefusedError` if there is no such folder."""
+    if not os.path.isdir(storage):
+        raise RefusedError(f"{storage}: there is no such folder; give the one that `run.storage` names")
+    found = []
+    for name in sorted(os.listdir(storage)):
+        with suppress(RefusedError):
+            found.append(Run(os.path.join(storage, name)))
+    return found

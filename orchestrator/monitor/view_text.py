@@ -1,0 +1,66 @@
+"""A run at a glance for people: lines of text, and a piece of HTML. It decides nothing."""
+
+from __future__ import annotations
+
+from orchestrator import html_text
+from orchestrator.monitor.view import RunView, skipped_lines
+
+
+def status_lines(view: RunView) -> list[str]:
+    """A run at a glance: the verdict first, then what is known, a line each."""
+    lines = [f"{view.run}: {view.verdict}"]
+    if view.step is not None:
+        speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
+        loss = "not finite" if view.loss is None else f"{view.loss:.4f}"
+        when = moment(view.last_step_at, view.last_step_age_s)
+        lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
+    if view.workers is not None:
+        lines.append(f"  workers     {view.workers} of {view.workers_wanted or view.workers}")
+    if view.eta_s is not None:
+        lines.append(f"  done in     about {duration(view.eta_s)}")
+    point = view.newest_point or "none"
+    when = moment(view.newest_point_at, view.newest_point_age_s)
+    lines.append(f"  last point  {point}  {when}".rstrip())
+    lines += skipped_lines(view.skipped_documents, "  skipped     ")
+    if view.last_fault is not None:
+        lines.append(f"  last fault  {view.last_fault}  {moment(view.last_fault_at, None)}")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h 20 min`, `2 d 4 h`."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def moment(time: str | None, age_s: float | None) -> str:
+    """A time of the journal, and how long ago it was; nothing where there is none."""
+    if time is None:
+        return ""
+    text = time[:19].replace("T", " ") + " UTC"
+    return f"{text}, {duration(age_s)} ago" if age_s is not None else text
+
+
+def status_html(view: RunView) -> str:
+    """The same as a piece of static HTML."""
+    speed = None if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens/s"
+    step = "" if view.step is None else f"{view.step:,}"
+    if view.step is not None and view.total_steps is not None:
+        step += f" of {view.total_steps:,}"
+    pairs = [
+        ("last step", step),
+        ("loss", view.loss),
+        ("speed", speed),
+        ("workers", view.workers and f"{view.workers} of {view.workers_wanted or view.workers}"),
+        ("done in", view.eta_s and f"about {duration(view.eta_s)}"),
+        ("newest point", view.newest_point),
+        ("last fault", view.last_fault),
+    ]
+    skipped = html_text.lines(skipped_lines(view.skipped_documents))
+    return html_text.page(f"{view.run}: {view.verdict}", html_text.facts(pairs), skipped)

@@ -1,0 +1,343 @@
+"""The page in a real browser, over a real run with a killed group, another shape and a rewind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from benchmarks.made_run import write_run
+from orchestrator.errors import OrchestratorError
+from orchestrator.monitor.dashboard.plans import WhatIf
+from orchestrator.monitor.dashboard.reading import Planner
+from orchestrator.monitor.dashboard.runs import Runs
+from tests.monitor.dashboard.browser import Watched, chromium, serving
+from tests.monitor.dashboard.serving import SCRIPT, make_hostile
+from tests.system.harness import LIMIT_S, Job
+from tests.torchrun.ranks import ranks
+
+pytestmark = [pytest.mark.browser, pytest.mark.system, pytest.mark.timeout(900)]
+VIEWS = {
+    "": ".tl canvas",
+    "/points": ".vt-row",
+    "/lineage": ".vt-row svg",
+    "/charts": ".uplot canvas",
+    "/data": ".sharecell",
+    "/goodput": ".stack i",
+    "/events": ".vt-row",
+    "/plan": ".lay",
+}
+AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
+
+
+def trained(job: Job, folder: Path, world_size: int, faults: Any = None, **changes: Any) -> None:
+    """A group trains the job until it ends."""
+    with ranks(folder, world_size, job.config(**changes), faults) as group:
+        if faults is None:
+            assert group.end(LIMIT_S) == [0] * world_size, group.said()
+            return
+        group.processes[0].join(LIMIT_S)
+        assert group.processes[0].exitcode == -signal.SIGKILL, group.said()
+
+
+@pytest.fixture(scope="module")
+def job(tiny_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run that was killed, continued on two workers at another shape, and rewound."""
+    folder = tmp_path_factory.mktemp("job")
+    made = Job(tiny_config({"resume.every_steps": 4, "resume.keep_latest": 9, "train.max_steps": 12}), folder)
+    trained(made, folder, 2, made.faults().kill("votes_complete", step=8))
+    other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 24}
+    trained(made, folder, 2, **other)
+    trained(made, folder, 1, resume__from=made.run.list_points()[0]["name"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def storage(job: Job) -> Path:
+    """The folder with that run, and one beside it that says markup wherever it can."""
+    folder = Path(job.config().run.storage)
+    make_hostile(write_run(folder / "hostile", steps=60, points=6, attempts=3), SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def link(browser: Any, storage: Path) -> Iterator[str]:
+    del browser  # without one nothing is served
+    with serving(storage) as printed:
+        yield printed
+
+
+Open = Callable[..., Watched]
+
+
+@pytest.fixture
+def opened(browser: Any, link: str) -> Iterator[Open]:
+    """Opens a page; in the end none may have complained."""
+    pages: list[Watched] = []
+
+    def open_page(**context: Any) -> Watched:
+        pages.append(Watched(browser, link, **context))
+        return pages[-1]
+
+    yield open_page
+    for watched in pages:
+        complaints = watched.found()
+        watched.close()
+        assert complaints == []
+
+
+def accessible(watched: Watched) -> None:
+    """axe finds nothing."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(watched.page, options=AXE).response["violations"]
+    said = [f"{each['id']}: {[node['html'][:200] for node in each['nodes'][:3]]}" for each in found]
+    assert said == [], watched.page.url
+
+
+# ---------------------------------------------------------------------------------------------------- looking
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_opens_without_a_complaint_and_everybody_can_use_it(opened: Open, theme: str) -> None:
+    watched = opened(color_scheme=theme)
+    watched.page.wait_for_selector("table.runs tbody tr")
+    accessible(watched)
+    assert watched.page.evaluate("document.documentElement.dataset.theme") == theme
+    for view, drawn in VIEWS.items():
+        page = watched.open(f"/run/tiny{view}")
+        page.wait_for_selector(drawn)
+        accessible(watched)
+    page = watched.open("/run/tiny/points")
+    page.locator(".vt-row").first.click()
+    page.wait_for_selector(".drawer h3")
+    accessible(watched)
+
+
+def test_nothing_is_wider_than_a_phone(opened: Open) -> None:
+    watched = opened(viewport={"width": 390, "height": 800}, has_touch=True)
+    for address in ("/", *(f"/run/tiny{view}" for view in VIEWS), "/run/hostile", "/run/hostile/events"):
+        page = watched.open(address)
+        page.wait_for_selector(VIEWS.get(address.removeprefix("/run/tiny"), "h1"))
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, address
+
+
+def test_the_page_says_what_happened_to_the_run(opened: Open, job: Job) -> None:
+    page = opened().open("/run/tiny")
+    page.wait_for_selector(".incidents li")
+    assert "Done" in page.inner_text(".runhead")
+    said = page.inner_text(".incidents").lower()
+    assert "rewound" in said or "rewind" in said
+    assert "resumed" in said or "died" in said
+    rows = job.run.list_points()
+    page.goto(page.url.split("#")[0] + "#/run/tiny/points")
+    page.wait_for_selector(".vt-row")
+    assert f"All {len(rows)}" in " ".join(page.inner_text(".chips").split())
+    orphans = sum(not row["on_lineage"] for row in rows)
+    assert f"Orphans {orphans}" in " ".join(page.inner_text(".chips").split())
+
+
+def test_motion_stops_for_who_wants_none(opened: Open) -> None:
+    page = opened(reduced_motion="reduce").open("/run/tiny/points")
+    page.locator(".vt-row").first.click()
+    page.wait_for_selector(".drawer h3")
+    moving = (
+        "[...document.querySelectorAll('*')].filter(e => { const s = getComputedStyle(e);"
+        "return parseFloat(s.animationDuration) > 0.01 && s.animationName !== 'none' }).length"
+    )
+    assert page.evaluate(moving) == 0
+
+
+def test_views_rows_and_drawer_are_reached_by_keys_alone(opened: Open) -> None:
+    watched = opened()
+    page = watched.open("/run/tiny")
+    page.wait_for_selector(".tl canvas")
+    page.keyboard.press("2")
+    page.wait_for_selector(".vt-row[tabindex='0']")
+    page.locator(".vt-row[tabindex='0']").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".drawer h3")
+    title = page.inner_text("#drh")
+    page.keyboard.press("]")
+    page.wait_for_selector(f"#drh:not(:has-text('{title}'))")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".drawer", state="detached")
+    assert page.evaluate("document.activeElement.classList.contains('vt-row')")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open] .words dt")
+    page.keyboard.press("Escape")
+    page.keyboard.press("7")
+    page.wait_for_selector("#eq")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "eq"
+
+
+def test_markup_in_names_errors_and_documents_stays_text(opened: Open) -> None:
+    watched = opened()
+    for view in VIEWS:
+        page = watched.open(f"/run/hostile{view}")
+        page.wait_for_selector("main h1, main h2, .vt-row, .bar")
+        assert page.locator("img").count() == 0, view
+        assert page.locator("body script").count() == 0, view
+    page = watched.open("/run/hostile/events")
+    page.wait_for_selector(".vt-row")
+    assert "<img src=x onerror=alert(1)><script>" in page.inner_text(".vt-body").lower()
+    page.locator(".vt-row").first.click()
+    page.wait_for_selector("pre.json")
+    assert "<script>" in page.inner_text("pre.json")
+
+
+def test_a_hostile_address_is_shown_as_it_is_and_does_nothing(browser: Any, link: str) -> None:
+    watched = Watched(browser, link)
+    page = watched.page
+    page.goto(f"{link.split('#', maxsplit=1)[0]}#/run/{SCRIPT.replace('/', '%2F')}")
+    page.wait_for_selector("[role=alert]")
+    assert "<img src=x" in page.inner_text("h1")
+    assert page.locator("img").count() == 0
+    assert [each for each in watched.found() if "404" not in each] == []
+    watched.close()
+
+
+def test_without_its_token_the_page_says_where_to_get_it(browser: Any, link: str) -> None:
+    watched = Watched(browser, link.split("#", maxsplit=1)[0])
+    watched.page.wait_for_selector("[role=alert]")
+    said = watched.page.inner_text("[role=alert]")
+    assert "lacks its token" in said
+    assert "open the link that `orchestrator dashboard` has printed" in said
+    watched.page.goto(link)
+    watched.page.wait_for_selector("table.runs tbody tr")
+    assert "token" not in watched.page.url
+    assert all("401" in each for each in watched.found())
+    watched.close()
+
+
+# ---------------------------------------------------------------------------------------------------- what if
+def planned(job: Job, *overrides: str) -> dict[str, Any]:
+    """What the command line answers."""
+    path = Path(job.config().run.storage) / "job.json"
+    path.write_text(json.dumps(job.config().to_json()))
+    found: dict[str, Any] = orchestrator.plan(path, overrides).to_json()
+    return found
+
+
+def test_the_planner_answers_what_the_command_line_answers(job: Job, storage: Path) -> None:
+    planner = Planner(Runs(storage).open("tiny"))
+    older = next(row["name"] for row in job.run.list_points() if row["on_lineage"])
+    for values, point in (
+        ({}, None),
+        ({"num_workers": "3"}, None),
+        ({"num_workers": "[2, 4]", "global_batch_size": "12", "micro_batch_size": "5"}, None),
+        ({"seq_len": "64", "global_batch_size": "8"}, None),
+        ({"seq_len": "16"}, older),
+    ):
+        asked = WhatIf(point=point, values=values)
+        document = planner.document(asked)
+        answer = planned(job, *asked.overrides, *([f"resume.from={point}"] if point else []))
+        assert {key: document[key] for key in answer} == json.loads(json.dumps(answer)), values
+        assert set(document) - set(answer) == {"layout", "tokens_per_step", "estimate", "command"}
+        for part in document["layout"]:
+            assert sum(part["per_worker"]) == part["num_micro"]
+
+
+def test_the_planner_refuses_in_the_words_of_the_command_line(opened: Open, job: Job) -> None:
+    orphan = next(row["name"] for row in job.run.list_points() if not row["on_lineage"])
+    with pytest.raises(OrchestratorError) as refused:
+        planned(job, f"resume.from={orphan}")
+    page = opened().open(f"/run/tiny/plan?from_point={orphan}")
+    page.wait_for_selector(".plancol [role=alert]")
+    assert str(refused.value) in page.inner_text(".plancol [role=alert]")
+    page.select_option("#f-point", "")
+    page.wait_for_selector(".becomes")
+    page.fill("#f-global_batch_size", "16")
+    page.wait_for_selector("copy-line code:has-text('train.global_batch_size=16')")
+    assert "may change" in page.inner_text(".plancol")
+
+
+def test_a_value_that_is_none_is_refused_while_it_is_typed(browser: Any, link: str) -> None:
+    watched = Watched(browser, link)
+    page = watched.open("/run/tiny/plan")
+    page.wait_for_selector(".becomes")
+    page.fill("#f-seq_len", "long")
+    page.wait_for_selector(".plancol .banner.warn")
+    assert "pack.seq_len is 'long'" in page.inner_text(".plancol .banner.warn")
+    assert all("422" in each for each in watched.found())
+    watched.close()
+
+
+# ----------------------------------------------------------------------------------------------------- acting
+def test_a_point_is_pinned_by_plan_confirm_and_done(opened: Open, job: Job) -> None:
+    page = opened().open("/run/tiny/points")
+    page.locator(".vt-row").first.click()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.wait_for_selector("dialog[open] .effects li")
+    assert "orchestrator pin" in page.inner_text("dialog[open]")
+    page.fill("#act-why", "before the change")
+    page.locator("dialog[open] .df .primary").click()
+    page.wait_for_selector("dialog[open] .verdict")
+    assert "is pinned" in page.inner_text("dialog[open] .verdict")
+    (pin,) = [row["pin"] for row in job.run.list_points() if row["pin"]]
+    assert pin["reason"] == "before the change"
+    page.get_by_role("button", name="Close").last.click()
+    page.get_by_role("button", name="Unpin").click()
+    page.locator("dialog[open] .df .primary").click()
+    page.wait_for_selector("dialog[open] .verdict")
+    assert not any(row["pin"] for row in job.run.list_points())
+
+
+def test_a_plan_that_does_not_hold_any_more_is_shown_as_stale(browser: Any, link: str, storage: Path) -> None:
+    made = write_run(storage / "moving", steps=60, points=6, attempts=3)
+    watched = Watched(browser, link)
+    page = watched.open("/run/moving/points")
+    page.locator(".vt-row").first.click()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.wait_for_selector("dialog[open] .effects li")
+    made.store.claim(max(made.store.claim_numbers()) + 1, "another", "resume", "host", made.run.id)
+    page.locator("dialog[open] .df .primary").click()
+    page.wait_for_selector("dialog[open] .banner.warn")
+    said = page.inner_text("dialog[open] .banner.warn")
+    assert re.search(r"Nothing was done", said)
+    assert re.search(r"Attempt was \d+, now it is \d+", said)
+    assert made.store.pins() == {}
+    page.get_by_role("button", name="Plan again").click()
+    page.wait_for_selector("dialog[open] .effects li")
+    assert all("409" in each for each in watched.found())
+    watched.close()
+
+
+def test_a_live_run_saves_and_stops_from_the_page(opened: Open, job: Job, tmp_path: Path) -> None:
+    mapping = job.config(train__max_steps=100_000, resume__every_steps=None).to_json()
+    live = Job({**mapping, "run": {**mapping["run"], "name": "live"}}, tmp_path)
+    with ranks(tmp_path, 1, live.config()) as group:
+        watched = opened()
+        page = watched.page
+        page.wait_for_selector("a.name[href='#/run/live']")
+        page.click("a.name[href='#/run/live']")
+        page.wait_for_selector(".runhead .state.running")
+        page.get_by_role("button", name="Save now").click()
+        page.locator("dialog[open] .df .primary").click()
+        page.wait_for_selector("dialog[open] .verdict, dialog[open] .banner")
+        said = page.inner_text("dialog[open]")
+        assert "It was not done" not in said
+        assert "-a0001-g0001" in said
+        page.get_by_role("button", name="Close").last.click()
+        page.get_by_role("button", name="Stop…").click()
+        page.locator("dialog[open] .df .danger").click()
+        page.wait_for_selector(".runhead .state.stopped")
+        page.wait_for_selector("dialog[open] .verdict")
+        assert group.end(LIMIT_S) == [0], group.said()
+    outcomes = [row["healthy"] for row in live.run.list_points()]
+    assert outcomes == [True] * len(outcomes)
+    assert len(outcomes) >= 2
+    assert os.path.exists(live.config().run.run_uri)

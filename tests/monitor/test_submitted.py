@@ -1,0 +1,32 @@
+"""A launch that was submitted from Python: what is known before it has begun, and when it never does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.config.schema import parse_config
+from orchestrator.errors import ConfigError, RefusedError, ResourceError
+
+TOO_MANY = {"cluster.num_workers": 100_000}
+
+
+def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
+    with pytest.raises(ConfigError, match="pack.seq_len"):
+        orchestrator.submit(tiny_config({}), ["pack.seq_len=0"])
+    with pytest.raises(RefusedError, match="there is no such folder"):
+        orchestrator.runs("nowhere")
+
+
+def test_a_launch_that_is_refused_says_so_wherever_it_is_asked(tiny_config: Any) -> None:
+    config = parse_config(tiny_config(TOO_MANY))
+    run = orchestrator.submit(config)
+    assert run.status().state in ("starting", "failed")
+    with pytest.raises(ResourceError, match="100000 workers") as refused:
+        run.wait()
+    view = run.watch()
+    assert (view.state, view.alive) == ("failed", False)
+    assert str(refused.value) in view.verdict
+    assert orchestrator.runs(config.run.storage) == [], "nothing was written"

@@ -1,0 +1,46 @@
+"""A run that is submitted from Python, as in a notebook: it returns at once, and is waited for, interrupted,
+submitted again.
+"""
+
+from __future__ import annotations
+
+import _thread
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.monitor.submitted import SubmittedRun
+from tests.system.harness import LIMIT_S, Job, assert_exactly_once, assert_same_training, when_step
+
+pytestmark = pytest.mark.system
+
+
+def test_an_interrupted_cell_saves_and_stops_and_the_next_goes_on(
+    job: Job, cluster: Any, unbroken: tuple[str, list[float]]
+) -> None:
+    config = job.config(cluster__address=cluster.address)
+    run = orchestrator.submit(config, ["train.max_steps=100000", "data.num_epochs=100"])
+    try:
+        watch = when_step(job, 3, _thread.interrupt_main)
+        stopped = run.wait(LIMIT_S)
+        watch.join()
+    finally:
+        end(run)
+    assert (stopped.state, stopped.newest_point) == ("stopped", job.run.list_points()[-1]["name"])
+    again = orchestrator.submit(config)
+    try:
+        done = again.wait(LIMIT_S)
+    finally:
+        end(again)
+    assert (done.state, done.step) == ("done", 16)
+    assert [each.uri for each in orchestrator.runs(config.run.storage)] == [job.run.uri]
+    assert_exactly_once(job)
+    assert_same_training(job, unbroken)
+
+
+def end(run: SubmittedRun) -> None:
+    """Whatever happens, no process is left."""
+    while run.launch.is_alive():
+        run.launch.interrupt()
+        run.launch.wait(1.0)
