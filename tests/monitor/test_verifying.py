@@ -98,13 +98,13 @@ def test_what_an_interrupted_verification_found_whole_is_not_read_again_if_that_
     example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = orchestrator.open(example)
-    names = [row["name"] for row in run.points()]
+    names = [row["name"] for row in run.list_points()]
     with pytest.raises(KeyboardInterrupt):
         run.verify(progress=Heard(interrupt_after=2))
     heard = Heard()
     assert all(row["healthy"] for row in run.verify(resume=True, progress=heard))
     assert [name for name, _ in heard.points] == names
-    sizes = {row["name"]: row["bytes"] for row in run.points()}
+    sizes = {row["name"]: row["bytes"] for row in run.list_points()}
     assert heard.bytes == sum(sizes[name] for name in names[2:])
     # the command leaves that it came to its end: the next --resume reads all, as every verify without it does
     with pytest.raises(SystemExit) as ended:

@@ -150,7 +150,7 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     assert job.run.audit()["attempts"] == 3
 
     # three ranks, two and one have trained these steps, with two shapes: one worker trains them again
-    for record in Random(9).sample(job.run.steps(), 5):
+    for record in Random(9).sample(job.run.records(), 5):
         again = job.run.replay(tokens=record.consumed_tokens)
         assert (again.step, again.equal, again.first_difference) == (record.step, True, None), again
 
