@@ -23,10 +23,7 @@ def dashboard(
     open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Serve a page that shows the runs of a storage folder, alive or not, and acts on them; prints its link.
-
-    Example: orchestrator dashboard runs --open
-    """
+    """Serve a page that shows the runs of a folder, alive or not, and acts on them; prints its link."""
     from orchestrator.monitor.dashboard.auth import is_loopback
     from orchestrator.monitor.dashboard.serve import serve
 

@@ -74,9 +74,9 @@ def level(at: Standing) -> str:
     """ok, warn, bad or idle."""
     if at.state in (FAILED, GONE, UNREADABLE) or at.missing or at.is_bad:
         return "bad"
-    if at.state == WAITING or at.concerns:
-        return "warn"
-    return "idle" if at.state in (NEW, DONE, STOPPED) else "ok"
+    if at.state in (NEW, DONE, STOPPED):
+        return "idle"  # what was slow while it ran needs no hand any more
+    return "warn" if at.state == WAITING or at.concerns else "ok"
 
 
 def _state_text(at: Standing) -> str:

@@ -5,6 +5,7 @@ It knows no run and no route.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,6 +18,10 @@ from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
 
 UNANSWERABLE = 422
+# a text without any of this holds nothing that `redacted_text` would hide
+_SUSPECT = re.compile(
+    "token|secret|passw|key|credential|://|hf_|gh[opsur]_|github_pat|sk-|xox|AKIA|eyJ|Bearer", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +97,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
     place, is left as it is.
     """
     if isinstance(value, str):
-        return redacted(value, key)
+        return redacted(value, key) if _hides(key) or _SUSPECT.search(value) else value
     if isinstance(value, Mapping):
         if _hides(key):
             return HIDDEN

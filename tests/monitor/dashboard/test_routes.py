@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import StorageError
+from orchestrator.monitor.dashboard.answers import without_secrets
 from orchestrator.monitor.dashboard.runs import Runs
 from tests.monitor.dashboard.serving import SCRIPT, SECRET, Served, client, make_hostile, served, text_of
 
@@ -157,3 +159,30 @@ def test_hostile_text_stays_text_in_json(tmp_path: Path) -> None:
         answer = run.client.get(path)
         assert answer.headers["content-type"] == "application/json"
         assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:word@host/x",
+        "api_key=abcdefgh",
+        "PASSWORD: abcdefgh",
+        "my_credentials=abcdefgh",
+        "Authorization: Bearer abcdefgh",
+        "hf_abcdefghijklmnopqrst",
+        "github_pat_abcdefghijklmnopqrst",
+        "ghp_abcdefghijklmnopqrst",
+        "sk-abcdefghijklmnopqrst",
+        "xoxb-abcdefghijkl",
+        "AKIAABCDEFGHIJKLMNOP",
+        "eyJabcdefghijkl.abcdefghijkl.abc",
+    ],
+)
+def test_what_is_looked_at_more_closely_is_all_that_would_be_hidden(text: str) -> None:
+    assert redacted_text(text) != text
+    assert without_secrets({"text": [text]}) == {"text": [redacted_text(text)]}
+    assert without_secrets({"hub_token": "x", "token": 5, "cursor": {"token": 5, "prefix_digest": ""}}) == {
+        "hub_token": "***",
+        "token": "***",
+        "cursor": {"token": 5, "prefix_digest": ""},
+    }

@@ -323,6 +323,11 @@ AT = Standing(
         (Standing(state=NEW), "no attempt of this run has begun yet", "idle"),
         (replace(AT, state=DONE, reason="done at step 412"), "done at step 412", "idle"),
         (replace(AT, state=STOPPED, reason="asked to"), "stopped: asked to", "idle"),
+        (
+            replace(AT, state=STOPPED, reason="by ann", concerns=("waiting for data (9 %)",)),
+            "stopped: by ann",
+            "idle",
+        ),
         (replace(AT, state=FAILED, reason="the loss is nan"), "failed: the loss is nan", "bad"),
         (
             replace(AT, state=GONE, silent_s=12.0),

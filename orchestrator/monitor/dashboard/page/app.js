@@ -258,7 +258,6 @@ document.addEventListener('alpine:init', () => {
 		pointsText() { const p = this.run.points; return [p.healthy ? p.healthy + ' healthy' : '', p.damaged ? p.damaged + ' damaged' : ''].filter(Boolean).join(' · '); },
 		goodText() { const g = this.run.goodput; return g.share == null ? 'no step yet' : 'last two days ' + pct(g.recent); },
 		goodParts() { const g = this.run.goodput; return PARTS.map(([k]) => ({ k, share: g.parts[k] / g.wall_s })).filter(p => p.share > 0.0005); },
-		lookAt() { const c = this.run.checks.filter(x => x.level === 'warn' || x.level === 'bad'); return c.length && this.run.state === 'running' ? 'Look at: ' + c.map(x => x.label.toLowerCase()).join(', ') + '.' : ''; },
 		lossText() { const l = this.run.loss; return l.now == null ? '' : l.now.toFixed(3) + (l.before ? (l.now <= l.before ? ' ↓ ' : ' ↑ ') + Math.abs(l.now - l.before).toFixed(3) : ''); },
 	}));
 
