@@ -74,7 +74,7 @@ def after(path: str, happens: Callable[[], Any]) -> Callable[[str, str], None]:
     return before
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
 @pytest.mark.parametrize("file", ["COMMIT", "cursor.json", "parts.json"])
 def test_a_point_that_retention_deletes_while_it_is_read_is_not_shown(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
@@ -86,7 +86,7 @@ def test_a_point_that_retention_deletes_while_it_is_read_is_not_shown(
     assert first not in live.on_lineage, "it was deleted meanwhile"
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
 def test_if_all_listed_points_are_deleted_meanwhile_the_new_ones_are_shown(
     disk: ModelDisk, job: JobConfig, data: DataSpec, command: Callable[[Run], list[dict[str, Any]]]
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_named_point_that_is_deleted_while_it_is_read_is_refused_as_deleted(
         run.verify(first)
 
 
-@pytest.mark.parametrize("command", [Run.verify, Run.points])
+@pytest.mark.parametrize("command", [Run.verify, Run.list_points])
 @pytest.mark.parametrize("file", ["COMMIT", "model/00000-of-00002.safetensors"])
 def test_damage_is_shown_by_file_while_another_point_is_deleted(
     disk: ModelDisk, live: LiveRun, command: Callable[[Run], list[dict[str, Any]]], file: str
@@ -144,9 +144,9 @@ def test_damage_of_a_run_ends_the_command_with_1(
 
 
 READERS: list[Callable[[Run], Any]] = [
-    Run.points,
+    Run.list_points,
     Run.verify,
-    Run.steps,
+    Run.records,
     Run.config,
     lambda run: run.status(0),
 ]
@@ -175,7 +175,7 @@ def test_a_claim_that_is_lost_is_still_a_contradiction(disk: ModelDisk, live: Li
     live.restart()
     live.store.storage.delete(file)
     with reader(disk, lambda call, path: None) as (run, _):
-        for read in (Run.points, Run.verify, Run.steps):
+        for read in (Run.list_points, Run.verify, Run.records):
             with pytest.raises(OrchestratorError, match="contradicts itself.*\n.*but no claim"):
                 read(run)
 

@@ -75,7 +75,7 @@ class Pyramid:
             size = len(self._levels[level][0])
             if size <= FOLD:
                 break
-            done //= FOLD
+            done = done // FOLD if level + 1 < len(self._levels) else 0  # a new level has no row yet
             cuts = np.arange(done * FOLD, size, FOLD)
             low, high, total, count = (kept.array for kept in self._levels[level])
             parts = (

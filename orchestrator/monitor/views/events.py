@@ -173,6 +173,8 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
             return f"The workers on node {e['node'][:8]} {what}{reason}"
         case EventKind.POINT_COMMITTED:
             return f"Resume point {e['point']} committed, written in {e['save_s']:.1f} s"
+        case EventKind.STATE_DIGEST:
+            return f"The weights after step {e['step']} have the digest {e['weights_digest'][:16]}"
         case EventKind.DELETING_POINTS:
             return f"About to delete: {', '.join(e['points'])}"
         case EventKind.POINTS_DELETED:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import JobConfig, parse_config
@@ -77,6 +77,7 @@ def views_of(live: LiveRun) -> RunViews:
 VALUES = st.floats(-1e6, 1e6) | st.sampled_from([float("nan"), float("inf")])
 
 
+@example([[1.0] * 32, [1.0] * 8], 1, [(0, 40)])  # a level begins when the one below is just full
 @given(
     st.lists(st.lists(VALUES, max_size=60), max_size=5),
     st.integers(1, 40),
@@ -238,13 +239,14 @@ def test_segments_that_are_thinner_than_a_pixel_are_one_and_hide_no_other_fate_o
 
 
 # ------------------------------------------------------------ data
-def test_what_an_audit_and_a_verification_found_is_shown_and_what_is_not_recorded_is_null(
+def test_what_an_audit_and_a_verification_found_is_shown(
     live: LiveRun,
 ) -> None:
     live.save(live.live)
     views = views_of(live)
     shown = views.sources()
-    assert (shown["audit"], shown["sources"][0]["num_blocks"]) == (None, None)
+    (plan,) = live.data.plans
+    assert (shown["audit"], shown["sources"][0]["num_blocks"]) == (None, plan.num_blocks)
     assert shown["sources"][0]["samples"] == views.summary()["progress"]["samples"] == 24
     findings = FindingFiles(live.store.storage, live.run.id)
     result = {"exactly_once": True, "first_step": "1", "last_step": "3", "final_up_to_step": 3}
