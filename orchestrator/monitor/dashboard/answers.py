@@ -18,6 +18,7 @@ from orchestrator.config.redaction import HIDDEN, is_secret, redacted, redacted_
 from orchestrator.errors import BusyError, OrchestratorError, RefusedError, StorageError
 
 UNANSWERABLE = 422
+_PLAIN = frozenset({int, float, bool, type(None)})
 # a text without any of this holds nothing that `redacted_text` would hide
 _SUSPECT = re.compile(
     "token|secret|passw|key|credential|://|hf_|gh[opsur]_|github_pat|sk-|xox|AKIA|eyJ|Bearer", re.IGNORECASE
@@ -103,7 +104,8 @@ def without_secrets(value: Any, key: str = "") -> Any:
             return HIDDEN
         return value if "prefix_digest" in value else {k: without_secrets(v, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(each, key) for each in value]
+        plain = frozenset[type]() if _hides_numbers(key) else _PLAIN
+        return [each if type(each) in plain else without_secrets(each, key) for each in value]
     return HIDDEN if value is not None and _hides_numbers(key) else value
 
 

@@ -356,7 +356,7 @@ def test_a_run_is_rewound_forked_and_exported_as_the_commands_do_it(job: Job, tm
     forked = confirmed(asking, "tiny", "fork", point=orphan, new_run="other")
     assert forked.state == "done", forked.text
     names = [each["name"] for each in asking.get("/api/runs").json()["runs"]]
-    assert names == ["other", "tiny"]
+    assert {"other", "tiny"} <= set(names)
     views = ("", "/timeline", "/points", "/attempts", "/goodput", "/sources", "/events", "/series", "/plan")
     for view in views:
         answer = asking.get(f"/api/runs/other{view}")
