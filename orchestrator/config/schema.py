@@ -409,14 +409,19 @@ def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
         return load_config(config, overrides)
     if isinstance(config, Mapping):
         return parse_config(config, overrides)
+    if not isinstance(config, JobConfig):
+        raise ConfigError(
+            f"a job is given as the path of a YAML file, a mapping or a JobConfig, not as {config!r}"
+        )
     return parse_config(config.to_json(), overrides) if overrides else config
 
 
 def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
-    if isinstance(overrides, str):
+    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+        what = "the text " if isinstance(overrides, str) else ""
         raise ConfigError(
-            f'overrides is the text {overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]'
+            f'overrides is {what}{overrides!r}; give a list of "key=value", e.g. ["train.lr=3e-4"]'
         )
     if reading.unread:
         raise ConfigError(_message(reading, title))

@@ -62,3 +62,23 @@ def test_a_shell_completes_commands_and_options(shell: str) -> None:
     )
     assert "status" in done.stdout, done.stderr
     assert "train" not in done.stdout
+
+
+INTERRUPTED_AS_IT_LOADS = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "orchestrator.cli.commands":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+from orchestrator.cli.entry import main
+main()
+"""
+
+
+def test_a_command_that_is_interrupted_while_it_loads_shows_no_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_AS_IT_LOADS]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.problems import OTHER_NAMES
-from orchestrator.config.schema import field_rules, load_config, parse_config, resume_table
+from orchestrator.config.schema import as_job, field_rules, load_config, parse_config, resume_table
 from orchestrator.errors import ConfigError
 from tests.test_deployments import JOBS
 
@@ -426,3 +426,11 @@ def test_overrides_given_as_one_text_are_one_mistake(read: Callable[[str], Any])
     assert str(caught.value) == (
         'overrides is the text \'train.lr=3\'; give a list of "key=value", e.g. ["train.lr=3e-4"]'
     )
+
+
+def test_what_is_no_job_and_no_list_of_overrides_is_refused_by_its_value() -> None:
+    with pytest.raises(ConfigError, match="a mapping or a JobConfig, not as 42"):
+        as_job(42)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="overrides is 52; give a list"):
+        as_job(QUICKSTART, 52)  # type: ignore[arg-type]
+    assert as_job(as_job(QUICKSTART), ["train.lr=1e-5"]).train.lr == 1e-5

@@ -1,0 +1,22 @@
+"""Where the program `orchestrator` begins: an interruption while it loads ends it as one does later."""
+
+from __future__ import annotations
+
+import sys
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main() -> None:
+    """Runs the command; see `orchestrator.cli.commands`."""
+    try:
+        from orchestrator.cli.commands import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
