@@ -39,7 +39,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
-from orchestrator.history.saved_history import saved_before
+from orchestrator.history.saved_history import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
@@ -262,15 +262,14 @@ def mean_losses(seen: Survey) -> dict[str, float | None]:
     return {name: found.get(name) for name in seen.points}
 
 
-def _saved_before(seen: Survey) -> dict[str, int]:
+def _saved_before(seen: Survey) -> SavedHistory:
     committed = (event for event in seen.journal.events if event.kind == EventKind.POINT_COMMITTED)
     points = (
         (key, event.fields["cursor"]["consumed_tokens"])
         for event in committed
         if (key := parse_point_name(event.fields["point"])) is not None
     )
-    saved = saved_before(seen.journal.generations, points)
-    return {"history": saved.number, "history_saved_to": saved.saved_to}
+    return saved_before(seen.journal.generations, points)
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
@@ -450,6 +449,7 @@ def begin_launch(
             origin=origin,
         )
     )
+    saved = _saved_before(seen)
     attempt = Attempt(
         number=number,
         launch=claim.launch,
@@ -466,7 +466,8 @@ def begin_launch(
         num_blocks={plan.source: plan.num_blocks for plan in data.plans},
         forked_from=origin.forked_from if origin else None,
         losses=mean_losses(seen),
-        **_saved_before(seen),
+        history=saved.number,
+        history_saved_to=saved.saved_to,
     )
     return attempt, plan
 
@@ -582,6 +583,7 @@ def continue_launch(
             encoders=first.encoders,
         )
     )
+    saved = _saved_before(seen)
     return replace(
         first,
         number=number,
@@ -593,7 +595,8 @@ def continue_launch(
         leftovers=(),
         forked_from=None,
         losses=mean_losses(seen),
-        **_saved_before(seen),
+        history=saved.number,
+        history_saved_to=saved.saved_to,
         **_read_back(seen.journal, first.number),
     )
 

@@ -52,8 +52,8 @@ def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt:
     if in_a_cluster():
         sinks.append(RaySink(run))
     logged = LoggedRun(name=run, id=attempt.run_id, folder=Path(run_folder), config=flat_config)
-    asked = [
-        logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))
+    asked: list[list[Sink]] = [
+        [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
         for name in flat_config.get("monitor.loggers") or ()
     ]
-    return MetricLogs([MetricLog(Meter(saved_tokens), each) for each in (sinks, *([one] for one in asked))])
+    return MetricLogs([MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)])

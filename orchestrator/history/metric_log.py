@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_file import FOLDER, EventFile
 from orchestrator.history.event_kinds import EventKind
@@ -130,8 +131,9 @@ class MetricLog:
             sink.flush()
         except Exception as error:  # noqa: BLE001  no logger ends a run
             self._sinks.remove(sink)
+            why = redacted_text(f"{type(error).__name__}: {error}")  # such as a server's URI
             self._troubles.put(
-                f"{sink.name} gets no more metrics of this attempt ({type(error).__name__}: {error}); the "
+                f"{sink.name} gets no more metrics of this attempt ({why}); the "
                 "run continues without it, and the journal has every step"
             )
 

@@ -107,8 +107,9 @@ def counting(series: Series, metric: str) -> list[tuple[int, float]]:
 
 
 def assert_tells_what_the_journal_tells(series: Series, run: LoggedRun) -> None:
-    assert attempts(series["lr"]) == [*((s, 1) for s in range(1, 7)), *((s, 2) for s in range(7, 13))]
-    assert attempts(series["history2/lr"]) == [*((s, 3) for s in range(7, 10)), *((s, 4) for s in range(10, 13))]
+    first, second = attempts(series["lr"]), attempts(series["history2/lr"])
+    assert first == [*((s, 1) for s in range(1, 7)), *((s, 2) for s in range(7, 13))]
+    assert second == [*((s, 3) for s in range(7, 10)), *((s, 4) for s in range(10, 13))]
     last = 12 * STEP_TOKENS  # what comes later is in no point
     records = [r for r in survey(run.store).lineage.records if r.consumed_tokens <= last]
     for metric in ("loss", "grad_norm", "lr", "step_s", "step"):
@@ -137,7 +138,8 @@ def test_wandb_has_one_run_whose_series_are_the_history(run: LoggedRun) -> None:
 
     series: Series = {}
     ids, axes = set(), set()
-    files = sorted(Path(run.folder).glob("logs/wandb/offline-run-*/run-*.wandb"), key=lambda p: p.stat().st_mtime_ns)
+    files = list(Path(run.folder).glob("logs/wandb/offline-run-*/run-*.wandb"))
+    files.sort(key=lambda path: path.stat().st_mtime_ns)
     for path in files:
         for data in stored(path):
             found = Record.FromString(data)
@@ -161,9 +163,9 @@ def test_mlflow_has_one_run_whose_series_are_the_history(run: LoggedRun) -> None
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
     assert found.data.params["pack.seq_len"] == str(run.job.pack.seq_len)
-    names = found.data.metrics
     series = {
-        name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] for name in names
+        name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)]
+        for name in found.data.metrics
     }
     assert_tells_what_the_journal_tells(series, run)
 
@@ -177,10 +179,8 @@ def test_trackio_has_one_run_whose_series_are_the_history(run: LoggedRun) -> Non
     series: Series = {}
     for row in SQLiteStorage.get_logs("orchestrator", name):
         for metric, value in row.items():
-            if metric not in ("step", "timestamp"):
-                series.setdefault(metric, []).append((row["step"], value))
-        prefix = "history2/" if "history2/step" in row else ""
-        series.setdefault(f"{prefix}step", []).append((row["step"], row["step"] // STEP_TOKENS))
+            if metric not in ("step", "timestamp"):  # its own
+                series.setdefault(metric.replace("step_label", "step"), []).append((row["step"], value))
     assert_tells_what_the_journal_tells(series, run)
 
 
@@ -200,6 +200,17 @@ def test_mlflow_without_a_server_is_said_and_ends_the_logger_alone(
     assert len(survey(run.store).lineage.records) == 3
 
 
+def test_what_a_logger_says_of_its_server_is_said_without_the_password(
+    run: LoggedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-store://me:hunter2@host")
+    run.flat = {**run.job.flat(), "monitor.loggers": ["mlflow"]}
+    run.launch()
+    (said,) = run.stop()
+    assert "MLflow gets no more metrics of this attempt (" in said
+    assert "hunter2" not in said
+
+
 @pytest.mark.parametrize("start", [api.train, api.dry_run])
 def test_a_start_with_a_logger_that_is_not_installed_is_refused_before_anything_is_written(
     start, job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +219,8 @@ def test_a_start_with_a_logger_that_is_not_installed_is_refused_before_anything_
     monkeypatch.setitem(sys.modules, "trackio", None)
     storage = tmp_path / "runs"
     wanted = ["monitor.loggers=[mlflow, wandb, trackio]", f"run.storage={storage}"]
-    with pytest.raises(ConfigError, match=r"has wandb, trackio, .*pip install 'orchestrator\[wandb,trackio\]'"):
+    says = r"has wandb, trackio, .*pip install 'orchestrator\[wandb,trackio\]'"
+    with pytest.raises(ConfigError, match=says):
         start(job, wanted)
     assert not storage.exists()
 
