@@ -289,6 +289,12 @@ def _factory_args(factory_args: dict[str, Any], factory: str | None) -> str | No
     return f"is {_show(factory_args)}, but model.factory is null; set the factory, or leave the arguments out"
 
 
+def _each_logger_once(loggers: list[str]) -> str | None:
+    if len(set(loggers)) == len(loggers):
+        return None
+    return f"is {_show(loggers)}, with one of them twice; name each once"
+
+
 def _attention(wanted: str, factory: str | None, numerics: str, use_gpu: bool) -> str | None:
     if wanted != "auto" and factory is not None:
         return f"is {wanted}, but model.factory makes the model; leave it at auto, and configure the factory"
@@ -346,6 +352,7 @@ _RULES = (
     _Between(fields=("model.config", "model.pretrained", "model.factory"), check=_one_model),
     _Between(fields=("model.config",), check=_model_type),
     _Between(fields=("model.factory_args", "model.factory"), check=_factory_args),
+    _Between(fields=("monitor.loggers",), check=_each_logger_once),
     _Between(
         fields=("model.attn_implementation", "model.factory", "train.numerics", "cluster.use_gpu"),
         check=_attention,

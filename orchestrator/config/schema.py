@@ -296,6 +296,12 @@ class MonitorConfig(_Section):
     """Serve the run's page beside it, on the driver's machine, and print its link."""
     tensorboard: Annotated[bool, free("true or false")] = True
     """Metrics of each step for TensorBoard, over consumed tokens, in the run's `logs/tensorboard/`."""
+    loggers: Annotated[
+        tuple[Literal["wandb", "mlflow", "trackio"], ...], free("a list of wandb, mlflow and trackio")
+    ] = ()
+    """Loggers that get the steps that resume points hold, too: `wandb`, `mlflow`, `trackio`; each is an extra
+    of the same name (docs/metrics.md).
+    """
 
 
 class JobConfig(_Section):

@@ -647,6 +647,7 @@ class Coordinator:
                 f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
             )
         finally:
+            await in_daemon_thread(self._metrics.close)  # this process ends with the driver
             self._end_is_written = True  # as far as it can be: the driver ends
 
     # ------------------------------------------------------------ what the commits report

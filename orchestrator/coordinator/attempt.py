@@ -39,6 +39,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
+from orchestrator.history.saved_history import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
@@ -92,7 +93,8 @@ class Attempt:
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
     the number of blocks of each source; `forked_from` is the point of another run that it takes over;
-    `losses` are the mean losses of points.
+    `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
+    which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
     """
 
     number: int
@@ -118,6 +120,8 @@ class Attempt:
     num_blocks: dict[str, int] = field(default_factory=dict)
     forked_from: ForkedFrom | None = None
     losses: Mapping[str, float | None] = field(default_factory=dict)
+    history: int = 1
+    history_saved_to: int = 0
 
     @property
     def parent(self) -> StateKey | None:
@@ -256,6 +260,16 @@ def mean_losses(seen: Survey) -> dict[str, float | None]:
         if event.kind == EventKind.POINT_COMMITTED
     }
     return {name: found.get(name) for name in seen.points}
+
+
+def _saved_before(seen: Survey) -> SavedHistory:
+    committed = (event for event in seen.journal.events if event.kind == EventKind.POINT_COMMITTED)
+    points = (
+        (key, event.fields["cursor"]["consumed_tokens"])
+        for event in committed
+        if (key := parse_point_name(event.fields["point"])) is not None
+    )
+    return saved_before(seen.journal.generations, points)
 
 
 def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
@@ -435,6 +449,7 @@ def begin_launch(
             origin=origin,
         )
     )
+    saved = _saved_before(seen)
     attempt = Attempt(
         number=number,
         launch=claim.launch,
@@ -451,6 +466,8 @@ def begin_launch(
         num_blocks={plan.source: plan.num_blocks for plan in data.plans},
         forked_from=origin.forked_from if origin else None,
         losses=mean_losses(seen),
+        history=saved.number,
+        history_saved_to=saved.saved_to,
     )
     return attempt, plan
 
@@ -566,6 +583,7 @@ def continue_launch(
             encoders=first.encoders,
         )
     )
+    saved = _saved_before(seen)
     return replace(
         first,
         number=number,
@@ -577,6 +595,8 @@ def continue_launch(
         leftovers=(),
         forked_from=None,
         losses=mean_losses(seen),
+        history=saved.number,
+        history_saved_to=saved.saved_to,
         **_read_back(seen.journal, first.number),
     )
 

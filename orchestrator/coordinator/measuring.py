@@ -1,5 +1,5 @@
-"""Which loggers the metrics of an attempt go to: a TensorBoard file in the run's folder, and Ray's metrics
-where the attempt runs in a Ray cluster.
+"""Which loggers the metrics of an attempt go to: a TensorBoard file in the run's folder, Ray's metrics where
+the attempt runs in a Ray cluster, and those that the user asks for.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import Any
 
 from orchestrator.cluster.ray_metrics import RayMetrics, in_a_cluster
 from orchestrator.coordinator.attempt import Attempt
-from orchestrator.history.metric_log import MetricLog, Sink, TensorBoard
+from orchestrator.history.loggers import LoggedRun, logger
+from orchestrator.history.metric_log import MetricLog, MetricLogs, Sink, TensorBoard
 from orchestrator.history.metrics import METRICS, PREFIX, Meter, Sample
+from orchestrator.history.saved_history import SavedHistory
 
 
 class RaySink:
@@ -41,11 +43,17 @@ class RaySink:
         return RayMetrics(declared, {"run": self._run})
 
 
-def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt: Attempt) -> MetricLog:
+def measured(flat_config: Mapping[str, Any], run_folder: str, run: str, attempt: Attempt) -> MetricLogs:
     """The metrics of an attempt; it hears them from the journal."""
+    saved_tokens = attempt.point.cursor.consumed_tokens if attempt.point else 0
     sinks: list[Sink] = []
     if flat_config.get("monitor.tensorboard"):
         sinks.append(TensorBoard(Path(run_folder), attempt.number))
     if in_a_cluster():
         sinks.append(RaySink(run))
-    return MetricLog(Meter(attempt.point.cursor.consumed_tokens if attempt.point else 0), sinks)
+    logged = LoggedRun(name=run, id=attempt.run_id, folder=Path(run_folder), config=flat_config)
+    asked: list[list[Sink]] = [
+        [logger(name, logged, SavedHistory(attempt.history, attempt.history_saved_to))]
+        for name in flat_config.get("monitor.loggers") or ()
+    ]
+    return MetricLogs([MetricLog(Meter(saved_tokens), each) for each in (sinks, *asked)])

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.config.redaction import redacted_text
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_file import FOLDER, EventFile
 from orchestrator.history.event_kinds import EventKind
@@ -87,11 +88,16 @@ class MetricLog:
         """What has gone wrong since the last call, for people."""
         return [self._troubles.get_nowait() for _ in range(self._troubles.qsize())]
 
-    def close(self) -> None:
-        """All that was heard is sent, unless a sink hangs."""
+    def end(self) -> None:
+        """The thread ends when it has sent all that was heard; nothing waits for it here."""
         if self._thread is not None:
             self._facts.put(None)
-            self._thread.join(CLOSE_S)
+
+    def close(self, limit_s: float | None = None) -> None:
+        """All that was heard is sent, unless a sink hangs for `limit_s` (None: `CLOSE_S`)."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S if limit_s is None else limit_s)
 
     def _put(self, fact: Callable[[], Sample | None]) -> None:
         if self._thread is None:
@@ -125,7 +131,44 @@ class MetricLog:
             sink.flush()
         except Exception as error:  # noqa: BLE001  no logger ends a run
             self._sinks.remove(sink)
+            why = redacted_text(f"{type(error).__name__}: {error}")  # such as a server's URI
             self._troubles.put(
-                f"{sink.name} gets no more metrics of this attempt ({type(error).__name__}: {error}); the "
+                f"{sink.name} gets no more metrics of this attempt ({why}); the "
                 "run continues without it, and the journal has every step"
             )
+
+
+class MetricLogs:
+    """A `history.journal.Listener` of several logs, each with a thread and a meter of its own: a logger that
+    waits for a network holds up no other.
+    """
+
+    def __init__(self, logs: Sequence[MetricLog]) -> None:
+        self._logs = tuple(logs)
+
+    def step(self, record: StepRecord) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.step(record)
+
+    def generation(self, start: GenerationStart) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.generation(start)
+
+    def event(self, kind: EventKind, fields: Mapping[str, Any]) -> None:
+        """See `Listener`."""
+        for log in self._logs:
+            log.event(kind, fields)
+
+    def troubles(self) -> list[str]:
+        """What has gone wrong since the last call, for people."""
+        return [text for log in self._logs for text in log.troubles()]
+
+    def close(self) -> None:
+        """All that was heard is sent; what hangs is waited for `CLOSE_S`, together."""
+        until = time.monotonic() + CLOSE_S
+        for log in self._logs:
+            log.end()
+        for log in self._logs:
+            log.close(max(0.0, until - time.monotonic()))

@@ -95,12 +95,13 @@ _COUNTED = {
 class Sample:
     """What changed: gauges' new values, and by how much counters grew. `tokens` is where a step ends in the
     history, in consumed tokens, None where no step did. `rewound_to`: what loggers have of later tokens is
-    off the history from now on.
+    off the history from now on. `saved_to`: a resume point holds the history up to these tokens.
     """
 
     values: Mapping[str, float]
     tokens: int | None = None
     rewound_to: int | None = None
+    saved_to: int | None = None
 
 
 # fields of a step's record that are metrics by the same name
@@ -154,10 +155,12 @@ class Meter:
     def event(self, kind: EventKind, said: Mapping[str, Any], now: float) -> Sample | None:
         """None for an event that changes no metric."""
         values: dict[str, float] = {}
+        saved_to: int | None = None
         if kind in _COUNTED:
             values[_COUNTED[kind]] = 1
         if kind == EventKind.POINT_COMMITTED:
-            self._saved = max(self._saved, said["cursor"]["consumed_tokens"])
+            saved_to = said["cursor"]["consumed_tokens"]
+            self._saved = max(self._saved, saved_to)
             values |= {"last_point_time": now, "tokens_at_risk": max(0, self._last[1] - self._saved)}
         elif kind == EventKind.GROUP_FORMED:
             values["workers_wanted"] = said["wanted"]
@@ -166,7 +169,7 @@ class Meter:
         elif kind == EventKind.END:
             values["ended"] = 1
         values = {name: value for name, value in values.items() if value or METRICS[name].kind == "gauge"}
-        return Sample(values=values) if values else None
+        return Sample(values=values, saved_to=saved_to) if values else None
 
 
 def metrics_table() -> str:

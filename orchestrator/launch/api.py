@@ -17,6 +17,7 @@ from orchestrator import html_text
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_job
 from orchestrator.errors import DataIdentityError, ResourceError
+from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.resume_plan import ResumePlan
@@ -75,6 +76,7 @@ def train(
     folder = starting.run_folder(job)
     store = RunStore(Storage(str(folder)))
     starting.check_writable(folder)
+    require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
         starting.watching(store, progress.say) as watched,
@@ -130,6 +132,7 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
     job = as_job(config, overrides)
     folder = starting.run_folder(job)
     starting.check_writable(folder)
+    require_loggers(job.monitor.loggers)
     found, spec = _look_ahead(job, folder)
     if found.action == "refuse" or spec is None:
         return found

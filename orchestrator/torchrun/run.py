@@ -24,6 +24,7 @@ from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
+from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
@@ -121,6 +122,7 @@ def _lead(
     store = RunStore(Storage(str(folder)))
     with rendezvous.reporting_failure("decision"):
         starting.check_writable(folder)
+        require_loggers(job.monitor.loggers)
         spec, plan, watched = _look(store, job, folder, progress.say)
         if starting.reached(plan):
             rendezvous.publish("decision", None)

@@ -20,7 +20,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault
 from orchestrator.history.claim_files import RESUME, REWIND, START
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal import JournalWriter, Listener
 from orchestrator.launch import rewind as rewinding
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor import run as monitor
@@ -158,10 +158,19 @@ class LiveRun:
         self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
         self.live = None
 
+    def listener(self, attempt: Attempt) -> Listener | None:
+        """Who hears what the attempt's journal is told."""
+        return None
+
     def _begin(self, attempt: Attempt, parent: StateKey | None, brought: list[StateKey]) -> None:
         number = attempt.number
         journal = JournalWriter(
-            self.store.storage, number, run="run", segment_bytes=SEGMENT_BYTES, run_id=attempt.run_id
+            self.store.storage,
+            number,
+            run="run",
+            segment_bytes=SEGMENT_BYTES,
+            run_id=attempt.run_id,
+            listener=self.listener(attempt),
         )
         note_beginning(journal, attempt, self.job.flat())
         for key in brought:

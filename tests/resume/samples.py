@@ -43,7 +43,7 @@ def record(at: StateKey) -> StepRecord:
         target_tokens=256 * at.step,
         loss=7.0 - at.step / 100,
         grad_norm=1.0,
-        lr=0.001,
+        lr=0.001 * at.attempt,
         digest=f"{at.step:016x}",
         step_s=0.5,
         data_wait_s=0.0,

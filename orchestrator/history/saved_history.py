@@ -1,0 +1,83 @@
+"""Which steps go to a logger that cannot take anything back, and under which name: those that a resume point
+holds, so that no failure can take them away.
+
+Pure. Only a rewind, or a damaged point, takes such steps away; what is trained from there on is another
+history, which gets a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrator.errors import RefusedError
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.metrics import PER_STEP, Sample
+from orchestrator.records import StateKey
+
+HELD = 100_000  # steps, some 100 MB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedStep:
+    """A step that a resume point holds: where it ends, in consumed tokens, when it was reported, in seconds
+    since 1970, and its metrics by the name of their series.
+    """
+
+    tokens: int
+    time: float
+    values: Mapping[str, float]
+
+
+class SavedHistory:
+    """Keeps steps until a point holds them. `number` counts the run's histories from 1: it grows whenever one
+    begins before the end of what was saved. The series of the first are called as their metric is, those of
+    history 2 `history2/<metric>`: each only ever goes on, and where a later one has begun, it counts.
+    """
+
+    def __init__(self, number: int = 1, saved_to: int = 0) -> None:
+        """The history that is under way, and the tokens up to which points hold it."""
+        self.number, self.saved_to = number, saved_to
+        self._held: list[SavedStep] = []
+
+    def take(self, sample: Sample) -> list[SavedStep]:
+        """The steps that are saved now, oldest first; each comes once. Raises `RefusedError` when it would
+        hold more than `HELD`.
+        """
+        if sample.rewound_to is not None:
+            self._rewound(sample.rewound_to)
+        if sample.tokens is not None:
+            prefix = "" if self.number == 1 else f"history{self.number}/"
+            values = {prefix + name: sample.values[name] for name in PER_STEP if name in sample.values}
+            time = sample.values["last_step_time"]
+            self._held.append(SavedStep(tokens=sample.tokens, time=time, values=values))
+        if sample.saved_to is None:
+            if len(self._held) > HELD:
+                raise RefusedError(f"no resume point has been committed for {HELD:,} steps")
+            return []
+        self.saved_to = max(self.saved_to, sample.saved_to)
+        saved = [step for step in self._held if step.tokens <= sample.saved_to]
+        self._held = self._held[len(saved) :]
+        return saved
+
+    def _rewound(self, tokens: int) -> None:
+        self._held = [step for step in self._held if step.tokens <= tokens]
+        if tokens < self.saved_to:
+            self.number, self.saved_to = self.number + 1, tokens
+
+
+def saved_before(
+    generations: Iterable[GenerationStart], points: Iterable[tuple[StateKey, int]]
+) -> SavedHistory:
+    """Where an attempt begins: after these generations, and these points (with their consumed tokens) that
+    were committed, both of the attempts before it.
+    """
+    tokens_of: dict[tuple[int, int], list[int]] = {}
+    for key, tokens in points:
+        tokens_of.setdefault((key.attempt, key.generation), []).append(tokens)
+    history = SavedHistory()
+    for start in sorted(generations, key=lambda each: each.id):
+        history.take(Sample(values={}, rewound_to=start.consumed_tokens))
+        for tokens in tokens_of.get(start.id, ()):
+            history.take(Sample(values={}, saved_to=tokens))
+    return history
