@@ -95,13 +95,20 @@ class Regime:
 
 
 def replay(
-    store: RunStore, wanted: Wanted, run: str = "", say: Callable[[str], None] = lambda text: None
+    store: RunStore,
+    wanted: Wanted,
+    run: str = "",
+    say: Callable[[str], None] = lambda text: None,
+    overrides: Sequence[str] = (),
 ) -> Replayed:
     """Trains up to the wanted step (or the last one that ends within so many tokens) once more and compares.
-    Raises `RefusedError` for a step that the history does not have or has twice, `ResumePointError` where it
+    `overrides` are of `monitor` alone, which means nothing here; they are only read. Raises `ConfigError` for
+    these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` where it
     cannot begin anywhere or the journal has gaps, `DataIdentityError` if files have changed.
     """
     history = History(store, wanted)
+    if overrides:
+        parse_config(history.first_regime().config.to_json(), overrides)
     with _walked(history, say) as walk:
         digest = walk.digest()
     expected = history.expected_digest()
@@ -170,6 +177,10 @@ class History:
             )
         return self._regimes[attempt]
 
+    def first_regime(self) -> Regime:
+        """Of the first step to train, or, where there is none, of the one after the target."""
+        return self.regime(self.records[0].attempt if self.records else self.next_attempt())
+
     def next_attempt(self) -> int:
         """That which trained the step after the target, or would."""
         after = [r for r in self.seen.lineage.records if r.consumed_tokens > self.target.tokens]
@@ -219,11 +230,10 @@ class _Walk:
         from orchestrator.trainer.weights import load
 
         self._history, self._device = history, device
-        first = history.records[0].attempt if history.records else history.next_attempt()
         begin, self.notes = history.begin, list[str]()
         self.steps_compared = 0
         self.first_difference: dict[str, Any] | None = None
-        self._regime = history.regime(first)
+        self._regime = history.first_regime()
         self._feed: InProcessFeed | None = None
         self._enter()
         if begin is None:
@@ -375,7 +385,7 @@ def _walked(history: History, say: Callable[[str], None]) -> Iterator[_Walk]:
 
     from orchestrator.trainer.model import set_determinism
 
-    regime = history.regime(history.records[0].attempt if history.records else history.next_attempt())
+    regime = history.first_regime()
     device = torch.device("cuda" if regime.config.cluster.use_gpu and torch.cuda.is_available() else "cpu")
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     set_determinism(True, device)

@@ -95,7 +95,7 @@ def _replayed(
     new = RunStore(store.storage.beside(folder))
     segments = _segments(history)
     jobs = [(_job(regime, folder, overrides), regime, until) for regime, until in segments]
-    _begin(history, new, folder, say)
+    _begin(history, new, jobs[0][0] if jobs else None, say)
     for job, regime, until in jobs:
         if _newest(new) < until:
             _train(job, regime, until, target.step)
@@ -138,9 +138,9 @@ def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
     return parse_config(nested(flat), overrides)
 
 
-def _begin(history: History, new: RunStore, folder: str, say: Callable[[str], None]) -> None:
-    """The fork; from the first weights, a run of its own with the same frozen data."""
-    store = history.store
+def _begin(history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None]) -> None:
+    """The fork; from the first weights, a run of its own with the same frozen data, for the first `job`."""
+    store, folder = history.store, new.storage.root
     if history.begin is not None:
         fork(store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say)
         return
@@ -148,6 +148,14 @@ def _begin(history: History, new: RunStore, folder: str, say: Callable[[str], No
         raise RefusedError(
             f"{folder}: there is a run already, and step {history.target.step} is trained from the first "
             "weights, by a new run; take another name"
+        )
+    run = store.read_run()
+    assert run is not None, "its history was read"
+    assert job is not None, "from the first weights there is something to train"
+    if run.first_weights != starting.first_weights_of(new, job):
+        raise RefusedError(
+            f"{store.storage.root} began with the weights {run.first_weights or 'that the seed gives'}, and "
+            f"model.init_from={job.model.init_from} holds others now; put the files back"
         )
     copy_frozen(store.storage, new.storage)
 
@@ -190,7 +198,9 @@ def _point_at(new: RunStore, seen: Survey, tokens: int) -> Point:
 
 @contextmanager
 def _scratch(store: RunStore, begin: Point | None, say: Callable[[str], None]) -> Iterator[str]:
-    """A run's folder to be, on the run's own file system; afterwards it is gone, and so is its pin."""
+    """A run's folder to be, on the run's own file system; afterwards it is gone, and so is its pin. After a
+    SIGKILL both stay, and their names say what they are.
+    """
     storage, name = os.path.split(store.storage.root)
     starting.check_writable(Path(storage))
     scratch = tempfile.mkdtemp(prefix=f".replay-{name}-", dir=storage)
@@ -204,5 +214,5 @@ def _scratch(store: RunStore, begin: Point | None, say: Callable[[str], None]) -
                 store.unpin(begin.name)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            if os.path.exists(scratch):
-                say(f"warning: {scratch} could not be removed; delete it")
+            there = os.path.exists(scratch)
+            say(f"warning: {scratch} could not be removed; delete it" if there else f"removed {scratch}")

@@ -252,7 +252,7 @@ class Run:
         if needs_a_launch(overrides) or to_point is not None:
             where = None if to_point is None else str(to_point)
             return replay_as_run(self._store, wanted, overrides, where, self.uri, say)
-        return replay(self._store, wanted, self.uri, say)
+        return replay(self._store, wanted, self.uri, say, overrides)
 
     def at(self, step: int | None = None, *, tokens: int | None = None) -> StateAt:
         """The state after a step that the run has trained, saved or not: `model`, `optimizer_state`,

@@ -13,7 +13,7 @@ import torch
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.errors import RefusedError, ResourceError, ResumePointError
+from orchestrator.errors import ConfigError, RefusedError, ResourceError, ResumePointError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
@@ -152,6 +152,8 @@ def test_what_only_shows_stays_in_this_process(example: Path) -> None:
     before = contents(example.parent)
     found = orchestrator.open(example).replay(9, overrides=["monitor.progress_s=1"])
     assert (found.steps_compared, found.point, found.fork) == (1, None, None)
+    with pytest.raises(ConfigError, match=r"monitor\.progres is not a known field"):
+        orchestrator.open(example).replay(9, overrides=["monitor.progres=1"])
     assert contents(example.parent) == before
 
 
