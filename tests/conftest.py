@@ -46,6 +46,7 @@ ON_RAY = {
     "tests/system/test_kills.py",
     "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
+    "tests/system/test_replayed.py",
     "tests/system/test_shapes.py",
     "tests/test_docs_run.py",
     "tests/system/test_submitted.py",

@@ -26,7 +26,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "audit": ("runs/quickstart", "runs/quickstart --steps 100:250"),
     "rewind": ("runs/quickstart --to 00000100-a0001-g0001",),
     "fork": ("runs/quickstart runs/higher-lr --at latest",),
-    "replay": ("runs/quickstart --step 120",),
+    "replay": (
+        "runs/quickstart --step 120",
+        "runs/quickstart --step 120 --to-point runs/at-120 cluster.num_workers=2",
+    ),
     "export": ("runs/quickstart exported/",),
 }
 

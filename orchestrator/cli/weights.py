@@ -50,20 +50,34 @@ def export(
 @app.command()
 def replay(
     run: RunUri,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value of cluster, monitor or data.num_tokenizers, e.g. cluster.num_workers=2",
+            show_default=False,
+        ),
+    ] = None,
     step: Annotated[int | None, typer.Option("--step", metavar="N", help="up to this step")] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", metavar="N", help="up to the last step within so many tokens")
     ] = None,
+    to_point: Annotated[
+        str | None,
+        typer.Option(
+            "--to-point", metavar="NEW_RUN", help="make a fork there, with the step as a resume point; on Ray"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train up to any step once more, from the newest resume point before it, and compare losses, data and
-    weights with what the run recorded, to the last bit. One worker, in this process; the run is only read.
+    weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
+    --to-point a launch on Ray. The run is only read; a fork pins its point there.
 
     Example: orchestrator replay runs/quickstart --step 120
     """
     from orchestrator.monitor.run import open_run
 
-    found = open_run(run).replay(step, tokens=tokens, say=say)
+    found = open_run(run).replay(step, tokens=tokens, to_point=to_point, overrides=overrides or (), say=say)
     print_json(found.to_json()) if json else print_lines(replay_lines(found))
     if found.equal is False or found.first_difference is not None:
         raise typer.Exit(1)
@@ -81,6 +95,8 @@ def replay_lines(found: Replayed) -> list[str]:
         f"step {found.step:,}: trained again from {begin}, {found.steps_compared:,} steps",
         f"  weights digest {found.weights_digest}: {verdict}",
     ]
+    if found.point is not None:
+        lines.append(f"  resume point {found.point} of {found.fork}")
     if found.first_difference is not None:
         first = found.first_difference
         lines.append(f"  first difference: step {first['step']}: {first['reason']}")

@@ -103,6 +103,7 @@ class CoordinatorStart:
     fault_plan: str = ""
     keep_every: int | None = None
     keep_best: int = 0
+    stop_by: str = ""  # who wants the launch to stop before its budgets are spent
     storage_limit_s: float = STORAGE_LIMIT_S
     rendezvous: RendezvousSettings = RendezvousSettings()
 
@@ -173,6 +174,7 @@ class Coordinator:
             saved=attempt.parent,
             answered=attempt.answered,
             budgets=attempt.budgets,
+            stop_by=start.stop_by,
         )
         self._requests = RequestFiles(self._store.storage, attempt.launch, attempt.run_id)
         self._pins = PinWatch(self._store)

@@ -124,6 +124,7 @@ class LaunchMachine:
         saved: StateKey | None = None,
         answered: Iterable[int] = (),
         budgets: Budgets = Budgets(),  # noqa: B008  frozen
+        stop_by: str = "",
     ) -> None:
         self.rendezvous, self._budget, self._trouble = rendezvous, budget, trouble
         self._saving = trouble.copy()  # of saves, which may fail although the journal does not
@@ -133,7 +134,7 @@ class LaunchMachine:
         self.last_step: StepRecord | None = None
         self.ended = ended
         self.stopping = False
-        self._stop_by, self._budgets = "", budgets
+        self._stop_by, self._budgets = stop_by, budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(answered)
         self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered

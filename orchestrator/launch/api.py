@@ -71,6 +71,22 @@ def train(
     written, when it cannot begin. SIGTERM and Ctrl-C save and stop (a second one stops at once); afterwards
     the same call continues. `fault_plan` is for tests.
     """
+    return _launch(config, overrides, fault_plan, None)
+
+
+def train_until(job: JobConfig, tokens: int) -> RunResult:
+    """`train`, but the launch saves and stops after the step that reaches so many tokens, although the run is
+    longer: budgets and learning rate are those of the whole run.
+    """
+    return _launch(job, (), "", tokens)
+
+
+def _launch(
+    config: JobConfig | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str],
+    fault_plan: str,
+    until_tokens: int | None,
+) -> RunResult:
     job = as_job(config, overrides)
     began = time.monotonic()
     folder = starting.run_folder(job)
@@ -107,7 +123,9 @@ def train(
                     dashboard_beside(job, folder, progress),
                     exporting(store, attempt.number, job.resume.export_every, progress.say),
                 ):
-                    status = supervise(job, attempt, plan, spec, folder, limits, fault_plan, progress)
+                    status = supervise(
+                        job, attempt, plan, spec, folder, limits, fault_plan, progress, until_tokens
+                    )
     return _result(job, status, time.monotonic() - began)
 
 

@@ -30,6 +30,7 @@ from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
 from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
@@ -52,8 +53,11 @@ def supervise(
     limits: Limits,
     fault_plan: str,
     progress: Progress,
+    until_tokens: int | None = None,
 ) -> RunStatus:
-    """Starts what the attempt needs and stays until the run has ended; everything started here ends here."""
+    """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
+    `until_tokens` as in `TrainJob`.
+    """
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, limits.max_workers, total)
     for note in spec.notes:
@@ -69,7 +73,8 @@ def supervise(
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan)
+    stop_by = asker() if until_tokens is not None else ""
+    coordinator = _start_coordinator(job, attempt, folder, limits, here, fault_plan, stop_by)
     try:
         feeder = _start_feeder(job, attempt, spec, limits, here)
     except BaseException as error:
@@ -86,6 +91,7 @@ def supervise(
         config_digest=starting.config_digest(job),
         storage=str(folder),
         fault_plan=fault_plan,
+        until_tokens=until_tokens,
     )
     launch = Launch(
         name=f"{job.run.name}-{attempt.launch[:6]}",
@@ -185,7 +191,7 @@ def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limi
 
 
 def _start_coordinator(
-    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str
+    job: JobConfig, attempt: Attempt, folder: Path, limits: Limits, here: Any, fault_plan: str, stop_by: str
 ) -> Any:
     """The launch's coordinator, an actor on the node that `here` names."""
     options: dict[str, Any] = {
@@ -212,6 +218,7 @@ def _start_coordinator(
         flat_config=job.flat(),
         rng=starting.rng_document(job),
         fault_plan=fault_plan,
+        stop_by=stop_by,
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)

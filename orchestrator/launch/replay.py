@@ -39,8 +39,8 @@ COMPARED = ("consumed_samples", "consumed_tokens", "target_tokens", "digest", "l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What a replay found. `from_point` is null where it began with the first weights; `point` is always null
-    here.
+    """What a replay found. `from_point` is null where it began with the first weights. `point` is the resume
+    point that it made, in the run `fork`; null without `--to-point`.
 
     `expected_digest` is what the run recorded at that step (null: nothing), `equal` whether the weights have
     it (null: unknown). `first_difference` is the first of the `steps_compared` whose record differs: `step`,
@@ -57,6 +57,7 @@ class Replayed:
     steps_compared: int
     first_difference: dict[str, Any] | None
     notes: tuple[str, ...]
+    fork: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `replay --json`."""
@@ -80,13 +81,13 @@ class StateAt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Regime:
+class Regime:
     """What the steps of an attempt are trained with."""
 
     config: JobConfig
     budgets: Budgets
 
-    def trains_as(self, other: _Regime) -> bool:
+    def trains_as(self, other: Regime) -> bool:
         """Whether the same steps come out of both."""
         sections = ("data", "pack", "model", "train")
         same = all(getattr(self.config, each) == getattr(other.config, each) for each in sections)
@@ -94,13 +95,20 @@ class _Regime:
 
 
 def replay(
-    store: RunStore, wanted: Wanted, run: str = "", say: Callable[[str], None] = lambda text: None
+    store: RunStore,
+    wanted: Wanted,
+    run: str = "",
+    say: Callable[[str], None] = lambda text: None,
+    overrides: Sequence[str] = (),
 ) -> Replayed:
     """Trains up to the wanted step (or the last one that ends within so many tokens) once more and compares.
-    Raises `RefusedError` for a step that the history does not have or has twice, `ResumePointError` where it
+    `overrides` are of `monitor` alone, which means nothing here; they are only read. Raises `ConfigError` for
+    these, `RefusedError` for a step that the history does not have or has twice, `ResumePointError` where it
     cannot begin anywhere or the journal has gaps, `DataIdentityError` if files have changed.
     """
-    history = _History(store, wanted)
+    history = History(store, wanted)
+    if overrides:
+        parse_config(history.first_regime().config.to_json(), overrides)
     with _walked(history, say) as walk:
         digest = walk.digest()
     expected = history.expected_digest()
@@ -120,7 +128,7 @@ def replay(
 
 def state_at(store: RunStore, wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> StateAt:
     """The state after the wanted step, and the batch of the next one. Raises as `replay`."""
-    history = _History(store, wanted)
+    history = History(store, wanted)
     with _walked(history, say) as walk:
         return StateAt(
             step=history.target.step,
@@ -133,7 +141,7 @@ def state_at(store: RunStore, wanted: Wanted, say: Callable[[str], None] = lambd
         )
 
 
-class _History:
+class History:
     """A run's history around a step: where to begin, the steps from there, and with what each was trained."""
 
     def __init__(self, store: RunStore, wanted: Wanted) -> None:
@@ -146,14 +154,14 @@ class _History:
         self.records = [
             r for r in self.seen.lineage.records if tokens < r.consumed_tokens <= self.target.tokens
         ]
-        self._regimes: dict[int, _Regime] = {}
+        self._regimes: dict[int, Regime] = {}
         self._configs = {
             event.attempt: event.fields["config"]
             for event in self.seen.journal.events
             if event.kind == EventKind.ATTEMPT
         }
 
-    def regime(self, attempt: int) -> _Regime:
+    def regime(self, attempt: int) -> Regime:
         """Of an attempt that has trained. Raises `ResumePointError` where its files are gone."""
         if attempt not in self._regimes:
             parent, config = self.store.read_parent(attempt), self._configs.get(attempt)
@@ -164,10 +172,14 @@ class _History:
                     "its journal is gone; restore them"
                 )
             flat = {**in_todays_fields(config), "resume.from": "latest"}
-            self._regimes[attempt] = _Regime(
+            self._regimes[attempt] = Regime(
                 config=parse_config(nested(flat)), budgets=parent.budgets or Budgets()
             )
         return self._regimes[attempt]
+
+    def first_regime(self) -> Regime:
+        """Of the first step to train, or, where there is none, of the one after the target."""
+        return self.regime(self.records[0].attempt if self.records else self.next_attempt())
 
     def next_attempt(self) -> int:
         """That which trained the step after the target, or would."""
@@ -213,16 +225,15 @@ class _History:
 class _Walk:
     """One worker that trains the steps of a history again."""
 
-    def __init__(self, history: _History, device: torch.device) -> None:
+    def __init__(self, history: History, device: torch.device) -> None:
         from orchestrator.resume.committed import CommittedFiles
         from orchestrator.trainer.weights import load
 
         self._history, self._device = history, device
-        first = history.records[0].attempt if history.records else history.next_attempt()
         begin, self.notes = history.begin, list[str]()
         self.steps_compared = 0
         self.first_difference: dict[str, Any] | None = None
-        self._regime = history.regime(first)
+        self._regime = history.first_regime()
         self._feed: InProcessFeed | None = None
         self._enter()
         if begin is None:
@@ -276,13 +287,8 @@ class _Walk:
         from orchestrator.trainer.state import TrainState
 
         config, history = self._regime.config, self._history
-        fast = config.train.numerics == "fast" or (config.train.numerics == "auto" and config.cluster.use_gpu)
-        if (fast or config.cluster.use_gpu) and not self.notes:
-            self.notes.append(
-                "the run was trained with fast numerics or on GPUs: other orders of additions give other "
-                "last bits, so "
-                "that digests and losses need not be equal"
-            )
+        if not self.notes:
+            self.notes += notes_on(config)
         self.state: TrainState = TrainState(config.model, config.train, self._device, True)
         self._gradient: InvariantGradient = InvariantGradient(
             self.state.model, config.train.seed, config.train.precision
@@ -349,24 +355,37 @@ class _Walk:
 
     def _compare(self, recorded: StepRecord, replayed: StepRecord) -> None:
         self.steps_compared += 1
-        if self.first_difference is not None:
-            return
-        for field in COMPARED:
-            was, is_now = getattr(recorded, field), getattr(replayed, field)
-            if repr(was) != repr(is_now):
-                reason = f"{field} was {was!r}, replayed it is {is_now!r}"
-                self.first_difference = {"step": recorded.step, "reason": reason}
-                return
+        self.first_difference = self.first_difference or difference(recorded, replayed)
+
+
+def difference(recorded: StepRecord, replayed: StepRecord) -> dict[str, Any] | None:
+    """The first of `COMPARED` that did not come out again, as `Replayed.first_difference`; None: all did."""
+    for field in COMPARED:
+        was, is_now = getattr(recorded, field), getattr(replayed, field)
+        if repr(was) != repr(is_now):
+            return {"step": recorded.step, "reason": f"{field} was {was!r}, replayed it is {is_now!r}"}
+    return None
+
+
+def notes_on(config: JobConfig) -> list[str]:
+    """Why a replay of steps that were trained so need not come out equal."""
+    train, cluster = config.train, config.cluster
+    if train.numerics != "fast" and not cluster.use_gpu:
+        return []
+    return [
+        "the run was trained with fast numerics or on GPUs: other orders of additions give other last bits, "
+        "so that digests and losses need not be equal"
+    ]
 
 
 @contextmanager
-def _walked(history: _History, say: Callable[[str], None]) -> Iterator[_Walk]:
+def _walked(history: History, say: Callable[[str], None]) -> Iterator[_Walk]:
     """A worker that has trained up to the target; torch is set as it was afterwards."""
     import torch
 
     from orchestrator.trainer.model import set_determinism
 
-    regime = history.regime(history.records[0].attempt if history.records else history.next_attempt())
+    regime = history.first_regime()
     device = torch.device("cuda" if regime.config.cluster.use_gpu and torch.cuda.is_available() else "cpu")
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     set_determinism(True, device)

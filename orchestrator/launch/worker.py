@@ -36,6 +36,7 @@ class WorkerTask:
     config_digest: str
     storage: str
     fault_plan: str = ""  # JSON of faults.FaultPlan, "" outside tests
+    until_tokens: int | None = None  # see `TrainJob`
 
 
 class RayCalls:
@@ -81,6 +82,7 @@ def train_function(config: dict[str, Any]) -> None:
         config_digest=task.config_digest,
         device="cuda" if task.config.cluster.use_gpu else "cpu",
         digest_every_steps=task.config.monitor.digest_every_steps,
+        until_tokens=task.until_tokens,
     )
     context = ray.get_runtime_context()
     place = Place(

@@ -235,15 +235,24 @@ class Run:
         step: int | None = None,
         *,
         tokens: int | None = None,
+        to_point: str | Path | None = None,
+        overrides: Sequence[str] = (),
         say: Callable[[str], None] = lambda text: None,
     ) -> Replayed:
-        """Trains up to a step (or the last one within so many tokens) once more, in this process, and
-        compares with what the run recorded. The run is only read. See `launch.replay.replay`.
+        """Trains up to a step (or the last one within so many tokens) once more, and compares with what the
+        run recorded. In this process; with `to_point` (a new run, which keeps the state as a resume point)
+        and overrides like `cluster.num_workers=2` by a launch on Ray. The run is only read, but for the pin
+        of a fork at `to_point`. See `launch.replay` and `launch.replay_as_run`.
         """
         from orchestrator.launch.replay import replay
+        from orchestrator.launch.replay_as_run import needs_a_launch, replay_as_run
         from orchestrator.launch.which_point import Wanted
 
-        return replay(self._store, Wanted(step=step, tokens=tokens), self.uri, say)
+        wanted = Wanted(step=step, tokens=tokens)
+        if needs_a_launch(overrides) or to_point is not None:
+            where = None if to_point is None else str(to_point)
+            return replay_as_run(self._store, wanted, overrides, where, self.uri, say)
+        return replay(self._store, wanted, self.uri, say, overrides)
 
     def at(self, step: int | None = None, *, tokens: int | None = None) -> StateAt:
         """The state after a step that the run has trained, saved or not: `model`, `optimizer_state`,

@@ -25,6 +25,7 @@ class TrainJob:
     `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
     the least for a peer that says nothing; five times the last step if that is more, and
     `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
+    `until_tokens`: the launch stops after the step that reaches so many, whatever the budgets allow.
     """
 
     model: ModelConfig
@@ -35,6 +36,7 @@ class TrainJob:
     config_digest: str
     device: str = "cpu"
     digest_every_steps: int | None = None
+    until_tokens: int | None = None
     forming_limit_s: float = 10.0
     collective_limit_s: float = 60.0
 
@@ -43,6 +45,10 @@ class TrainJob:
         """Whether `train.numerics` means the fixed tree: `auto` is invariant on a CPU, fast on a GPU."""
         auto = self.train.numerics == "auto"
         return not self.device.startswith("cuda") if auto else self.train.numerics == "invariant"
+
+    def stops_at(self, cursor: Cursor) -> bool:
+        """Whether the place is reached at which the launch was to stop."""
+        return self.until_tokens is not None and cursor.consumed_tokens >= self.until_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -158,7 +158,7 @@ class _Trainer:
             step = None if self._end_of_data else self._next_range(self._state.cursor)
             batch = None if step is None else self._slice(view, step)
             if batch is None or batch.step.num_samples == 0:
-                return self._finish(group, DONE)
+                return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
             control = self._step(group, batch)
             self._has_stepped = self._all_warm = True
             self._note_digest(view)
@@ -186,6 +186,8 @@ class _Trainer:
     # -------------------------------------------------------------------------------- a step
     def _next_range(self, cursor: Cursor) -> StepRange | None:
         job = self._job
+        if job.stops_at(cursor):
+            return None
         return batches.next_range(
             cursor.consumed_samples,
             cursor.consumed_tokens,

@@ -13,7 +13,7 @@ import torch
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import ConfigError, RefusedError, ResourceError, ResumePointError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
@@ -128,3 +128,55 @@ def test_the_state_after_a_step_can_be_looked_into_with_the_batch_that_follows(e
     assert not any(event.kind == EventKind.STATE_DIGEST for event in events), (
         "the example is older than these"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("train.lr=0.1", "train.lr cannot be another one .* what is trained"),
+        ("run.name=other", "run.name cannot be another one"),
+        ("data.seed=1", "data.seed cannot be another one"),
+        ("cluster.use_gpu=true", "cluster.use_gpu cannot be another one .* GPUs add in another order"),
+    ],
+)
+def test_an_override_that_may_change_what_is_trained_is_refused_by_name(
+    example: Path, override: str, why: str
+) -> None:
+    before = contents(example.parent)
+    with pytest.raises(RefusedError, match=why):
+        orchestrator.open(example).replay(9, overrides=["cluster.num_workers=2", override])
+    assert contents(example.parent) == before
+
+
+def test_what_only_shows_stays_in_this_process(example: Path) -> None:
+    before = contents(example.parent)
+    found = orchestrator.open(example).replay(9, overrides=["monitor.progress_s=1"])
+    assert (found.steps_compared, found.point, found.fork) == (1, None, None)
+    with pytest.raises(ConfigError, match=r"monitor\.progres is not a known field"):
+        orchestrator.open(example).replay(9, overrides=["monitor.progres=1"])
+    assert contents(example.parent) == before
+
+
+def test_a_launch_that_cannot_begin_leaves_neither_a_pin_nor_a_folder(example: Path) -> None:
+    before = contents(example.parent)
+    with pytest.raises(ResourceError, match="the job does not fit"):
+        orchestrator.open(example).replay(9, overrides=["cluster.num_workers=1000000"])
+    assert contents(example.parent) == before
+    run = orchestrator.open(example)
+    run.pin(SAVED[1], "mine")
+    with pytest.raises(ResourceError):
+        run.replay(9, overrides=["cluster.num_workers=1000000"])
+    assert {row["name"] for row in run.list_points() if row["pin"]} == {SAVED[1]}, "it was not the replay's"
+
+
+def test_a_folder_with_another_run_is_not_replayed_into(example: Path) -> None:
+    before = contents(example.parent)
+    with pytest.raises(RefusedError, match="there is a run already"):
+        orchestrator.open(example).replay(9, to_point=example)
+    for point in SAVED:
+        damage(example, point)
+    with pytest.raises(RefusedError, match="there is a run already, and step 2 is trained from the first"):
+        orchestrator.open(example).replay(2, to_point=example)
+    for point in SAVED:
+        damage(example, point)
+    assert contents(example.parent) == before

@@ -1,0 +1,218 @@
+"""A run's steps trained once more by a launch, on any number of workers: as a fork that stops at the wanted
+step and stays (a resume point of any step), or as one in a folder of its own that is removed again.
+
+The run is only read, but for the pin that a fork has on its point; one that is removed gives it back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.config.schema import JobConfig, nested, parse_config
+from orchestrator.coordinator.attempt import Survey, survey
+from orchestrator.data.frozen import copy_frozen
+from orchestrator.errors import RefusedError, ResumePointError, TrainingError
+from orchestrator.history.request_files import asker
+from orchestrator.launch import start as starting
+from orchestrator.launch.api import plan, train_until
+from orchestrator.launch.fork import fork
+from orchestrator.launch.replay import History, Regime, Replayed, difference, notes_on
+from orchestrator.launch.which_point import Wanted, place
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+
+# a launch of the replay saves at its end alone, and serves nothing beside it
+_QUIET = {
+    "resume.from": "latest",
+    "resume.every_steps": None,
+    "resume.every_minutes": None,
+    "resume.export_every": None,
+    "monitor.dashboard": False,
+}
+
+
+def needs_a_launch(overrides: Sequence[str]) -> bool:
+    """Whether they mean anything to a launch alone. Raises `RefusedError` for one that may change what is
+    trained, by its field's name.
+    """
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    for key in keys:
+        why = "it has an influence on what is trained, or on what the run is"
+        if key == "cluster.use_gpu":
+            why = "GPUs add in another order than CPUs, so that the last bits differ"
+        elif key == "data.num_tokenizers" or key.startswith(("cluster.", "monitor.")):
+            continue
+        raise RefusedError(
+            f"{key} cannot be another one in a replay: {why}. A replay takes cluster.* (without use_gpu), "
+            "monitor.* and data.num_tokenizers; to train on with something else, fork the run"
+        )
+    return any(not key.startswith("monitor.") for key in keys)
+
+
+def replay_as_run(
+    store: RunStore,
+    wanted: Wanted,
+    overrides: Sequence[str] = (),
+    to_point: str | None = None,
+    run: str = "",
+    say: Callable[[str], None] = lambda text: None,
+) -> Replayed:
+    """Trains up to the wanted step once more, with the run's own configuration of those steps and the
+    overrides, and compares; `to_point` is the run that is made and keeps the point. A fork that stands there
+    already goes on, so that the same command may be given again.
+
+    Raises as `replay` and `train`; `RefusedError`, too, for overrides that change what is trained and for
+    another run at `to_point`, and `TrainingError` where a launch ended before the step.
+    """
+    needs_a_launch(overrides)
+    history = History(store, wanted)
+    if history.begin is None and not history.records:
+        raise RefusedError(
+            "step 0 without a resume point has nothing to train: any new run of the same configuration "
+            "begins with these weights"
+        )
+    if to_point is None:
+        with _scratch(store, history.begin, say) as folder:
+            return _replayed(history, folder, overrides, run, say, stays=None)
+    folder = os.path.abspath(os.path.expanduser(to_point))
+    return _replayed(history, folder, overrides, run, say, stays=to_point)
+
+
+def _replayed(
+    history: History,
+    folder: str,
+    overrides: Sequence[str],
+    run: str,
+    say: Callable[[str], None],
+    stays: str | None,
+) -> Replayed:
+    store, target, begin = history.store, history.target, history.begin
+    new = RunStore(store.storage.beside(folder))
+    segments = _segments(history)
+    jobs = [(_job(regime, folder, overrides), regime, until) for regime, until in segments]
+    _begin(history, new, jobs[0][0] if jobs else None, say)
+    for job, regime, until in jobs:
+        if _newest(new) < until:
+            _train(job, regime, until, target.step)
+    seen = survey(new)
+    point = _point_at(new, seen, target.tokens)
+    start = place(begin).tokens if begin else 0
+    trained = [r for r in seen.lineage.records if start < r.consumed_tokens <= target.tokens]
+    pairs = list(zip(history.records, trained, strict=False))
+    differences = [found for pair in pairs if (found := difference(*pair)) is not None]
+    expected, digest = history.expected_digest(), point.commit.weights_digest
+    return Replayed(
+        run=run or store.storage.root,
+        step=target.step,
+        from_point=begin.name if begin else None,
+        point=point.name if stays else None,
+        fork=stays,
+        weights_digest=digest,
+        expected_digest=expected,
+        equal=None if expected is None else expected == digest,
+        steps_compared=len(pairs),
+        first_difference=differences[0] if differences else None,
+        notes=tuple(dict.fromkeys(note for regime, _ in segments for note in notes_on(regime.config))),
+    )
+
+
+def _segments(history: History) -> list[tuple[Regime, int]]:
+    """What the steps were trained with, in turn, and up to how many tokens."""
+    found: list[tuple[Regime, int]] = []
+    for record in history.records:
+        regime = history.regime(record.attempt)
+        if found and found[-1][0].trains_as(regime):
+            found.pop()
+        found.append((regime, record.consumed_tokens))
+    return found
+
+
+def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
+    storage, name = os.path.split(folder)
+    flat = {**regime.config.flat(), **_QUIET, "run.name": name, "run.storage": storage}
+    return parse_config(nested(flat), overrides)
+
+
+def _begin(history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None]) -> None:
+    """The fork; from the first weights, a run of its own with the same frozen data, for the first `job`."""
+    store, folder = history.store, new.storage.root
+    if history.begin is not None:
+        fork(store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say)
+        return
+    if starting.find_run(new) is not None:
+        raise RefusedError(
+            f"{folder}: there is a run already, and step {history.target.step} is trained from the first "
+            "weights, by a new run; take another name"
+        )
+    run = store.read_run()
+    assert run is not None, "its history was read"
+    assert job is not None, "from the first weights there is something to train"
+    if run.first_weights != starting.first_weights_of(new, job):
+        raise RefusedError(
+            f"{store.storage.root} began with the weights {run.first_weights or 'that the seed gives'}, and "
+            f"model.init_from={job.model.init_from} holds others now; put the files back"
+        )
+    copy_frozen(store.storage, new.storage)
+
+
+def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
+    found = plan(job)
+    if found.action == "refuse":
+        raise RefusedError("\n".join(found.refusals))
+    if found.budgets != regime.budgets:
+        raise RefusedError(
+            f"step {step} cannot be trained again by a launch: the run's budgets were {regime.budgets}, and "
+            f"would be {found.budgets} now, which gives other steps and learning rates; replay without "
+            "--to-point and cluster.* takes them as they were"
+        )
+    result = train_until(job, until)
+    if result.outcome == "failed" or result.consumed_tokens != until:
+        raise TrainingError(
+            f"the replay ended at {result.consumed_tokens:,} of {until:,} tokens, before step {step}: "
+            f"{result.outcome}, {result.reason}"
+        )
+
+
+def _newest(new: RunStore) -> int:
+    """The tokens of the newest point."""
+    seen = survey(new)
+    return place(new.read_point(seen.points[-1])).tokens if seen.points else 0
+
+
+def _point_at(new: RunStore, seen: Survey, tokens: int) -> Point:
+    points = [new.read_point(name) for name in reversed(seen.points)]
+    for point in points:
+        if place(point).tokens == tokens:
+            return point
+    there = ", ".join(f"{point.name} ({place(point).tokens:,} tokens)" for point in points) or "none"
+    raise ResumePointError(
+        f"{new.storage.root} has no resume point at {tokens:,} tokens; it has: {there}. It was trained "
+        "beyond that before; take another name"
+    )
+
+
+@contextmanager
+def _scratch(store: RunStore, begin: Point | None, say: Callable[[str], None]) -> Iterator[str]:
+    """A run's folder to be, on the run's own file system; afterwards it is gone, and so is its pin. After a
+    SIGKILL both stay, and their names say what they are.
+    """
+    storage, name = os.path.split(store.storage.root)
+    starting.check_writable(Path(storage))
+    scratch = tempfile.mkdtemp(prefix=f".replay-{name}-", dir=storage)
+    folder = os.path.join(scratch, name)
+    try:
+        yield folder
+    finally:
+        try:
+            hold = store.read_hold(begin.name) if begin else None
+            if begin and hold and hold.reason == f"parent of fork {folder}":
+                store.unpin(begin.name)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            there = os.path.exists(scratch)
+            say(f"warning: {scratch} could not be removed; delete it" if there else f"removed {scratch}")

@@ -1,0 +1,72 @@
+"""A step of a run trained again by another number of workers, and kept as a resume point of a fork."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import read_journal
+from orchestrator.history.request_files import asker
+from orchestrator.storage.files import Storage
+from tests.system.harness import Job
+
+pytestmark = pytest.mark.system
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
+
+
+def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains_on(
+    job: Job, cluster: Any, tmp_path: Path
+) -> None:
+    # the rate falls to the end of the run: whoever ended it at the step would train another one
+    shape: dict[str, Any] = {"train__max_steps": 8, "train__schedule": "cosine", "cluster__num_workers": 1}
+    result = job.train(**shape, monitor__digest_every_steps=3)
+    assert (result.outcome, result.step) == ("done", 8), result.reason
+    storage = Path(job.run.uri).parent
+    there = sorted(storage.iterdir())
+
+    # before the first point; what that made is gone afterwards
+    found = job.run.replay(3, overrides=["cluster.num_workers=2"])
+    assert (found.from_point, found.point, found.fork) == (None, None, None)
+    assert (found.equal, found.steps_compared, found.first_difference) == (True, 3, None)
+    assert sorted(storage.iterdir()) == there
+
+    fork = tmp_path / "forks" / "at-6"
+    found = job.run.replay(6, to_point=fork, overrides=["cluster.num_workers=2"])
+    assert (found.from_point, found.fork) == ("00000004-a0001-g0001", str(fork))
+    assert (found.equal, found.steps_compared, found.first_difference) == (True, 2, None)
+    assert sorted(storage.iterdir()) == there
+    assert [row["name"] for row in job.run.list_points() if row["pin"]] == [found.from_point]
+    made = orchestrator.open(fork)
+    (row,) = [row for row in made.list_points() if row["name"] == found.point]
+    assert (row["step"], row["world_size"], row["weights_digest"]) == (6, 2, found.weights_digest)
+    assert made.audit()["exactly_once"] is True
+    ends = [e.fields for e in read_journal(Storage(str(fork))).events if e.kind == EventKind.END]
+    assert (ends[-1]["outcome"], ends[-1]["by"]) == ("stopped", asker())
+    assert job.run.replay(6, to_point=fork).point == found.point, "it stands there already"
+
+    result = orchestrator.train(job.config(**shape, run__name=fork.name, run__storage=str(fork.parent)))
+    assert (result.outcome, result.step) == ("done", 8), result.reason
+    assert made.audit()["exactly_once"] is True
+    assert made.list_points()[-1]["weights_digest"] == job.final_digest()
+
+
+def test_attempts_of_other_shapes_are_trained_in_turn(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    run = orchestrator.open("example")
+    recorded = run.list_points()[-1]["weights_digest"]
+    for point in Path("example/points").iterdir():
+        (point / "COMMIT").write_text("{}")
+    found = run.replay(10, to_point="again/example", overrides=["cluster.num_workers=2"])
+    assert (found.from_point, found.steps_compared, found.first_difference) == (None, 12, None)
+    assert found.weights_digest == recorded
+    made = orchestrator.open("again/example")
+    assert made.audit()["exactly_once"] is True
+    assert [record.step for record in made.records()] == [record.step for record in run.records()]
