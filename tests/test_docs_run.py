@@ -126,7 +126,7 @@ def programs(warm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PATH with `orchestrator`, and `python` as the documents' reader has it."""
     folder = tmp_path_factory.mktemp("bin")
     command = folder / "orchestrator"
-    command.write_text(f'#!/bin/sh\nexec {warm} -m orchestrator.cli.commands "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {warm} -X forked -m orchestrator.cli.commands "$@"\n')
     command.chmod(0o755)
     (folder / "python").symlink_to(sys.executable)
     return folder

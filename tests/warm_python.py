@@ -2,10 +2,10 @@
 server that has: a worker of Ray takes 2 CPU seconds to start instead of 9.
 
 `python -m tests.warm_python SOCKET` is the server. `launcher` writes a program that stands where Ray and the
-driver look for `python`: what begins a worker, tries a model, is a command of ours (`-m
-orchestrator.cli.commands …`) or a script that says so (`-X forked SCRIPT`), it passes on to the server, and
-all else to the real Python. Ray itself is imported in each process, since it reads its environment then. A
-command or script ends when the program that passed it on does.
+driver look for `python`: what begins a worker, tries a model, or says that it may be forked (`-X forked -m
+orchestrator.cli.commands …` or `-X forked SCRIPT`), it passes on to the server, and all else to the real
+Python. Ray itself is imported in each process, since it reads its environment then. What may be forked ends
+when the program that passed it on does; it gets no signals of that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RAY_MODULES = (
     "ray.train.torch",
 )
 TRIAL = ["-P", "-m", "orchestrator.trainer.trial"]
-COMMAND, SCRIPT = ["-m", "orchestrator.cli.commands"], ["-X", "forked"]
+FORKED, COMMAND = ["-X", "forked"], ["-m", "orchestrator.cli.commands"]
 JOBS = 3  # so many jobs of Ray have a process to fork from
 Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
@@ -65,7 +65,7 @@ WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the en
 LAUNCHER = f"""#!{{python}} -IS
 import json, os, socket, sys
 words = sys.argv[1:]
-ours = words[:3] == {TRIAL} or words[:2] in {[COMMAND, SCRIPT]}
+ours = words[:3] == {TRIAL} or words[:2] == {FORKED}
 if not ours and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
     os.execv({{python!r}}, [{{python!r}}, *words])
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -128,7 +128,7 @@ def serve(address: str) -> None:
 
 
 def _is_for_ray(words: list[str]) -> bool:
-    return words[:3] != TRIAL and words[:2] not in (COMMAND, SCRIPT)
+    return words[:3] != TRIAL and words[:2] != FORKED
 
 
 def _settings(environment: dict[str, str]) -> Settings:
@@ -191,8 +191,8 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
         os.chdir(task["folder"])
         os.environ.clear()
         os.environ.update(task["environment"])
-        if task["words"][:2] in (COMMAND, SCRIPT):
-            _obey(task["words"], link)
+        if task["words"][:2] == FORKED:
+            _obey(task["words"][2:], link)
         else:
             (_work_for_ray if _is_for_ray(task["words"]) else _try_model)(task["words"])
         status = 0
@@ -224,8 +224,8 @@ def _obey(words: list[str], link: socket.socket) -> None:
         sys.argv = ["orchestrator", *words[2:]]
         main(words[2:])
         return
-    sys.argv = words[2:]
-    runpy.run_path(words[2], run_name="__main__")
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _try_model(words: list[str]) -> None:
