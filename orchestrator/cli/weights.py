@@ -69,8 +69,8 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train up to any step once more, from the newest resume point before it, and compare losses, data and
-    weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
+    """Train up to any step once more, from the newest resume point at or before it, and compare losses, data
+    and weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
     --to-point a launch on Ray. The run is only read; a fork pins its point there.
 
     Example: orchestrator replay runs/quickstart --step 120
@@ -91,8 +91,11 @@ def replay_lines(found: Replayed) -> list[str]:
         None: "the run recorded none at this step (monitor.digest_every_steps does)",
     }[found.equal]
     begin = found.from_point or "the first weights"
+    trained = f"trained again from {begin}, {found.steps_compared:,} steps"
+    if not found.steps_compared:
+        trained = f"{begin} is that state: no step was trained again, so none was compared"
     lines = [
-        f"step {found.step:,}: trained again from {begin}, {found.steps_compared:,} steps",
+        f"step {found.step:,}: {trained}",
         f"  weights digest {found.weights_digest}: {verdict}",
     ]
     if found.point is not None:
