@@ -1,5 +1,5 @@
-"""A run's state after any step, trained once more from the newest resume point at or before it: in this process, on
-one worker, with the configuration that each step was trained with. The run is only read.
+"""A run's state after any step, trained once more from the newest resume point at or before it: in this
+process, on one worker, with the configuration that each step was trained with. The run is only read.
 
 With invariant numerics the result is what the run held then, to the last bit, whatever number of workers it
 had; the journal and the points say whether it is.
