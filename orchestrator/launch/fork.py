@@ -16,6 +16,7 @@ from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.launch import start as starting
+from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
 from orchestrator.launch.which_point import Found, Wanted, find, place
 from orchestrator.resume.points import Point
@@ -85,8 +86,9 @@ def fork(
 
     The run itself is only read, but for the pin on its point, so that a launch may work on it meanwhile.
     After a kill the same command goes on, and so does a start of the fork, once its run.json is there.
-    Raises `RefusedError` if there is another run at `new_uri`, and for what the history does not have,
-    `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work on the fork.
+    Raises `RefusedError` if there is another run at `new_uri`, inside it or around it, and for what the
+    history does not have, `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work
+    on the fork.
     """
     folder = os.path.abspath(os.path.expanduser(new_uri))
     new = RunStore(store.storage.beside(folder))
@@ -95,8 +97,11 @@ def fork(
     own = [name for name in seen.committed if not store.is_foreign(name)]
     found = find(store, seen, wanted, own)
     origin = describe(store, found.point.name)
-    config = _config(found.point, folder)
     there = _there(new, origin, wanted)
+    if there is None:
+        refuse_inside(new)
+        refuse_around(new, store.storage.root)
+    config = _config(found.point, folder)
     stands_there = there is not None and bool(new.parents()[0])
     plan = fork_plan(run or store.storage.root, new_uri, found, wanted, origin, stands_there)
     if not agree(plan):
