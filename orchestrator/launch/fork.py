@@ -53,23 +53,28 @@ class ForkPlan:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people: what it begins with, what is done to the run, and how to go on."""
+        """For people: what it would begin with, what is done to the run, and how to go on."""
         before = ""
         if self.steps_before or self.tokens_before:
             before = f", {self.steps_before:,} steps ({self.tokens_before:,} tokens) before {self.wanted}"
         lines = [
-            f"{self.fork}: a run of its own that begins with {self.point} of {self.run}{before}",
+            f"{self.fork}: would be a run of its own that begins with {self.point} of {self.run}{before}",
             f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
         ]
         lines += [f"  passed over: {damage}" for damage in self.damages]
         if self.stands_there:
             return [*lines, "  it exists already: nothing is to be done"]
         storage, name = os.path.split(self.fork)
+        start = f"orchestrator train CONFIG run.name={name} run.storage={storage or '.'}"
         return [
             *lines,
-            f"  {self.run} stays as it is; its point is pinned there",
-            f"  `orchestrator train CONFIG run.name={name} run.storage={storage or '.'}` trains it on",
+            f"  {self.run} would stay as it is, with its point pinned",
+            f"  afterwards `{start}` trains it on",
         ]
+
+    def outcome(self) -> str:
+        """For people, once it is done."""
+        return f"forked: {self.fork} begins with {self.point} of {self.run}, where it is pinned"
 
 
 def fork(

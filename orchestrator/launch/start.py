@@ -289,8 +289,8 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
             continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
-            f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
-            "take another run.name"
+            f"{claim.host} is alive; wait until it has ended, stop it (`orchestrator stop "
+            f"{store.storage.root}`, Ctrl-C there, or `ray job stop`), or take another run.name"
         )
 
 
