@@ -59,6 +59,12 @@ class ResumePointError(OrchestratorError):
     """A resume point is damaged or incomplete; names the point, the file and the reason."""
 
 
+class WantedPointError(RefusedError, ResumePointError):
+    """The resume point that was asked for is gone, damaged or incomplete, and no other is taken in its place;
+    user names another.
+    """
+
+
 class StorageError(OrchestratorError):
     """Storage could not be read or written, after retries; nothing was decided from it."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol, TypeVar
 
 import typer
 
-from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
+from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, require_one, say
 
 REFUSED = 2
 
@@ -26,6 +26,9 @@ class Plan(Protocol):
 
     def lines(self) -> list[str]:
         """For people."""
+
+    def outcome(self) -> str:
+        """For people, once it is carried out."""
 
     def to_json(self) -> dict[str, object]:
         """As a JSON document."""
@@ -66,6 +69,7 @@ def rewind(
     """
     from orchestrator.monitor.run import open_run
 
+    require_one({"--to": to, "--step": step, "--samples": samples, "--tokens": tokens})
     opened = open_run(run)
     places = {"step": step, "samples": samples, "tokens": tokens}
     _report(opened.rewind(to, **places, agree=_asking(yes, json, "rewind the run"), say=say), json)
@@ -96,6 +100,7 @@ def fork(
     """
     from orchestrator.monitor.run import open_run
 
+    require_one({"--at": at, "--step": step, "--samples": samples, "--tokens": tokens})
     opened = open_run(run)
     places = {"step": step, "samples": samples, "tokens": tokens}
     _report(opened.fork(new_run, at, **places, agree=_asking(yes, json, "make the fork"), say=say), json)
@@ -125,5 +130,7 @@ def _report(plan: AnyPlan, json: bool) -> None:
     """What became of it; a no ends with 2."""
     if json:
         print_json(plan.to_json())
+    elif plan.done and not plan.stands_there:
+        print_lines([plan.outcome()])
     if not plan.done:
         raise typer.Exit(REFUSED)

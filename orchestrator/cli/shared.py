@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
 from orchestrator import __version__
+from orchestrator.errors import ConfigError
 from orchestrator.launch.screen import Screen
 
 if TYPE_CHECKING:
@@ -64,6 +66,14 @@ def common(
 ) -> None:
     """See the commands."""
     del version  # the callback has acted on it
+
+
+def require_one(options: Mapping[str, object]) -> None:
+    """Raises `ConfigError`, naming all of them, unless exactly one of these options is given."""
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        found = f"are {' and '.join(given)}" if given else "is none"
+        raise ConfigError(f"give exactly one of {', '.join(options)}; given {found}")
 
 
 def print_plan(found: ResumePlan, json: bool) -> None:

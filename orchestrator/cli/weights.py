@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, say
+from orchestrator.cli.shared import Json, RunUri, app, print_json, print_lines, require_one, say
 
 if TYPE_CHECKING:
     from orchestrator.launch.replay import Replayed
@@ -77,6 +77,7 @@ def replay(
     """
     from orchestrator.monitor.run import open_run
 
+    require_one({"--step": step, "--tokens": tokens})
     found = open_run(run).replay(step, tokens=tokens, to_point=to_point, overrides=overrides or (), say=say)
     print_json(found.to_json()) if json else print_lines(replay_lines(found))
     if found.equal is False or found.first_difference is not None:

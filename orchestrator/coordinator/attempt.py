@@ -26,6 +26,7 @@ from orchestrator.errors import (
     RefusedError,
     ResumePointError,
     StorageError,
+    WantedPointError,
 )
 from orchestrator.faults import Hook
 from orchestrator.history.claim_files import (
@@ -389,7 +390,7 @@ def choose_among(
         )
     if damages := store.verify_point(wanted, fast=fast):
         listed = "; ".join(map(str, damages))
-        raise ResumePointError(
+        raise WantedPointError(
             f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"
         )
     return store.read_point(wanted), ()

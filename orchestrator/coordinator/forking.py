@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import PointInfo
@@ -92,19 +92,22 @@ def fork_to_begin(store: RunStore, config: JobConfig, run: RunFile | None) -> Fo
 
 def describe(other: RunStore, name: str) -> ForkedFrom:
     """A run's point as a fork names it. Raises `RefusedError` if there is no such run, and
-    `ResumePointError` for a point that is gone or damaged.
+    `WantedPointError` for a point that is gone or damaged.
     """
     run = other.read_run()
     if run is None:
         raise RefusedError(f"{other.storage.root}: there is no run to fork (no {RUN_FILE})")
-    point = other.read_point(name)
+    try:
+        point = other.read_point(name)
+    except ResumePointError as error:
+        raise WantedPointError(str(error)) from error
     return ForkedFrom(
         run=other.storage.root, run_id=run.id, point=name, weights_digest=point.commit.weights_digest
     )
 
 
 def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) -> tuple[RunStore, Point]:
-    """The other run, and its point as the fork `name` in `store` will have it. Raises `ResumePointError` if
+    """The other run, and its point as the fork `name` in `store` will have it. Raises `WantedPointError` if
     it is gone or damaged: a fork without a point of its own needs it.
     """
     other = RunStore(store.storage.beside(fork.run))
@@ -113,13 +116,13 @@ def read_parent_point(store: RunStore, fork: ForkedFrom, name: str, fast: bool) 
     advice = f"restore it there, or delete {root} and fork from another point"
     if run is None or run.id != fork.run_id:
         found = "there is no run any more" if run is None else f"now run {run.id} lies there"
-        raise ResumePointError(f"{what}, which was run {fork.run_id}, but {found}; {advice}")
+        raise WantedPointError(f"{what}, which was run {fork.run_id}, but {found}; {advice}")
     if damages := other.verify_point(fork.point, fast=fast):
         listed = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
-        raise ResumePointError(f"{what}, which is gone or damaged ({listed}); {advice}")
+        raise WantedPointError(f"{what}, which is gone or damaged ({listed}); {advice}")
     point = other.read_point(fork.point)
     if point.commit.weights_digest != fork.weights_digest:
-        raise ResumePointError(
+        raise WantedPointError(
             f"{what}, whose weights had digest {fork.weights_digest} and now have "
             f"{point.commit.weights_digest}; {advice}"
         )

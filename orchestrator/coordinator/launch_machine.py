@@ -12,13 +12,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from orchestrator.coordinator.requests import Answered, Requests
+from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.storage_trouble import StorageTrouble
 from orchestrator.errors import FencedError
-from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import STOP, STOP_NOW, Request
 from orchestrator.planning.schedule import Budgets
@@ -276,7 +275,7 @@ class LaunchMachine:
                 kind=EventKind.CONTROL_REQUEST,
                 fields={"what": request.what, "by": request.by, "request": request.number},
             ),
-            Say(text=sentences.asked(request.what, request.by)),
+            Say(text=heard_sentence(request, answer)),
         ]
         if request.what == STOP:
             self.request_stop(request.by)
@@ -285,8 +284,7 @@ class LaunchMachine:
             reason = f"stopped at once, as {request.by} asked: {behind} is trained again"
             actions += self.end("stopped", reason, request.by)
         if answer is not None:
-            said = Say(text=f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
-            actions += [_note(answer), said]
+            actions.append(_note(answer))
         return actions
 
     def request_stop(self, by: str = "") -> None:

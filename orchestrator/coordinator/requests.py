@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.history import sentences
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, Request
 from orchestrator.records import StateKey
 
@@ -119,6 +120,13 @@ class Requests:
         ]
         self._stops, self._saves = [], {}
         return sorted([*stops, *saves], key=lambda answer: answer.request)
+
+
+def heard_sentence(request: Request, answer: Answered | None) -> str:
+    """What the user of the launch hears of a request, and of its answer where that is given at once."""
+    if answer is None:
+        return sentences.asked(request.what, request.by)
+    return sentences.asked(request.what, request.by, answer.outcome, answer.text)
 
 
 def _answer(request: Request, outcome: str, text: str, point: str = "") -> Answered:

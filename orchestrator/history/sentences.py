@@ -91,15 +91,18 @@ def waiting(lost: Sequence[Loss], minimum: int, wait_s: float) -> str:
     return DOT.join(parts)
 
 
-def asked(what: str, by: str) -> str:
-    """The line for a request from outside, when it is heard."""
+def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:
+    """The line for a request from outside, when it is heard. `outcome` and `text` are of the answer, where it
+    is answered at once: then the line says only what became of it.
+    """
     meant = {
         SAVE: ["a resume point is saved after this step"],
         STOP: ["saving and stopping after this step"],
         STOP_NOW: ["stopping at once, without a save"],
     }
     who, wanted = by or "somebody", what or "nothing that can be read"
-    return DOT.join([f"{who} asks for: {wanted}", *meant.get(what, [])])
+    became = [f"{outcome}: {text}"] if outcome else meant.get(what, [])
+    return DOT.join([f"{who} asks for: {wanted}", *became])
 
 
 def stall(seen: Stall) -> list[str]:

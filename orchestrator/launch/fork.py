@@ -16,6 +16,7 @@ from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.launch import start as starting
+from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
 from orchestrator.launch.which_point import Found, Wanted, find, place
 from orchestrator.resume.points import Point
@@ -52,23 +53,28 @@ class ForkPlan:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people: what it begins with, what is done to the run, and how to go on."""
+        """For people: what it would begin with, what is done to the run, and how to go on."""
         before = ""
         if self.steps_before or self.tokens_before:
             before = f", {self.steps_before:,} steps ({self.tokens_before:,} tokens) before {self.wanted}"
         lines = [
-            f"{self.fork}: a run of its own that begins with {self.point} of {self.run}{before}",
+            f"{self.fork}: would be a run of its own that begins with {self.point} of {self.run}{before}",
             f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
         ]
         lines += [f"  passed over: {damage}" for damage in self.damages]
         if self.stands_there:
             return [*lines, "  it exists already: nothing is to be done"]
         storage, name = os.path.split(self.fork)
+        start = f"orchestrator train CONFIG run.name={name} run.storage={storage or '.'}"
         return [
             *lines,
-            f"  {self.run} stays as it is; its point is pinned there",
-            f"  `orchestrator train CONFIG run.name={name} run.storage={storage or '.'}` trains it on",
+            f"  {self.run} would stay as it is, with its point pinned",
+            f"  afterwards `{start}` trains it on",
         ]
+
+    def outcome(self) -> str:
+        """For people, once it is done."""
+        return f"forked: {self.fork} begins with {self.point} of {self.run}, where it is pinned"
 
 
 def fork(
@@ -85,8 +91,9 @@ def fork(
 
     The run itself is only read, but for the pin on its point, so that a launch may work on it meanwhile.
     After a kill the same command goes on, and so does a start of the fork, once its run.json is there.
-    Raises `RefusedError` if there is another run at `new_uri`, and for what the history does not have,
-    `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work on the fork.
+    Raises `RefusedError` if there is another run at `new_uri`, inside it or around it, and for what the
+    history does not have, `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work
+    on the fork.
     """
     folder = os.path.abspath(os.path.expanduser(new_uri))
     new = RunStore(store.storage.beside(folder))
@@ -95,8 +102,11 @@ def fork(
     own = [name for name in seen.committed if not store.is_foreign(name)]
     found = find(store, seen, wanted, own)
     origin = describe(store, found.point.name)
-    config = _config(found.point, folder)
     there = _there(new, origin, wanted)
+    if there is None:
+        refuse_inside(new)
+        refuse_around(new, store.storage.root)
+    config = _config(found.point, folder)
     stands_there = there is not None and bool(new.parents()[0])
     plan = fork_plan(run or store.storage.root, new_uri, found, wanted, origin, stands_there)
     if not agree(plan):

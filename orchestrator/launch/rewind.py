@@ -71,13 +71,13 @@ class RewindPlan:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people: where it goes back to, what that sets aside, and how to go on."""
+        """For people: where it would go back to, what that sets aside, and how to go on."""
         before = ""
         if self.steps_before or self.tokens_before:
             steps = _count(self.steps_before, "step")
             before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
         lines = [
-            f"{self.run}: back to {self.point}{before}",
+            f"{self.run}: would go back to {self.point}{before}",
             f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
         ]
         lines += [f"  passed over: {damage}" for damage in self.damages]
@@ -86,13 +86,18 @@ class RewindPlan:
         if self.steps_aside:
             steps = _count(self.steps_aside, "step")
             span = f"{self.first_step_aside:,} to {self.last_step_aside:,}"
-            lines.append(f"  sets aside {steps}, {span} ({self.tokens_aside:,} tokens)")
+            lines.append(f"  would set aside {steps}, {span} ({self.tokens_aside:,} tokens)")
         else:
-            lines.append("  sets aside no step")
-        lines += [f"  leaves the history, and is kept: {name}" for name in self.orphans]
+            lines.append("  would set aside no step")
+        lines += [f"  would leave the history, and be kept: {name}" for name in self.orphans]
         if self.orphans:
             lines.append(f"  `orchestrator points {self.run} --prune` deletes what is off the history")
         return [*lines, "  afterwards the command that trained the run continues it from there"]
+
+    def outcome(self) -> str:
+        """For people, once it is done."""
+        aside = _count(self.steps_aside, "step") if self.steps_aside else "no step"
+        return f"rewound: {self.run} ends at {self.point} now (step {self.step:,}); {aside} set aside"
 
     def sets_aside(self) -> tuple[object, ...]:
         """What must be the same when it is carried out as when somebody agreed to it."""

@@ -65,6 +65,7 @@ from orchestrator.history.heartbeat import beating
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
 from orchestrator.history.request_files import asker
+from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
@@ -176,7 +177,7 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     """
     from orchestrator.data.first_records import check_first_records
 
-    run = find_run(store)
+    run = _run_to_look_at(store)
     if (fork := fork_to_begin(store, job, run)) is not None:
         return _look_at_fork(store, job, spec, fork, fast=fast)
     if run is None:
@@ -215,6 +216,13 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
             "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
         )
     return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
+
+
+def _run_to_look_at(store: RunStore) -> RunFile | None:
+    """As `find_run`; a new run's folder must not lie inside another run."""
+    if (run := find_run(store)) is None:
+        refuse_inside(store)
+    return run
 
 
 def _look_at_fork(
@@ -281,8 +289,8 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
             continue
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
-            f"{claim.host} is alive; wait until it has ended, stop it (Ctrl-C there, or `ray job stop`), or "
-            "take another run.name"
+            f"{claim.host} is alive; wait until it has ended, stop it (`orchestrator stop "
+            f"{store.storage.root}`, Ctrl-C there, or `ray job stop`), or take another run.name"
         )
 
 

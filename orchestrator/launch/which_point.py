@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.coordinator.attempt import Survey
-from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.records import StepRecord
 from orchestrator.resume.points import Damage, Point, newest_first
 from orchestrator.resume.store import RunStore
@@ -82,11 +82,10 @@ def _place_of(record: StepRecord) -> Position:
 
 
 def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence[Point]) -> Position | None:
-    """The last place of the history that `wanted` allows, its end for one beyond that; None where a point is
-    named.
+    """The last place of the history that `wanted` allows; None where a point is named.
 
     A step is a label: where attempts have labelled two steps alike (another batch size, data rule 18) it is
-    refused. Raises `RefusedError` for a place that the history does not have.
+    refused. Raises `RefusedError` for a place that the history does not have: also for one beyond its end.
     """
     if wanted.point is not None:
         return None
@@ -105,9 +104,8 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
             f"changed: at {tokens} tokens; give --tokens instead"
         )
     first, last = places[0], places[-1]
-    if wanted.step is not None and not alike:
-        before = [last] if wanted.step > max(place.step for place in places) else []
-    if not before:
+    beyond = (wanted.samples or 0) > last.samples or (wanted.tokens or 0) > last.tokens
+    if not before or beyond or (wanted.step is not None and not alike):
         raise RefusedError(
             f"{wanted}: the run's history goes from step {first.step:,} ({first.samples:,} samples, "
             f"{first.tokens:,} tokens) to step {last.step:,} ({last.samples:,} samples, {last.tokens:,} "
@@ -144,19 +142,25 @@ def find(store: RunStore, seen: Survey, wanted: Wanted, among: Sequence[str] | N
         )
     listed = "; ".join(map(str, damages))
     if damages:
-        raise ResumePointError(f"{wanted}: no resume point at or before it is whole: {listed}")
+        raise WantedPointError(f"{wanted}: no resume point at or before it is whole: {listed}")
     oldest = points[-1] if points else None
     there = f"the oldest, {oldest.name}, stands at step {oldest.key.step}" if oldest else "it has none"
     raise RefusedError(f"{wanted}: no resume point of the run's history lies at or before it; {there}")
 
 
 def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
+    if name not in among and name in store.point_names() and not store.is_foreign(name):
+        raise RefusedError(
+            f"resume point {name} of {store.storage.root} is off the run's history (an orphan); the run goes "
+            f"back within its history alone. `orchestrator fork {store.storage.root} NEW_RUN --at {name}` "
+            "makes a new run that begins with it"
+        )
     if name not in among:
         listed = ", ".join(sorted(among)) or "none"
         raise RefusedError(f"{store.storage.root} has no resume point {name} there; it has: {listed}")
     if damages := store.verify_point(name):
         listed = "; ".join(map(str, damages))
-        raise ResumePointError(
+        raise WantedPointError(
             f"resume point {name} of {store.storage.root} is damaged ({listed}); name another point"
         )
     return Found(point=store.read_point(name), steps_before=0, tokens_before=0, damages=())

@@ -18,7 +18,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
 from orchestrator.coordinator.launch_machine import ended_by
 from orchestrator.coordinator.measuring import measured
-from orchestrator.coordinator.requests import Answered, Requests
+from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
@@ -318,12 +318,11 @@ class RankZeroRecorder:
         self._journal.event(
             EventKind.CONTROL_REQUEST, what=request.what, by=request.by, request=request.number
         )
-        self._say(sentences.asked(request.what, request.by))
         trained, newest = self._last_step.key if self._last_step else None, self._commits.newest
         answer = self._requests.heard(request, trained, newest.key if newest else None)
+        self._say(heard_sentence(request, answer))
         if answer is not None:
             self._note_answers([answer])
-            self._say(f"{answer.what or 'a request'} is {answer.outcome}: {answer.text}")
         if request.what == STOP:
             self._wants_stop, self._stop_by = True, self._stop_by or request.by
 

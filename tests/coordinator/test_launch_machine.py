@@ -129,8 +129,21 @@ def test_the_user_of_a_launch_hears_who_asks_for_what_and_what_is_not_done() -> 
     assert said == ["ann@desk asks for: save · a resume point is saved after this step"]
     dance = replace(asked("dance", "bob@head"), number=2)
     said = [action.text for action in machine.asked(dance) if isinstance(action, Say)]
-    assert said[0] == "bob@head asks for: dance"
-    assert said[1].startswith("dance is refused: 'dance' is not known to this launch")
+    (line,) = said
+    assert line.startswith("bob@head asks for: dance · refused: 'dance' is not known to this launch")
+
+
+def test_of_a_request_that_is_answered_at_once_the_user_hears_only_what_became_of_it() -> None:
+    machine = one_of_two()
+    machine.last_step = None
+    said = [action.text for action in machine.asked(asked(SAVE, "ann@desk")) if isinstance(action, Say)]
+    refused = "refused: no step is trained yet, so there is nothing to save"
+    assert said == [f"ann@desk asks for: save · {refused}"]
+    machine.committed(key(1))
+    again = replace(asked(SAVE, "ann@desk"), number=2)
+    said = [action.text for action in machine.asked(again) if isinstance(action, Say)]
+    done = f"done: nothing was trained since resume point {key(1).point_name}"
+    assert said == [f"ann@desk asks for: save · {done}"]
 
 
 def test_a_stop_at_once_and_a_failure_say_who_caused_them() -> None:

@@ -230,6 +230,74 @@ def test_a_fork_is_made_once_and_never_over_another_run(trained: Trained) -> Non
     assert not third.folder.exists()
 
 
+def starting_at(runner: Runner, folder: Path) -> dict[str, Any]:  # noqa: F811
+    mapping = runner._mapping  # noqa: SLF001
+    return {**mapping, "run": {**mapping["run"], "storage": str(folder.parent), "name": folder.name}}
+
+
+@pytest.mark.parametrize("inside", ["points/{point}", "inside", "journal/a0009", "attempts/0002.json"])
+def test_no_new_run_lies_inside_a_run(
+    trained: Trained, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    before, folder = files(runner.folder), runner.folder / inside.format(point=first.point_name)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["fork", str(runner.folder), str(folder), "--at", "latest", "--yes"])
+    told = capsys.readouterr().err
+    assert f"{folder} would lie inside the run {runner.folder}" in told
+    assert "Give a folder that is in no run" in told
+    start = Runner(starting_at(runner, folder))
+    with pytest.raises(RefusedError, match=f"{folder} would lie inside the run {runner.folder}"):
+        start.plan()
+    (runner.folder / "run.json").rename(runner.folder.parent / "run.json.away")
+    with pytest.raises(RefusedError, match="would lie inside the run"):
+        start.plan()
+    (runner.folder.parent / "run.json.away").rename(runner.folder / "run.json")
+    assert files(runner.folder) == before
+
+
+def test_a_link_into_a_run_leads_into_it_and_what_lies_there_already_still_opens(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    link = runner.folder.parent / "link"
+    link.symlink_to(runner.folder / "points")
+    with pytest.raises(RefusedError, match=f"would lie inside the run {runner.folder}"):
+        Run(runner.folder).fork(link / "mine", "latest")
+    fork = Forked(runner)
+    Run(runner.folder).fork(fork.folder, first.point_name)
+    inside = fork.copied(runner.folder)
+    assert inside.plan().step_before == 10
+
+
+def test_no_fork_lies_around_a_run(trained: Trained) -> None:
+    runner, _ = trained  # noqa: F811
+    for folder in (runner.folder.parent, runner.folder.parent.parent):
+        with pytest.raises(RefusedError, match=f"{folder} would contain the run {runner.folder}"):
+            Run(runner.folder).fork(folder, "latest")
+    away = Forked(runner, "away")
+    Run(runner.folder).fork(away.folder / "inner", "latest")
+    with pytest.raises(RefusedError, match=f"would contain the run {away.folder}/inner"):
+        Run(runner.folder).fork(away.folder, "latest")
+
+
+def test_a_point_that_is_damaged_or_gone_is_a_refusal_of_who_asks_for_it(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, (first, second) = trained  # noqa: F811
+    damage(runner.folder, first)
+    runner.store.delete_point(second.point_name)
+    fork = Forked(runner)
+    for name in (first.point_name, second.point_name, "latest"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["fork", str(runner.folder), str(fork.folder), "--at", name, "--yes"])
+    assert "damaged" in capsys.readouterr().err
+    for name in (first.point_name, second.point_name, "00000011-a0001-g0001"):
+        (runner.folder / "points" / name / "COMMIT").unlink(missing_ok=True)
+        with pytest.raises(ResumePointError) as refused:
+            Forked(runner, **{"from": str(runner.folder / "points" / name)}).plan()
+        assert refused.value.exit_code == 2
+    assert not fork.folder.exists()
+
+
 def test_an_orphan_can_be_forked(trained: Trained) -> None:
     runner, (first, second) = trained  # noqa: F811
     parent, fork = Run(runner.folder), Forked(runner)
@@ -274,13 +342,20 @@ def test_the_command_makes_a_fork_only_when_it_is_told_to(
         return tuple(capsys.readouterr())
 
     out, err = run("2", "--at", "latest")
-    assert f"begins with {second.point_name} of {runner.folder}" in out
+    assert f"would be a run of its own that begins with {second.point_name} of {runner.folder}" in out
+    assert "give exactly one of --at, --step, --samples, --tokens; given is none" in run("2", "--yes")[1]
     assert "nothing is changed" in err
     assert not fork.folder.exists()
     assert not runner.store.pins()
     out, _ = run("0", "--tokens", "5120", "--yes", "--json")
     assert (json.loads(out)["done"], json.loads(out)["point"]) == (True, second.point_name)
-    assert "it exists already" in run("0", "--at", second.point_name, "--yes")[0]
+    out, _ = run("0", "--at", second.point_name, "--yes")
+    assert "it exists already" in out
+    assert "forked" not in out
+    fork = Forked(runner, "third")
+    out, _ = run("0", "--at", second.point_name, "--yes")
+    said = f"forked: {fork.folder} begins with {second.point_name} of {runner.folder}, where it is pinned"
+    assert out.splitlines()[-1] == said
 
 
 def test_the_audit_of_a_fork_begins_at_the_parents_cursor_and_says_so(

@@ -54,8 +54,10 @@ def test_who_repeats_a_rewind_changes_nothing(trained: Trained) -> None:
     Run(runner.folder).rewind(first.point_name)
     before = files(runner.folder)
     assert Run(runner.folder).rewind("00000010-a0001-g0001").stands_there
-    again = Run(runner.folder).rewind(step=15)
+    again = Run(runner.folder).rewind(step=10)
     assert (again.stands_there, again.done, again.point) == (True, True, first.point_name)
+    with pytest.raises(RefusedError, match="step 15: .* to step 10 "):  # its step 15 is set aside
+        Run(runner.folder).rewind(step=15)
     assert files(runner.folder) == before
 
 
@@ -70,12 +72,17 @@ def test_a_start_that_had_rewound_by_its_configuration_goes_on_after_a_rewind(tr
 PLACES: list[tuple[dict[str, int], int, int]] = [
     ({"step": 20}, 20, 0),
     ({"step": 29}, 20, 9),
-    ({"step": 99}, 30, 0),
+    ({"step": 30}, 30, 0),
+    ({"tokens": 7680}, 30, 0),
+    ({"samples": 240}, 30, 0),
     ({"tokens": 2561}, 10, 0),
     ({"samples": 239}, 20, 9),
 ]
 NO_PLACES: list[tuple[dict[str, Any], str]] = [
     ({"step": 0}, r"from step 1 \(8 samples, 256 tokens\) to step 30"),
+    ({"step": 31}, r"step 31: .* to step 30 \(240 samples, 7,680 tokens\); give a place in it"),
+    ({"samples": 241}, "241 samples: .* to step 30"),
+    ({"tokens": 7681}, "7,681 tokens: .* to step 30"),
     ({"step": 9}, "the oldest, 00000010-a0001-g0001, stands at step 10"),
     ({"to": "00000011-a0001-g0001"}, "has no resume point 00000011-a0001-g0001"),
     ({}, "given is none"),
@@ -93,6 +100,23 @@ def test_a_place_means_the_newest_point_at_or_before_it(trained: Trained) -> Non
         with pytest.raises(RefusedError, match=text):
             Run(runner.folder).rewind(**place)
     assert files(runner.folder) == before
+
+
+def test_what_is_beyond_the_end_is_refused_also_where_the_run_stands_at_its_end(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, _ = trained  # noqa: F811
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["rewind", str(runner.folder), "--step", "5000", "--yes"])
+    assert "step 5,000: the run's history goes from step 1 " in capsys.readouterr().err
+
+
+def test_a_rewind_to_an_orphan_names_the_fork_that_can_take_it(trained: Trained) -> None:
+    runner, (first, second, _) = trained  # noqa: F811
+    Run(runner.folder).rewind(first.point_name)
+    text = f"off the run's history .*orchestrator fork {runner.folder} NEW_RUN --at {second.point_name}`"
+    with pytest.raises(RefusedError, match=text):
+        Run(runner.folder).rewind(second.point_name)
 
 
 def damage(folder: Path, point: StateKey) -> str:
@@ -119,7 +143,8 @@ def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.Mon
     heart = runner.store.heartbeat(attempt.number)
     monkeypatch.setattr(starting, "BUSY_WATCH_S", 60.0)
     monkeypatch.setattr(runner.store.__class__, "newest_claim", beating_at(heart, runner.store.newest_claim))
-    with pytest.raises(BusyError, match="attempt 4 of launch .* is alive"):
+    text = f"attempt 4 of launch .* is alive; .*`orchestrator stop {runner.folder}`"
+    with pytest.raises(BusyError, match=text):
         Run(runner.folder).rewind(first.point_name)
     assert max(runner.store.claim_numbers()) == attempt.number
 
@@ -157,10 +182,10 @@ def test_the_plan_says_how_far_before_the_wanted_step_the_point_lies(trained: Tr
     runner, (_, second, third) = trained  # noqa: F811
     plan = rewinding.look(runner.store, Wanted(step=27), "runs/mine")
     assert plan.lines() == [
-        f"runs/mine: back to {second.point_name}, 7 steps (1,792 tokens) before step 27",
+        f"runs/mine: would go back to {second.point_name}, 7 steps (1,792 tokens) before step 27",
         "  step 20, 160 samples, 5,120 tokens",
-        "  sets aside 10 steps, 21 to 30 (2,560 tokens)",
-        f"  leaves the history, and is kept: {third.point_name}",
+        "  would set aside 10 steps, 21 to 30 (2,560 tokens)",
+        f"  would leave the history, and be kept: {third.point_name}",
         "  `orchestrator points runs/mine --prune` deletes what is off the history",
         "  afterwards the command that trained the run continues it from there",
     ]
@@ -178,13 +203,22 @@ def test_the_command_asks_and_without_a_terminal_or_yes_changes_nothing(
         return tuple(capsys.readouterr())
 
     out, err = run("2", "--to", first.point_name)
-    assert "sets aside 20 steps, 11 to 30" in out
+    assert "would set aside 20 steps, 11 to 30" in out
+    assert "rewound" not in out
     assert "nothing is changed: there is no terminal to ask on; give --yes to rewind the run" in err
     out, _ = run("2", "--step", "25", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (second.point_name, False)
+    for words in ([], ["--step", "10", "--to", first.point_name]):
+        given = "are --to and --step" if words else "is none"
+        told = f"give exactly one of --to, --step, --samples, --tokens; given {given}"
+        assert told in run("2", *words, "--yes")[1]
     assert files(runner.folder) == before
+    out, _ = run("0", "--step", "25", "--yes")
+    said = f"rewound: {runner.folder} ends at {second.point_name} now (step 20); 10 steps set aside"
+    assert out.splitlines()[-1] == said
+    assert "rewound" not in run("0", "--step", "20", "--yes")[0], "it stands there already"
     out, _ = run("0", "--tokens", "2560", "--yes", "--json")
     assert (json.loads(out)["point"], json.loads(out)["done"]) == (first.point_name, True)
     assert runner.plan().point == first.point_name
-    kinds = [event.kind for event in read_journal(runner.store.storage).events if event.attempt == 4]
+    kinds = [event.kind for event in read_journal(runner.store.storage).events if event.attempt == 5]
     assert kinds == ["attempt", "end"]
