@@ -45,8 +45,8 @@ def audit_history(
     read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
     passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
     `exactly_once` is None. `all_final`: no step that was audited may still be replaced. `repeated_files` are
-    those of which the run's frozen list has more than one path (older versions made such lists): each token of
-    the stream was trained once, their documents were not.
+    those of which the run's frozen list has more than one path (older versions made such lists): each token
+    of the stream was trained once, their documents were not.
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
     is a difference, or nothing to compare.
 
