@@ -18,19 +18,23 @@ def pin(
     json: Json = False,
 ) -> None:
     """Keep a resume point: neither retention nor --prune deletes it until it is unpinned."""
+    from orchestrator.history.request_files import asker
     from orchestrator.monitor.run import open_run
 
     hold = open_run(run).pin(point, why)
-    print_json(asdict(hold)) if json else print_lines([f"{point} is pinned by {hold.by}"])
+    print_json(asdict(hold)) if json else print_lines([hold.answer(asker(), why)])
 
 
 @app.command()
 def unpin(run: RunUri, point: PointName, json: Json = False) -> None:
     """Give a pin back: the point may be deleted again."""
+    from orchestrator.coordinator.forking import without_its_pin
     from orchestrator.monitor.run import open_run
 
     hold = open_run(run).unpin(point)
-    print_json(asdict(hold)) if json else print_lines([f"{point} is no longer pinned"])
+    fork = without_its_pin(hold)
+    told = f"{point} is no longer pinned" + (f"; {fork}" if fork else "")
+    print_json(asdict(hold)) if json else print_lines([told])
 
 
 NoWait = Annotated[bool, typer.Option("--no-wait", help="ask, and do not wait for the answer")]

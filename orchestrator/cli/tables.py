@@ -40,7 +40,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
     }
     if plan.action != "refuse":  # what names it differs, not what it is
         meanings["same"] = "the same contents elsewhere"
-    lines += [f"  {d.field}: {d.old} -> {d.new}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
+    lines += [f"  {d}  ({meanings.get(d.rule, d.rule)})" for d in plan.differences]
     lines += [f"  {note}" for note in plan.all_notes]
     return lines + [f"refused: {text}" for text in plan.refusals]
 
@@ -120,14 +120,13 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
     not_shown = [*skipped_lines(report["skipped_documents"]), *not_shown]
     if report["exactly_once"]:
         final, repeated = report["final_up_to_step"], report["repeated_files"]
+        later = "" if report["all_final"] else "; later ones may still be replaced"
         return [
             f"{amounts}, each token of its stream exactly once, but {repeated} files stand in that more than "
             "once"
             if repeated
             else f"{amounts}, exactly once",
-            f"final up to step {final}; later ones may still be replaced"
-            if final is not None
-            else "nothing is final yet",
+            "nothing is final yet" if final is None else f"final up to step {final}{later}",
             *not_shown,
         ]
     first = report["first_difference"]

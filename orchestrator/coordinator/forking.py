@@ -12,15 +12,19 @@ import os
 from dataclasses import replace
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
+from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import PointInfo
 from orchestrator.planning.schedule import Budgets
+from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Point, parse_point_name
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS
+from orchestrator.storage.files import Storage
+
+PARENT_OF_FORK = "parent of fork "  # a pin's reason, before the fork's folder
 
 
 def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> PointInfo:
@@ -148,9 +152,32 @@ def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str) -> RunFile:
     other, _ = read_parent_point(store, fork, name, fast=True)
     run = other.read_run()
     assert run is not None, "just read"
-    other.pin(fork.point, by, f"parent of fork {store.storage.root}", run.id)
+    other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
     copy_frozen(other.storage, store.storage)
     return store.create_run(name, run.identity, run.first_weights, fork)
+
+
+def without_its_pin(pin: Hold) -> str:
+    """What it means for a fork that the pin on the point with which it begins was given back; empty where it
+    was no such pin, or there is no such fork any more.
+    """
+    if not pin.reason.startswith(PARENT_OF_FORK):
+        return ""
+    store = RunStore(Storage(pin.reason.removeprefix(PARENT_OF_FORK)))
+    root = store.storage.root
+    try:
+        run = store.read_run()
+        if run is None or run.forked_from is None or run.forked_from.run_id != pin.run_id:
+            return ""
+        has_point = bool(store.point_names())
+    except OrchestratorError as error:
+        return f"it was the parent of fork {root}, which cannot be read ({error})"
+    if has_point:
+        return f"it was the parent of fork {root}, which has resume points of its own and does not need it"
+    return (
+        f"it is the parent of fork {root}, which has no resume point of its own yet: once it is deleted that "
+        f"fork cannot begin; pin it again, or start the fork first"
+    )
 
 
 def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin]:

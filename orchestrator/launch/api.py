@@ -25,7 +25,7 @@ from orchestrator.records import Cursor, RunStatus
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-from orchestrator.trainer.trial import require_model
+from orchestrator.trainer.trial import is_to_try, require_model
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec, Sample
@@ -137,7 +137,9 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     """
     job = as_job(config, overrides)
     found, _ = _look_ahead(job, starting.run_folder(job))
-    return found
+    if found.action == "refuse" or not is_to_try(found):
+        return found
+    return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
 
 
 def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> ResumePlan:

@@ -448,7 +448,7 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
     for left in attempt.leftovers:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
-        say(f"  {difference.field}: {difference.old} -> {difference.new}")
+        say(f"  {difference}")
     if attempt.encoders != plan.encoders:
         newest = attempt.encoders[-1]
         for source, (epoch, block, window, record) in newest.begins.items():

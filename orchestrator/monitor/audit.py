@@ -44,8 +44,9 @@ def audit_history(
     the files hold, read in their own order (data rules 26 and 27). `steps` (`A:B`) limits it to these; it is
     read from the nearest cursor in the journal on. Audits of adjacent steps join, because a cursor that is
     passed is compared. `not_shown` says what this audit leaves open; where there is nothing to compare,
-    `exactly_once` is None. `repeated_files` are those of which the run's frozen list has more than one path
-    (older versions made such lists): each token of the stream was trained once, their documents were not.
+    `exactly_once` is None. `all_final`: no step that was audited may still be replaced. `repeated_files` are
+    those of which the run's frozen list has more than one path (older versions made such lists): each token
+    of the stream was trained once, their documents were not.
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
     is a difference, or nothing to compare.
 
@@ -79,7 +80,7 @@ def audit_history(
     before = records[wanted.start - 1] if wanted and wanted.start else origin and origin.cursor
     not_shown += [_FORKED.format(origin.step, origin.forked_from.run)] if origin and wanted else []
     last = records[wanted.stop - 1] if wanted else None
-    final = [key.step for key in sorted(points) if seen.lineage.on_lineage(key)]
+    final = [key for key in sorted(points) if seen.lineage.on_lineage(key)]
     return {
         "exactly_once": first is None if wanted or first else None,
         "samples": (last.consumed_samples if last else 0) - (before.consumed_samples if before else 0),
@@ -87,7 +88,8 @@ def audit_history(
         "steps": len(wanted),
         "first_step": step_name(records, wanted.start) if wanted else None,
         "last_step": step_name(records, wanted.stop - 1) if wanted else None,
-        "final_up_to_step": final[-1] if final else None,
+        "final_up_to_step": final[-1].step if final else None,
+        "all_final": bool(last and final and last.key <= final[-1]),
         "first_difference": first,
         "not_shown": not_shown,
         "repeated_files": repeated,

@@ -57,6 +57,9 @@ class Difference:
     new: Any
     rule: str
 
+    def __str__(self) -> str:
+        return f"{self.field}: {value_text(self.old)} -> {value_text(self.new)}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePlan:
@@ -116,7 +119,10 @@ class ResumePlan:
             ("remaining steps", self.remaining_steps),
             ("learning rate", rate),
         ]
-        rows = [(d.field, str(d.old), str(d.new), d.rule.replace("_", " ")) for d in self.differences]
+        rows = [
+            (d.field, value_text(d.old), value_text(d.new), d.rule.replace("_", " "))
+            for d in self.differences
+        ]
         return html_text.page(
             title,
             html_text.lines(f"refused: {text}" for text in self.refusals),
@@ -245,8 +251,8 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
     """
     subject = f"resume point {point}" if point else "the run"
     return tuple(
-        f"{subject} was made with {d.field}={_text(d.old)}, the job asks for {_text(d.new)}; "
-        f"keep {d.field}={_text(d.old)}, or start a new run under another run.name"
+        f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
+        f"keep {d.field}={value_text(d.old)}, or start a new run under another run.name"
         for d in different
         if d.rule == "same" and not (content_known and is_content(d))
     )
@@ -322,5 +328,6 @@ def _place(config: JobConfig, point: PointInfo | None, budgets: Budgets) -> int:
     return first.num_tokens if first else 0
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of the configuration as JSON has it (null, true); a text without its quotes."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

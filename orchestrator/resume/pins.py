@@ -39,6 +39,16 @@ class Hold:
     created: str
     run_id: str = ""
 
+    def answer(self, by: str, reason: str) -> str:
+        """What `by` hears who asked for a pin with `reason`, and found this one or made it."""
+        if (self.by, self.reason) == (by, reason):
+            return f"{self.point} is pinned by {self.by}"
+        return (
+            f"{self.point} was pinned before, by {self.by or 'somebody'} "
+            f"({self.reason or 'no reason is given'}): that pin and its reason hold, nothing is changed; "
+            "unpin it first to give another reason"
+        )
+
 
 class PinFiles:
     """The holds of one run. Every method may raise `StorageError`; then nothing was decided."""

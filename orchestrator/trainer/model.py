@@ -188,7 +188,14 @@ def naming_model(config: ModelConfig) -> Iterator[None]:
             if config.pretrained is not None
             else f"model.config={config.config}"
         )
-        raise ConfigError(f"{what} gives no causal language model ({error}); correct it") from error
+        raise ConfigError(f"{what} gives no causal language model: {_plain(error)}; correct it") from error
+
+
+def _plain(error: BaseException) -> str:
+    """The reason on one line, without the frame that a validator of configurations puts around it."""
+    while error.__cause__ is not None and type(error).__module__.startswith("huggingface_hub"):
+        error = error.__cause__
+    return " ".join(str(error).split()).rstrip(".") if not isinstance(error, KeyError) else repr(error)
 
 
 def shape_only(config: ModelConfig, settings: Any, attention: str | None) -> nn.Module:

@@ -40,11 +40,16 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
     """Raises `ConfigError` if no start can build the job's model, or the tokenizer, with its `vocab_size`,
     has ids that it does not embed; returns notes. What the run's point was made with is not tried again.
     """
-    if plan.point is not None and not any(d.field.startswith("model.") for d in plan.differences):
+    if not is_to_try(plan):
         return ()
     facts = try_model(job)
     require_vocabulary(facts, job, vocab_size)
     return (facts.note,) if facts.note else ()
+
+
+def is_to_try(plan: ResumePlan) -> bool:
+    """Whether a start tries the model: it is not the one that the run's point was made with."""
+    return plan.point is None or any(d.field.startswith("model.") for d in plan.differences)
 
 
 def try_model(job: JobConfig) -> ModelFacts:

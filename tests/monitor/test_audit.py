@@ -679,7 +679,8 @@ def test_points_off_the_history_or_of_another_run_are_no_gap(run: TrainedRun) ->
         run.store.commit_point(votes, run.job.flat(), {"rule": "none"}, None, run_id=run_id)
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
-    assert (report["last_step"], report["final_up_to_step"]) == ("6", 4)
+    assert (report["last_step"], report["final_up_to_step"], report["all_final"]) == ("6", 4, False)
+    assert run.audit("1:4")["all_final"]
 
 
 def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
@@ -705,7 +706,8 @@ def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
     assert report["exactly_once"], report["first_difference"]
     assert (report["last_step"], report["final_up_to_step"]) == ("5", None)
     monkeypatch.undo()
-    assert run.audit()["final_up_to_step"] == 8
+    whole_report = run.audit()
+    assert (whole_report["final_up_to_step"], whole_report["all_final"]) == (8, True)
 
 
 def test_changed_files_mean_that_nothing_can_be_said(mapping: dict[str, Any], tmp_path: Path) -> None:

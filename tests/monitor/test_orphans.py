@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import Any
 
 import pytest
 
 from orchestrator.cli import commands as cli
+from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.orphans import Pruned
 from orchestrator.monitor.run import Run
 from orchestrator.resume.points import COMMIT
+from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, rewind, runner  # noqa: F401  a fixture
@@ -59,6 +62,40 @@ def test_a_pinned_orphan_stays_until_it_is_given_back(rewound: tuple[Runner, lis
     with pytest.raises(RefusedError, match="is not pinned; pinned are: none"):
         run.unpin(second)
     assert run.prune() == [Pruned(point=second, deleted=True)]
+
+
+def test_who_pins_a_pinned_point_hears_whose_pin_and_reason_hold(
+    rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, _, (_, second) = rewound  # noqa: F811
+    pin = Run(runner.folder).pin(second, "figure 3")
+    for why, said in (("figure 3", "is pinned by"), ("figure 4", "was pinned before, by")):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["pin", str(runner.folder), second, "--why", why])
+        out = capsys.readouterr().out
+        assert f"{second} {said} {pin.by}" in out
+    assert "(figure 3): that pin and its reason hold" in out
+
+
+def test_who_gives_back_the_pin_of_a_fork_hears_what_that_means_for_it(
+    rewound: tuple[Runner, list[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, _, (_, second) = rewound  # noqa: F811
+    run, fork = Run(runner.folder), runner.folder.parent / "mine"
+
+    def unpin() -> str:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["unpin", str(runner.folder), second])
+        return capsys.readouterr().out
+
+    run.fork(fork, second)
+    assert f"parent of fork {fork}, which has resume points of its own" in unpin()
+    shutil.rmtree(fork)
+    found_run(RunStore(Storage(str(fork))), "mine", describe(runner.store, second), "me")
+    assert f"parent of fork {fork}, which has no resume point of its own yet" in unpin()
+    shutil.rmtree(fork)
+    run.pin(second, f"parent of fork {fork}")
+    assert unpin() == f"{second} is no longer pinned\n"
 
 
 class FailsAt(OsDisk):

@@ -75,6 +75,15 @@ def test_what_gives_no_model_is_refused(model, message, warm):
         try_model(with_model(**model))
 
 
+def test_the_refusal_of_a_configuration_is_one_plain_sentence():
+    with pytest.raises(ConfigError) as refused:
+        try_model(with_model(config={**LLAMA, "hidden_size": 97}))
+    told = str(refused.value)
+    said = "gives no causal language model: The hidden size (97) is not a multiple of the number of attention"
+    assert told.endswith(f"{said} heads (2); correct it")
+    assert "\n" not in told
+
+
 @pytest.mark.parametrize(
     ("config", "line"),
     [

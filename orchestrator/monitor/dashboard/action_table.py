@@ -13,8 +13,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import NAME
+from orchestrator.coordinator.forking import without_its_pin
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
+from orchestrator.history.request_files import asker
 from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight
 
 if TYPE_CHECKING:
@@ -128,12 +130,12 @@ def _not_pinned(sight: Sight, asked: Asked) -> Sequence[str]:
 
 
 def _pin(run: Run, asked: Asked) -> str:
-    return f"{asked.point} is pinned by {run.pin(asked.point or '', asked.why).by}."
+    return f"{run.pin(asked.point or '', asked.why).answer(asker(), asked.why)}."
 
 
 def _unpin(run: Run, asked: Asked) -> str:
-    run.unpin(asked.point or "")
-    return f"{asked.point} is not pinned any more."
+    fork = without_its_pin(run.unpin(asked.point or ""))
+    return f"{asked.point} is not pinned any more{'; ' if fork else ''}{fork}."
 
 
 def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:

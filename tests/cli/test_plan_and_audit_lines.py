@@ -1,0 +1,40 @@
+"""What `plan` and `audit` print for people, from the documents that `--json` prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from orchestrator.cli.tables import audit_lines, plan_lines
+from orchestrator.launch.api import plan
+from orchestrator.planning.resume_plan import Difference
+
+
+def report(final: int | None, all_final: bool = False) -> dict[str, Any]:
+    return {
+        "exactly_once": True, "samples": 560, "tokens": 71_680, "steps": 70, "attempts": 1,
+        "first_step": "1", "last_step": "70", "final_up_to_step": final, "all_final": all_final,
+        "first_difference": None,
+        "not_shown": [], "repeated_files": 0, "skipped_documents": None,
+    }  # fmt: skip
+
+
+def test_the_audit_speaks_of_later_steps_only_where_there_are_some() -> None:
+    assert audit_lines(report(70, all_final=True))[1] == "final up to step 70"
+    assert audit_lines(report(50))[1] == "final up to step 50; later ones may still be replaced"
+    assert audit_lines(report(None))[1] == "nothing is final yet"
+
+
+def test_the_differences_of_a_plan_are_written_as_in_json(tiny_config: Any) -> None:
+    found = plan(tiny_config({}))
+    values: list[tuple[Any, Any, str]] = [(None, 10, "null -> 10"), (True, "a", "true -> a")]
+    for old, new, text in values:
+        different = Difference(field="resume.x", old=old, new=new, rule="free")
+        assert f"  resume.x: {text}  (no influence on what is trained)" in plan_lines(
+            replace(found, differences=(different,))
+        )
+
+
+def test_a_plan_says_that_it_has_not_tried_the_model(tiny_config: Any) -> None:
+    lines = plan_lines(plan(tiny_config({})))
+    assert "  the model is not tried: `orchestrator train --dry-run` does" in lines
