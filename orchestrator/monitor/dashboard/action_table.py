@@ -100,6 +100,10 @@ def _unpin_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     return [("pin", "Retention may delete this point again, from the next commit on.")]
 
 
+def _goes_on(sight: Sight) -> str:
+    return "Training goes on. " if sight.summary["state"] in ALIVE else ""
+
+
 def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     del asked
     assert sight.detail is not None, "it needs a point"
@@ -109,7 +113,7 @@ def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
             "verify",
             f"Reads {size_text(sight.point.get('bytes'))} in {files} files and compares every digest.",
         ),
-        ("time", "Training goes on. Nothing is changed, whatever is found."),
+        ("time", f"{_goes_on(sight)}Nothing is changed, whatever is found."),
     ]
 
 
@@ -193,6 +197,8 @@ def _fork_refusals(sight: Sight, asked: Asked) -> Sequence[str]:
     name = asked.new_run
     if name is not None and not re.fullmatch(NAME, name):  # nor does it lead anywhere else
         return (f"{name!r} is no name of a run: letters, digits, `.`, `_`, `-`, not starting with `.`",)
+    if os.path.lexists(target := _new_run(sight, asked)):
+        return (f"{target} is there already; a fork needs a folder of its own: give it another name",)
     return _unfit(sight, asked, "")
 
 
@@ -211,7 +217,7 @@ def _export_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     folder = _export_folder(sight.uri, asked.point)
     return [
         ("save", f"The weights alone are written to {folder}, for transformers' from_pretrained."),
-        ("time", "Training goes on. Nothing of the run is changed."),
+        ("time", f"{_goes_on(sight)}Nothing of the run is changed."),
     ]
 
 

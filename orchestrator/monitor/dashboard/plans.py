@@ -261,7 +261,7 @@ def _of_the_page(
         "layout": layout(job),
         "tokens_per_step": [old, new],
         "estimate": _estimate(views, summary, job.cluster.start_workers, new, found.remaining_steps),
-        "command": _command(summary.get("command"), asked, job, flat),
+        "command": _command(views, asked, job, flat),
     }
 
 
@@ -278,16 +278,19 @@ def _estimate(
     return {"step_s": step_s, "remaining_s": None if steps is None else step_s * steps}
 
 
-def _command(recorded: str | None, asked: WhatIf, job: JobConfig, flat: Mapping[str, Any]) -> str:
-    """The command that does it: the one that began the newest attempt, with other values."""
-    now, keys = job.flat(), {"resume.from", *FIELDS.values()}
-    words = shlex.split(recorded) if recorded else ["orchestrator", "train", "CONFIG"]
-    kept = [word for word in words if word.partition("=")[0] not in keys]
-    given = {word.partition("=")[0] for word in words} & keys - {"resume.from"}
-    new = [
-        f"{key}={json.dumps(now[key])}"
-        for key in FIELDS.values()
-        if key in given or now[key] != flat.get(key)
-    ]
+def _command(views: RunViews, asked: WhatIf, job: JobConfig, flat: Mapping[str, Any]) -> str:
+    """The command that does it: the one that began the newest attempt, with what differs from that attempt's
+    configuration. Where nobody noted one, CONFIG stands for the configuration file, which may be another
+    run's.
+    """
+    facts = views.facts
+    commanded, now = facts.commanded(), job.flat()
+    if commanded is None:
+        words, base = ["orchestrator", "train", "CONFIG", f"run.name={facts.name}"], flat
+    else:
+        words, base = shlex.split(commanded[1]), in_todays_fields(facts.config(commanded[0]))
+    changed = {key: value for key, value in now.items() if key != "resume.from" and value != base.get(key)}
+    kept = [word for word in words if word.partition("=")[0] not in {*changed, "resume.from"}]
+    new = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
     new += [f"resume.from={asked.point}"] if asked.point else []
     return shlex.join([*kept, *new])

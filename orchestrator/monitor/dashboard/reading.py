@@ -85,8 +85,13 @@ def add_records(app: FastAPI, runs: Runs) -> None:
     def attempts(
         run: RunName, routine: Literal["0", "1"] = "0", offset: Offset = 0, limit: Limit = 200
     ) -> Response:
+        forks = runs.forks()  # before this run is locked: no thread holds two of them
         with runs.open(run).readable() as views:
-            return shown(views.attempts(routine == "1", offset, limit))
+            found = views.attempts(routine == "1", offset, limit, forks)
+        for row in found["rows"]:
+            if (origin := row["forked_from"]) is not None:
+                row["forked_from"] = {**origin, "is_here": runs.is_here(origin["uri"])}
+        return shown(found)
 
     @app.get("/api/runs/{run}/sources")
     def sources(run: RunName) -> Response:

@@ -17,6 +17,7 @@ from pathlib import Path
 from orchestrator.config.schema import NAME
 from orchestrator.errors import StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
+from orchestrator.monitor.views.lanes import Fork
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
@@ -112,6 +113,19 @@ class Runs:
             run = OpenRun(name=name, uri=folder, store=store, views=views)
             self._open[name] = (stamp, run)
             return run
+
+    def forks(self) -> list[Fork]:
+        """Which of the runs are forks, and of what. Raises `StorageError`."""
+        found = []
+        for name in self.names():
+            with self.open(name).reading() as views:
+                found.append(views.forked_from())
+        return [fork for fork in found if fork is not None]
+
+    def is_here(self, uri: str) -> bool:
+        """Whether a folder that a run names is one of the runs."""
+        folder = Path(uri)
+        return folder.parent == self.root.resolve() and self._stamp(folder.name) is not None
 
     def _stamp(self, name: str) -> tuple[int, int] | None:
         """Which run.json lies there; None if it is no run's folder, or lies elsewhere."""

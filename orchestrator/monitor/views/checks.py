@@ -93,7 +93,12 @@ def _loss(s: dict[str, Any]) -> Iterator[Check]:
     level = OK if before is None or value < before * (1 + LOSS_SHARE) + LOSS_MORE else WARN
     limit = f"{before:.3f} before" if before is not None else ""
     yield _check(
-        "loss", level, "Loss", f"{value:.3f}", limit, "mean of the last 50 steps against the 1,000 before"
+        "loss",
+        level,
+        "Mean loss",
+        f"{value:.3f}",
+        limit,
+        f"mean of the last {s['loss']['steps']} steps against the 1,000 before",
     )
 
 
@@ -141,10 +146,13 @@ def _damaged(facts: Facts, now: float) -> Iterator[Check]:
         if damaged
         else "none found"
     )
-    level = WARN if here else OK if read else NONE
-    limit = f"digests {span(now - max(read))} ago" if read else "sizes only"
+    level = WARN if here else OK if read and len(read) == len(rows) else NONE
+    limit = f"{len(read)} of {len(rows)} digests" if read else "sizes only"
     note = (
-        f"digests last read {span(now - max(read))} ago" if read else "sizes compared; digests not read yet"
+        f"digests last read {span(now - max(read))} ago"
+        + ("; of the others sizes were compared" if len(read) < len(rows) else "")
+        if read
+        else "sizes compared; digests not read yet"
     )
     yield _check("points", level, "Damaged points", found, limit, note)
 

@@ -30,6 +30,7 @@ _LEVEL = {
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
 _BEGUN = {
     "start": "The run starts",
+    "fork": "The run begins as a fork",
     "resume": "The run is resumed",
     "rewind": "The run is rewound",
     "coordinator_restarted": "The coordinator has restarted",
@@ -129,13 +130,20 @@ def text_of(each: Event) -> str:
 
 
 def _rows(facts: Facts) -> list[Row]:
-    """All, newest first. Those that are known stay; by time, so that a cut-off attempt's late ones fit in."""
+    """All, newest first. Those that are known stay; by time, so that a cut-off attempt's late ones fit in,
+    and within one instant by place in the journal.
+    """
     made = facts.kept("event rows", "all", dict[str, list[Row]])
     known, all_events = made.setdefault("rows", []), facts.columns.events
     if len(known) < len(all_events):
         known += [row_of(each) for each in all_events[len(known) :]]
-        made["sorted"] = sorted(known, key=lambda row: -row["t"])
+        told = sorted(zip(all_events, known, strict=True), key=lambda both: _place(both[0]), reverse=True)
+        made["sorted"] = [row for _, row in told]
     return made.get("sorted", [])
+
+
+def _place(each: Event) -> tuple[float, int, int]:
+    return each.t, each.attempt, each.seq
 
 
 def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912  a sentence for each kind

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from orchestrator.history.claims import ClaimParent
+from orchestrator.history.claim_files import FORK, REWIND
+from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.views.arrays import Array, Growing, Pyramid
 from orchestrator.monitor.views.columns import Columns, Event, Generation
@@ -162,6 +163,16 @@ class Facts:
         """What it continues."""
         return self.files.parents.get(attempt) if attempt is not None else None
 
+    def commanded(self) -> tuple[int, str] | None:
+        """(attempt, command) of what began the newest attempt that trains; None if nobody noted it."""
+        for number in sorted(self.files.parents, reverse=True):
+            begun, claim = self.beginning(number), self.files.claims.get(number)
+            if command := begun.fields.get("command") if begun is not None else "":
+                return number, command
+            if claim is None or claim.why not in (REWIND, FORK):  # these are made by commands of their own
+                return None
+        return None
+
     # ---------------------------------------------------------------------- generations
     @property
     def head(self) -> Generation | None:
@@ -192,12 +203,21 @@ class Facts:
         """Where the history ends."""
         if len(self.history):
             return int(self.history["consumed_tokens"][-1])
-        return self.head.start.consumed_tokens if self.head and self.head.start else 0
+        return self.begin.consumed_tokens if self.begin is not None else 0
 
     @property
     def step(self) -> int | None:
-        """The label of the history's last step; None before the first."""
-        return int(self.history["step"][-1]) if len(self.history) else None
+        """The label of the history's last step; None before the first, unless a fork begins with some."""
+        if len(self.history):
+            return int(self.history["step"][-1])
+        return (self.begin.step or None) if self.begin is not None else None
+
+    @property
+    def begin(self) -> GenerationStart | None:
+        """Where a history without a step of its own stands: at its newest generation's begin, or at a fork's
+        origin.
+        """
+        return self.path.lineage.segments[-1].start if self.path.lineage.segments else None
 
 
 def stamp(text: str) -> float | None:

@@ -17,18 +17,20 @@ import numpy as np
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.errors import OrchestratorError
 from orchestrator.history import sentences
-from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND
+from orchestrator.history.claim_files import FORK, RESTARTED, RESUME, REWIND
 from orchestrator.history.claims import GenerationId
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.views.columns import Event, Generation
-from orchestrator.monitor.views.facts import DRAIN, Facts
-from orchestrator.monitor.views.words import span, steps
+from orchestrator.monitor.views.facts import DRAIN, Facts, stamp
+from orchestrator.monitor.views.points_table import by_name
+from orchestrator.monitor.views.words import span, steps, workers
 from orchestrator.records import GroupChange, decode
 from orchestrator.resume.points import parse_point_name
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting")
-_CHANGES = ("join", "resume", "resize", "change", "start", "done")
+_CHANGES = ("join", "resume", "resize", "change", "start", "fork", "done")
+_SHAPE = frozenset({"train.global_batch_size", "pack.seq_len"})
 _SKIP = frozenset({"resume.from", "run.storage"})
 SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens", "lost_steps", "world_from",
          "world_to", "point")  # fmt: skip
@@ -75,7 +77,7 @@ def _happenings(facts: Facts) -> list[Entry]:
         found.append(entry)
         if entry["kind"] in ("worker", "frozen") and entry["world_to"] < entry["world_from"]:
             open_fault = entry
-    found += _from_events(facts)
+    found += [*_from_events(facts), *_by_command(facts)]
     found.sort(key=lambda entry: entry["t"])
     return [_placed(facts, entry) for entry in found]
 
@@ -143,11 +145,13 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
     claim = facts.files.claims.get(attempt)
     why = claim.why if claim is not None else "start"
     entry["kind"] = "coordinator" if why == RESTARTED else why
+    if why == FORK:
+        entry["origin"] = _origin(facts, attempt)
+    if before is None and why == RESUME:  # nothing was trained that it could go on from, but a fork's origin
+        entry["kind"] = "start"
     if before is None or why not in (RESUME, REWIND):
         return
-    for piece in facts.path.dropped(attempt):
-        entry["lost_steps"] += len(piece.rows)
-        entry["lost_tokens"] += int(facts.columns["width"][piece.rows].sum())
+    _dropped(facts, entry)
     end, last = facts.end_of(before.id[0]), facts.wrote(before.id[0])
     entry["down_s"] = round(max(0.0, entry["t"] - (last if last is not None else entry["t"])), 1)
     entry["ended"], entry["ended_by"] = (end.outcome, end.by) if end is not None else (None, None)
@@ -156,12 +160,49 @@ def _begun(facts: Facts, entry: Entry, before: Generation | None) -> None:
         return
     parent = facts.parent(attempt)
     diffs = [d for d in parent.differences if d.field not in _SKIP] if parent is not None else []
-    if why == RESUME and (diffs or entry["world_from"] != entry["world_to"]):
-        entry["kind"] = "resize" if entry["world_from"] != entry["world_to"] else "change"
+    has_shape = entry["world_from"] != entry["world_to"] or any(d.field in _SHAPE for d in diffs)
+    if why == RESUME and (diffs or has_shape):
+        entry["kind"] = "resize" if has_shape else "change"
         entry["diffs"] = [
             {"field": d.field, "old": redacted(d.old, d.field), "new": redacted(d.new, d.field)}
             for d in diffs
         ]
+
+
+def _by_command(facts: Facts) -> list[Entry]:
+    """Attempts that a command made, which train nothing: rewinds and forks."""
+    found, trained = list[Entry](), {generation.id[0] for generation in facts.generations()}
+    for number, claim in facts.files.claims.items():
+        parent = facts.parent(number)
+        if number in trained or claim.why not in (REWIND, FORK) or parent is None or parent.parent is None:
+            continue
+        row = by_name(facts).get(parent.parent.point_name)
+        entry: Entry = {
+            "t": facts.began(number) or stamp(claim.created) or 0.0, "kind": claim.why, "attempt": number,
+            "generation": None, "step": parent.parent.step, "tokens": row and row["consumed_tokens"],
+            "lost_steps": 0, "lost_tokens": 0,
+        }  # fmt: skip
+        if claim.why == FORK:
+            entry["origin"] = _origin(facts, number)
+        _dropped(facts, entry)
+        found.append(entry)
+    return found
+
+
+def _dropped(facts: Facts, entry: Entry) -> None:
+    """What an attempt has set aside."""
+    for piece in facts.path.dropped(entry["attempt"]):
+        entry["lost_steps"] += len(piece.rows)
+        entry["lost_tokens"] += int(facts.columns["width"][piece.rows].sum())
+
+
+def _origin(facts: Facts, attempt: int) -> str:
+    """Of which run and point an attempt is the fork, as text."""
+    parent = facts.parent(attempt)
+    if parent is None or parent.origin is None:
+        return "another run"
+    found = parent.origin.forked_from
+    return f"{found.run.rstrip('/').rpartition('/')[2]} at {found.point}"
 
 
 def _lost(facts: Facts, entry: Entry, generation: Generation, before: Generation) -> None:
@@ -285,7 +326,7 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
         case "worker" | "frozen":
             return _faulted(e, lost)
         case "crash":
-            return f"Everything died; resumed after {span(e['down_s'])} with {b} workers, {lost}"
+            return f"Everything died; resumed after {span(e['down_s'])} with {workers(b or 0)}, {lost}"
         case "error":
             return f"A worker failed: {sentences.first_sentence(e['detail'])}"
         case "coordinator":
@@ -294,10 +335,12 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
             more = (b or 0) - (a or 0)
             return f"{more} worker{'s' if more > 1 else ''} joined: {a} → {b}"
         case "start":
-            return f"Started with {b} workers"
+            return f"Started with {workers(b or 0)}"
+        case "fork":
+            return f"Begun as a fork of {e['origin']}" + (f", with {workers(b)}" if b else "")
         case "resume":
             why = "a drain notice" if DRAIN in (e.get("ended_by") or "") else "a stop"
-            return f"Resumed after {why} ({span(e.get('down_s'))} down), {lost}"
+            return f"Resumed after {why} ({span(e['down_s'])} down), {lost}"
         case "resize" | "change":
             changed = ", ".join(map(_difference, (e.get("diffs") or [])[:3])) or f"{a} → {b} workers"
             return f"Resumed with another configuration: {changed}; {lost}"
@@ -320,21 +363,19 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
 def _faulted(e: Entry, lost: str) -> str:
     """A group that lost somebody."""
     a, b, members = e["world_from"], e["world_to"], e["members"]
+    sizes = f"{a} → {b} workers, " if a != b else ""
     change: GroupChange | None = e.get("change")
     tail = f", back to {a} after {span(e['recovered_s'])}" if "recovered_s" in e else ""
     if change is not None and change.lost:
         who = sentences.losses(change.lost)
-        return f"{who[:1].upper()}{who[1:]}: {a} → {b} workers, {_pause_text(e)}{lost}{tail}"
+        return f"{who[:1].upper()}{who[1:]}: {sizes}{_pause_text(e)}{lost}{tail}"
     if e["kind"] == "frozen":
-        return (
-            f"Worker {members[0][:8]} did not answer and was left out: {a} → {b} workers, "
-            f"{_pause_text(e)}{lost}{tail}"
-        )
-    head = f"{len(members)} workers died" if len(members) > 1 else f"Worker {members[0][:8]} died"
+        return f"Worker {members[0][:8]} did not answer and was left out: {sizes}{_pause_text(e)}{lost}{tail}"
+    head = f"{workers(len(members))} died" if len(members) > 1 else f"Worker {members[0][:8]} died"
     if "waited_s" in e:
         waited = f"waited {span(e['waited_s'])} for workers, then went on with {b}"
         return f"{head}. Below the minimum: {waited}; {lost}"
-    return f"{head}: {a} → {b} workers, {_pause_text(e)}{lost}{tail}"
+    return f"{head}: {sizes}{_pause_text(e)}{lost}{tail}"
 
 
 def _pause_text(e: Entry) -> str:

@@ -4,17 +4,18 @@ drawn. Lane 0 is the history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.claim_files import RESTARTED
-from orchestrator.history.claims import Claim, ClaimParent
+from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.monitor.views.facts import Facts
-from orchestrator.monitor.views.path import FATES, HISTORY, Piece
+from orchestrator.monitor.views.path import FATES, LOST, REWOUND, Piece
 from orchestrator.monitor.views.points_table import by_name
-from orchestrator.records import StateKey, encode
+from orchestrator.records import StateKey
+from orchestrator.resume.points import parse_point_name
 
 LIMIT = 500
 _SKIP = frozenset({"resume.from", "run.storage"})
@@ -34,11 +35,24 @@ class Rail:
     joins: list[int]
 
 
-def attempts(facts: Facts, routine: bool = False, offset: int = 0, limit: int = 200) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """A run of the same storage that began with a point of another: its name, that run's id, that point."""
+
+    run: str
+    of: str
+    point: str
+
+
+def attempts(
+    facts: Facts, routine: bool = False, offset: int = 0, limit: int = 200, forks: Sequence[Fork] = ()
+) -> dict[str, Any]:
     """A page of the attempts, newest first; those that are nothing but restarts of the coordinator are left
-    out unless `routine`.
+    out unless `routine`. `forks`: those of the storage; the ones of this run stand at the attempt that made
+    their point.
     """
-    rows = _rows(facts)
+    made = _forks(facts, forks)
+    rows = [{**row, "forks": made.get(row["attempt"], [])} for row in _rows(facts)]
     shown = [row for row in rows if routine or not _is_routine(row)]
     offset = max(0, offset)
     page = shown[offset : offset + max(0, min(LIMIT, limit))]
@@ -135,8 +149,7 @@ def _all(facts: Facts) -> list[Row]:
                     for d in differences
                     if d.field not in _SKIP
                 ],
-                "forked_from": _forked_from(claim, parent),
-                "forks": [],
+                "forked_from": _forked_from(parent),
                 "host": claim.host or None,
                 "newest": number == facts.files.begun,
                 "next_why": after.why if after is not None else None,
@@ -148,10 +161,27 @@ def _all(facts: Facts) -> list[Row]:
     return rows
 
 
-def _forked_from(claim: Claim, parent: ClaimParent | None) -> Any:
-    """Of which run and point it is a fork, where its claim says so."""
-    found = getattr(claim, "forked_from", None) or getattr(parent, "forked_from", None)
-    return encode(found) if found else None
+def _forked_from(parent: ClaimParent | None) -> Row | None:
+    """Of which run (name, uri, id) and point it is a fork, where its parent file says so."""
+    if parent is None or parent.origin is None:
+        return None
+    found = parent.origin.forked_from
+    name = found.run.rstrip("/").rpartition("/")[2]
+    return {"run": name, "uri": found.run, "run_id": found.run_id, "point": found.point}
+
+
+def _forks(facts: Facts, forks: Sequence[Fork]) -> dict[int, list[Row]]:
+    """Those of this run, by the attempt that made their point; what a fork itself began with counts for the
+    claim that took it over.
+    """
+    found: dict[int, list[Row]] = {}
+    run_id = facts.files.run.id if facts.files.run is not None else ""
+    for fork in forks:
+        key = parse_point_name(fork.point)
+        if key is not None and run_id and fork.of == run_id:
+            number = key.generation if key.attempt == ORIGIN else key.attempt
+            found.setdefault(number, []).append({"run": fork.run, "point": fork.point, "step": key.step})
+    return found
 
 
 def _trained(facts: Facts, number: int, pieces: list[Piece]) -> Row:
@@ -162,12 +192,14 @@ def _trained(facts: Facts, number: int, pieces: list[Piece]) -> Row:
         start = columns.generations[piece.generation].start
         if start is not None and (not worlds or worlds[-1] != start.world_size):
             worlds.append(start.world_size)
-    aside = [piece for piece in mine if piece.fate != HISTORY]
+    aside = {
+        FATES[fate]: sum(len(piece.rows) for piece in mine if piece.fate == fate) for fate in (LOST, REWOUND)
+    }
     return {
-        "first_step": int(columns["step"][mine[0].rows[0]]) - 1 if mine else None,
+        "first_step": int(columns["step"][mine[0].rows[0]]) if mine else None,
         "last_step": int(columns["step"][mine[-1].rows[-1]]) if mine else None,
         "worlds": worlds,
         "trained": sum(len(piece.rows) for piece in mine),
-        "aside": sum(len(piece.rows) for piece in aside),
-        "aside_fate": FATES[aside[0].fate] if aside else None,
+        "aside": sum(aside.values()),
+        "aside_by_fate": {fate: steps for fate, steps in aside.items() if steps},
     }

@@ -7,7 +7,6 @@ Reads no storage.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -134,7 +133,7 @@ class _Fates:
     ) -> None:
         self._columns, self._stops = columns, stops
         self._why = {claim.number: claim.why for claim in claims}
-        self._begun = sorted(parent.attempt for parent in parents)
+        self._parents = {parent.attempt: parent.parent for parent in sorted(parents, key=lambda p: p.attempt)}
         self._children: dict[GenerationId, list[tuple[GenerationId, int]]] = {}
         for generation in columns.generations:
             parent = generation.start.parent if generation.start is not None else None
@@ -153,6 +152,7 @@ class _Fates:
         )
         if stop is not None and stop >= 0:
             cuts.add(stop)
+        cuts |= {s.step for s in self._parents.values() if s is not None and (s.attempt, s.generation) == id_}
         edges = [0, *np.searchsorted(steps, sorted(cuts), side="right").tolist(), len(rows)]
         found: list[tuple[int, int, int, int | None]] = []
         for a, b in zip(edges, edges[1:], strict=False):
@@ -175,6 +175,7 @@ class _Fates:
 
     def _dropped_by(self, id_: GenerationId, step: int) -> tuple[int | None, int]:
         """(the attempt that abandoned this state, the attempt that held it last)."""
+        first, at_first = id_, step
         while True:
             children = self._children.get(id_, [])
             if inherited := [child for child, branch in children if branch >= step]:
@@ -184,9 +185,25 @@ class _Fates:
                 step = start.step
                 continue
             if left := [child for child, branch in children if branch < step]:
-                return min(left)[0], id_[0]
-            at = bisect.bisect_right(self._begun, id_[0])
-            return (self._begun[at] if at < len(self._begun) else None), id_[0]
+                by = min(left)[0]
+                rewinds = (n for n in self._parents if id_[0] < n < by and self._why.get(n) == REWIND)
+                return next((n for n in rewinds if not self._continues(n, first, at_first)), by), id_[0]
+            later = (number for number in self._parents if number > id_[0])
+            return next((n for n in later if not self._continues(n, first, at_first)), None), id_[0]
+
+    def _continues(self, attempt: int, id_: GenerationId, step: int) -> bool:
+        """Whether what an attempt continues came after this state; it may have trained nothing, as a
+        rewind.
+        """
+        state = self._parents[attempt]
+        while state is not None:
+            at = state.attempt, state.generation
+            if at == id_:
+                return step <= state.step
+            index = self._columns.index.get(at)
+            start = self._columns.generations[index].start if index is not None else None
+            state = start.parent if start is not None else None
+        return False
 
 
 def _check(columns: Columns, path: Path) -> None:

@@ -13,9 +13,17 @@ from orchestrator.config.redaction import redacted
 from orchestrator.config.schema import field_rules, in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.monitor.views.facts import Facts, short
-from orchestrator.monitor.views.points_table import DAMAGED, HEALTHY, ORPHAN, by_name, newest_healthy, table
+from orchestrator.monitor.views.points_table import (
+    DAMAGED,
+    HEALTHY,
+    ORPHAN,
+    by_name,
+    inherited,
+    newest_healthy,
+    table,
+)
 from orchestrator.records import encode
-from orchestrator.resume.points import Point
+from orchestrator.resume.points import Point, parse_point_name
 
 NEAR = 50  # steps that the loss at a point is the mean of
 
@@ -36,6 +44,7 @@ def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
         "point": row,
         "now": now,
         "newest": newest is not None and newest["name"] == name,
+        "forked_from": _forked_from(facts, name),
         **_cost(facts, row),
         "cursor": encode(held.cursor) if held is not None else None,
         "before": before["name"] if before is not None else None,
@@ -68,6 +77,13 @@ def differences(old: Row, new: Row) -> list[Row]:
 def shown(flat: Row) -> Row:
     """A flat configuration without the secrets in it."""
     return {path: redacted(value, path) for path, value in flat.items()}
+
+
+def _forked_from(facts: Facts, name: str) -> Row | None:
+    """Run, its id, point and weights of which a fork made this point its own; None for any other."""
+    key = parse_point_name(name)
+    begun = inherited(facts, key) if key is not None else None
+    return encode(begun.origin.forked_from) if begun is not None and begun.origin is not None else None
 
 
 def _read(facts: Facts, name: str) -> Point | None:
@@ -113,8 +129,8 @@ def _files(facts: Facts, name: str, row: Row) -> list[Row]:
 def _commands(facts: Facts, row: Row) -> dict[str, str]:
     """What does the same from a terminal; CONFIG stands for the configuration file where nobody noted it."""
     uri, name = shlex.quote(facts.uri), row["name"]
-    begun = facts.beginning(facts.files.begun)
-    train = (begun.fields.get("command") if begun is not None else None) or "orchestrator train CONFIG"
+    commanded = facts.commanded()
+    train = commanded[1] if commanded else f"orchestrator train CONFIG run.name={shlex.quote(facts.name)}"
     fork = shlex.quote(f"{facts.uri}-fork")
     return {
         "resume": train,

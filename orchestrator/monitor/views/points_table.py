@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.errors import RefusedError
+from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY
 from orchestrator.monitor.views.columns import Event
@@ -30,6 +31,8 @@ _KINDS = (
     EventKind.DELETING_POINTS,
     EventKind.POINTS_DELETED,
 )
+
+_COUNTS = ("consumed_samples", "consumed_tokens", "target_tokens")
 
 Row = dict[str, Any]
 
@@ -145,7 +148,8 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     assert key is not None, "only names of points are listed"
     commit = there.commit if there is not None else None
     at = facts.columns.index.get((key.attempt, key.generation))
-    start = facts.columns.generations[at].start if at is not None else None
+    begun = inherited(facts, key)
+    start = facts.columns.generations[at].start if at is not None else begun and begun.begins
     cursor = event.fields["cursor"] if event is not None else _cursor(facts, name, there)
     num_bytes = sum(entry.bytes for entry in commit.files) if commit is not None else 0
     wrong = dict(there.wrong) if there is not None else {"COMMIT": "is missing"}
@@ -190,16 +194,26 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
 
 
 def _cursor(facts: Facts, name: str, there: PointFacts | None) -> Mapping[str, Any]:
-    """Of a point whose commit no journal tells: from its step's record."""
+    """Of a point whose commit no journal tells: from its step's record, or from what a fork began with."""
     key = parse_point_name(name)
+    if key is not None and (begun := inherited(facts, key)) is not None and begun.begins is not None:
+        return {f: getattr(begun.begins, f) for f in _COUNTS}
     row = _row_of(facts, key) if key is not None and there is not None else None
     if row is None:
         return {}
     columns = facts.columns
-    return {f: int(columns[f][row]) for f in ("consumed_samples", "consumed_tokens", "target_tokens")}
+    return {f: int(columns[f][row]) for f in _COUNTS}
+
+
+def inherited(facts: Facts, key: StateKey) -> ClaimParent | None:
+    """What the claim says that took over the state with which this fork begins; None for any other state."""
+    parent = facts.parent(key.generation) if key.attempt == ORIGIN else None
+    return parent if parent is not None and parent.origin is not None else None
 
 
 def _time_of(facts: Facts, key: StateKey) -> float | None:
+    if inherited(facts, key) is not None:  # it is this run's since that claim
+        return stamp(facts.files.claims[key.generation].created)
     row = _row_of(facts, key)
     return float(facts.columns["t"][row]) if row is not None else None
 

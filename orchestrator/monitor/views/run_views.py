@@ -162,7 +162,7 @@ class RunViews:
         signs = (number, b"" if over else self._store.signs_of_life(number))
         if self._signs is None:
             self._watched_since = self._changed_at = now
-        elif signs != self._signs:
+        elif signs != self._signs and not over:  # that an end leaves no signs is none
             self._changed_at, self._sign_at = now, self._clock()
         first, self._signs = self._signs is None, signs
         quiet = now - self._changed_at
@@ -244,9 +244,22 @@ class RunViews:
             self.refresh()  # it may have been deleted just now
         return point_detail.point(facts, name, self._clock())
 
-    def attempts(self, routine: bool = False, offset: int = 0, limit: int = 200) -> Document:
-        """A page of the attempts, newest first; `routine`: with plain restarts of the coordinator."""
-        return lanes.attempts(self._facts, routine, offset, limit)
+    def attempts(
+        self, routine: bool = False, offset: int = 0, limit: int = 200, forks: Sequence[lanes.Fork] = ()
+    ) -> Document:
+        """A page of the attempts, newest first; `routine`: with plain restarts of the coordinator. `forks`:
+        what is known of the storage's other runs.
+        """
+        return lanes.attempts(self._facts, routine, offset, limit, forks)
+
+    def forked_from(self) -> lanes.Fork | None:
+        """Of what it is a fork; None if it is none, or cannot be read."""
+        parents = self._reading.files.parents.values() if self._reading is not None else ()
+        origin = next((parent.origin for parent in parents if parent.origin is not None), None)
+        if origin is None:
+            return None
+        name = self._store.storage.root.rstrip("/").rpartition("/")[2]
+        return lanes.Fork(run=name, of=origin.forked_from.run_id, point=origin.forked_from.point)
 
     def sources(self) -> Document:
         """What was trained on, by source."""

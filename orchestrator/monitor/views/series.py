@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,40 @@ FAR = 2**62  # beyond every position
 Pixels = tuple[Array, Array, Array]  # numbers of pixels, and of each the rows [start, stop)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """Steps that were abandoned together."""
+    """Steps that were abandoned together: the rows [start, stop) of `Branches.along`."""
 
-    def __init__(self, facts: Facts, pieces: Sequence[Piece]) -> None:
-        rows = np.concatenate([piece.rows for piece in pieces])
-        self.fate, self.by = pieces[0].fate, pieces[0].by
-        self.along = Along(facts.columns, Growing("i8", rows))
-        generations = facts.columns.generations
-        self.attempts = [generations[p.generation].id[0] for p in (pieces[0], pieces[-1])]
+    fate: int
+    by: int | None
+    attempts: list[int]  # the first and the last
+    start: int
+    stop: int
+
+
+class Branches:
+    """All of them, one behind the other, so that a curve over all is looked up at once."""
+
+    def __init__(self, facts: Facts, groups: Sequence[Sequence[Piece]]) -> None:
+        generations, rows, self.each = facts.columns.generations, Growing("i8"), list[Branch]()
+        for pieces in groups:
+            start = len(rows)
+            for piece in pieces:
+                rows.extend(piece.rows)
+            self.each.append(
+                Branch(
+                    fate=pieces[0].fate,
+                    by=pieces[0].by,
+                    attempts=[generations[p.generation].id[0] for p in (pieces[0], pieces[-1])],
+                    start=start,
+                    stop=len(rows),
+                )
+            )
+        self.along = Along(facts.columns, rows)
+
+    def of(self, branch: Branch, name: str) -> Array:
+        """A column of one of them."""
+        return self.along[name][branch.start : branch.stop]
 
 
 def series(
@@ -57,7 +83,8 @@ def series(
         raise RefusedError(f"a range from {start} to {stop} is none; give finite numbers")
     px = max(LEAST_PX, min(MOST_PX, px))
     branches = facts.kept("branches", facts.shape, lambda: _branches(facts))
-    ends = [x for b in (facts.history, *(b.along for b in branches)) if len(x := b[AXES[axis]])]
+    along = [facts.history[AXES[axis]], *(branches.of(branch, AXES[axis]) for branch in branches.each)]
+    ends = [x for x in along if len(x)]
     low = start if start is not None else min((float(x[0]) for x in ends), default=0.0)
     high = stop if stop is not None else max((float(x[-1]) for x in ends), default=1.0)
     x = facts.history[AXES[axis]]
@@ -71,34 +98,47 @@ def series(
         "i": pixels[0].tolist(),
         "history": {metric: _curve(facts.history, metric, pixels, True) for metric in metrics},
         "gaps": _gaps(facts, pixels) if axis == "time" else [],
-        "branches": [],
+        "branches": _aside(branches, AXES[axis], metrics, (low, high, px)),
     }
-    for branch in branches:
-        part = _pixels(branch.along[AXES[axis]], low, high, px)
-        if len(part[0]):
-            steps = branch.along["step"]
-            found["branches"].append(
-                {
-                    "fate": FATES[branch.fate],
-                    "by": branch.by,
-                    "attempts": branch.attempts,
-                    "from_step": int(steps[0]),
-                    "to_step": int(steps[-1]),
-                    "i": part[0].tolist(),
-                    "values": {metric: _curve(branch.along, metric, part, False) for metric in metrics},
-                }
-            )
     return found
 
 
-def _branches(facts: Facts) -> list[Branch]:
+def _aside(
+    branches: Branches, column: str, metrics: Sequence[str], window: tuple[float, float, int]
+) -> list[dict[str, Any]]:
+    """The curves of the branches that the window shows."""
+    seen = [(branch, _pixels(branches.of(branch, column), *window)) for branch in branches.each]
+    seen = [(branch, part) for branch, part in seen if len(part[0])]
+    if not seen:
+        return []
+    first, last = (np.concatenate([part[k] + branch.start for branch, part in seen]) for k in (1, 2))
+    curves = {m: _curve(branches.along, m, (first, first, last), False)["mean"] for m in metrics}
+    found, at = list[dict[str, Any]](), 0
+    for branch, (pixels, _, _) in seen:
+        steps, end = branches.of(branch, "step"), at + len(pixels)
+        found.append(
+            {
+                "fate": FATES[branch.fate],
+                "by": branch.by,
+                "attempts": branch.attempts,
+                "from_step": int(steps[0]),
+                "to_step": int(steps[-1]),
+                "i": pixels.tolist(),
+                "values": {metric: {"mean": curve[at:end]} for metric, curve in curves.items()},
+            }
+        )
+        at = end
+    return found
+
+
+def _branches(facts: Facts) -> Branches:
     """Of all that a rewind set aside one branch, of what was lost one for each generation."""
     groups: dict[tuple[int, Any], list[Piece]] = {}
     for piece in facts.path.pieces:
         if piece.fate != HISTORY:
             where = piece.by if piece.fate == REWOUND else piece.generation
             groups.setdefault((piece.fate, where), []).append(piece)
-    return [Branch(facts, pieces) for pieces in sorted(groups.values(), key=lambda p: int(p[0].rows[0]))]
+    return Branches(facts, sorted(groups.values(), key=lambda p: int(p[0].rows[0])))
 
 
 def _pixels(x: Array, low: float, high: float, px: int) -> Pixels:

@@ -44,7 +44,8 @@ def sources(facts: Facts) -> Row:
     for row in rows:
         _counted(row, counts, last, since)
     return {
-        "at": last.t if last is not None else cursor.t if cursor is not None else None,
+        "at": cursor.t if cursor is not None else None,
+        "counted_at": _counted_at(facts, listed, last),
         "since": since["t"] if since is not None else None,
         "sources": rows,
         "skipped": skipped(facts),
@@ -68,9 +69,13 @@ def skipped(facts: Facts) -> list[Row]:
 
 
 def newest_cursor(facts: Facts) -> Event | None:
-    """The last event that says where the run stands in its data."""
-    events = facts.events(EventKind.POINT_COMMITTED, EventKind.CURSOR)
-    return events[-1] if events else None
+    """The last event of the history that says where the run stands in its data."""
+    events, kept = facts.events(EventKind.POINT_COMMITTED, EventKind.CURSOR), facts.path.attempts
+    return next((e for e in reversed(events) if e.attempt in kept and _position(e) <= facts.tokens), None)
+
+
+def _position(cursor: Event) -> int:
+    return int(cursor.fields["cursor"]["consumed_tokens"])
 
 
 def documents(facts: Facts) -> tuple[int, int] | None:
@@ -137,6 +142,13 @@ def _counted(row: Row, counts: Row, last: Event | None, since: Row | None) -> No
     row["actual"] = short(row["samples"] / max(1, sum(each["samples"] for each in counts.values())))
     if since is not None:
         row["actual_since"] = short(since["counts"].get(name, 0) / max(1, sum(since["counts"].values())))
+
+
+def _counted_at(facts: Facts, listed: list[Row], last: Event | None) -> Row | None:
+    """Where samples and tokens were counted: {t, attempt}, attempt None for the newest step."""
+    if len(listed) == 1 and len(facts.history):
+        return {"t": float(facts.history["t"][-1]), "attempt": None}
+    return {"t": last.t, "attempt": last.attempt} if last is not None else None
 
 
 def _since(told: list[Event], counts: Row) -> Row | None:

@@ -108,15 +108,15 @@ def _group(facts: Facts, state: str) -> Row:
     waits = waiting_now(facts) if state == WAITING else None
     if waits is not None:
         world = waits["there"]
-    alive = state in (RUNNING, WAITING, STARTING, OPEN)
+    alive, ended = state in (RUNNING, WAITING, STARTING, OPEN), facts.end_of(newest) is not None
     return {
         "attempt": newest,
         "generation": head.id[1] if head is not None else 0,
         "world_size": world if alive else 0,
         "world_wanted": [wanted, wanted] if isinstance(wanted, int) else wanted,
         "world_since": head.t if head is not None else None,
-        "last_sign": facts.life.last_sign or facts.wrote(newest),
-        "alive": facts.life.alive if facts.end_of(newest) is None else False,
+        "last_sign": (None if ended else facts.life.last_sign) or facts.wrote(newest),
+        "alive": False if ended else facts.life.alive,
     }
 
 
@@ -129,8 +129,8 @@ def _progress(facts: Facts, state: str) -> Row:
     total = parent.budgets.total_tokens if parent is not None and parent.budgets is not None else None
     left = max(0, total - facts.tokens) if total is not None else None
     step, width = facts.step or 0, 0
-    if facts.head is not None and facts.head.start is not None:
-        width = facts.head.start.global_batch_size * facts.head.start.seq_len
+    if facts.begin is not None:
+        width = facts.begin.global_batch_size * facts.begin.seq_len
     elif config:
         width = config["train.global_batch_size"] * config["pack.seq_len"]
     alive = state in (RUNNING, WAITING, STARTING, OPEN)
@@ -145,7 +145,11 @@ def _progress(facts: Facts, state: str) -> Row:
             "max_step": step + math.ceil(left / width) if left is not None and width else None,
             "tokens": facts.tokens,
             "total_tokens": total,
-            "samples": int(history["consumed_samples"][-1]) if size else 0,
+            "samples": int(history["consumed_samples"][-1])
+            if size
+            else facts.begin.consumed_samples
+            if facts.begin is not None
+            else 0,
             "share": facts.tokens / total if total else None,
             "eta_s": left / speed if left is not None and speed and alive else None,
         },
@@ -233,6 +237,7 @@ def _loss(facts: Facts) -> Row:
     full = len(before) == LOSS_BEFORE
     return {
         "now": short(float(losses[-LOSS_NOW:].mean())) if len(losses) else None,
+        "steps": len(losses[-LOSS_NOW:]),
         "before": short(float(before.mean())) if full else None,
     }
 
@@ -264,13 +269,13 @@ def ribbon(facts: Facts, now: float) -> list[list[float | None] | None]:
 def _more(facts: Facts, out: Row, now: float) -> Row:
     """What the page of one run has."""
     config = facts.config(facts.files.begun)
-    begun = facts.beginning(facts.files.begun)
+    commanded = facts.commanded()
     told = [entry for entry in happenings(facts) if entry["kind"] != "coordinator"]
     faults = [entry for entry in happenings(facts) if entry["level"] == "fault"]
     restarts = [entry for entry in happenings(facts) if entry["kind"] == "coordinator"]
     more: Row = {
         "config": {name: redacted(config.get(name), name) for name in CONFIG},
-        "command": (begun.fields.get("command") or None) if begun is not None else None,
+        "command": commanded[1] if commanded is not None else None,
         "files": {"free_bytes": free_bytes(facts.uri)},
     }
     more["checks"] = checks(facts, {**out, **more}, now)

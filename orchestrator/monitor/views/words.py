@@ -27,3 +27,8 @@ def count(number: float) -> str:
 def steps(number: int) -> str:
     """`1 step`, `39 steps`."""
     return f"{number:,} step{'' if number == 1 else 's'}"
+
+
+def workers(number: int) -> str:
+    """`1 worker`, `8 workers`."""
+    return f"{number:,} worker{'' if number == 1 else 's'}"

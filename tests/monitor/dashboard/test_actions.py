@@ -168,6 +168,23 @@ def test_a_fork_lies_beside_its_run_and_nowhere_else(name: str) -> None:
     )
 
 
+def test_a_fork_under_a_name_that_is_taken_is_refused_before_it_is_confirmed(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    sight = replace(SIGHT, uri=str(tmp_path / "run"))
+    found = planned("fork", Asked(point=POINT, new_run="taken"), sight, SECRET, 0.0)
+    assert found.token is None
+    assert f"{tmp_path / 'taken'} is there already" in found.refusals[0]
+    assert planned("fork", Asked(point=POINT, new_run="free"), sight, SECRET, 0.0).refusals == ()
+
+
+@pytest.mark.parametrize("name", ["verify", "export"])
+def test_training_goes_on_is_said_only_of_a_run_that_trains(name: str) -> None:
+    ended = replace(SIGHT, summary={**SUMMARY, "state": "stopped"})
+    for sight, goes_on in ((SIGHT, True), (ended, False)):
+        effects = planned(name, Asked(point=POINT), sight, SECRET, 0.0).effects
+        assert any("Training goes on" in text for _, text in effects) == goes_on
+
+
 @pytest.mark.parametrize("name", ["rewind", "fork", "export"])
 def test_nothing_is_made_from_a_damaged_point(name: str) -> None:
     row = {**DETAIL["point"], "state": "damaged", "reason": "model/x is gone"}

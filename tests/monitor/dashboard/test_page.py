@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,38 @@ def test_the_page_says_what_happened_to_the_run(opened: Open, job: Job) -> None:
     assert f"Orphans {orphans}" in " ".join(page.inner_text(".chips").split())
 
 
+def runs_of(link: str) -> Any:
+    """What a server answers whose link this is."""
+    base, _, token = link.partition("#token=")
+    asked = urllib.request.Request(f"{base}api/runs", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)["runs"]
+
+
+def test_a_run_that_has_only_claimed_is_shown_in_every_view(browser: Any, tmp_path: Path) -> None:
+    made = write_run(tmp_path / "begun", steps=20, points=2, attempts=1)
+    for folder in ("journal", "points"):
+        shutil.rmtree(tmp_path / "begun" / folder)
+    (tmp_path / "begun" / "attempts" / "0001.parent.json").unlink()
+    beat = tmp_path / "begun" / "attempts" / "0001.start-heartbeat"
+    with serving(tmp_path) as link:
+        for at in range(1, 20_000):  # until the server has seen that it lives
+            beat.write_text("." * at)
+            if runs_of(link)[0]["state"] == "starting":
+                break
+        watched = Watched(browser, link)
+        watched.page.wait_for_selector("table.runs tbody tr >> text=Starting")
+        row = watched.page.inner_text("table.runs tbody")
+        assert "being started" in row
+        assert "null" not in row
+        for view in ("", "/points", "/lineage", "/charts", "/data", "/goodput", "/events"):
+            page = watched.open(f"/run/{made.run.name}{view}")
+            page.wait_for_selector("nav.tabs a[aria-current]")
+            assert not re.search(r"null|undefined|NaN|2\d{4} d", page.inner_text("main")), view
+        assert watched.found() == []
+        watched.close()
+
+
 def test_motion_stops_for_who_wants_none(opened: Open) -> None:
     page = opened(reduced_motion="reduce").open("/run/tiny/points")
     page.locator(".vt-row").first.click()
@@ -216,6 +250,9 @@ def test_without_its_token_the_page_says_where_to_get_it(browser: Any, link: str
     said = watched.page.inner_text("[role=alert]")
     assert "lacks its token" in said
     assert "open the link that `orchestrator dashboard` has printed" in said
+    assert watched.page.inner_text(".conn .txt") == "not let in: the token"
+    watched.page.goto(f"{link.split('#', maxsplit=1)[0]}#token=a-wrong-one")
+    watched.page.wait_for_selector("[role=alert] >> text=The token of this address is wrong")
     watched.page.goto(link)
     watched.page.wait_for_selector("table.runs tbody tr")
     assert "token" not in watched.page.url
@@ -296,6 +333,18 @@ def test_a_point_is_pinned_by_plan_confirm_and_done(opened: Open, job: Job) -> N
     assert not any(row["pin"] for row in job.run.list_points())
 
 
+def test_a_forks_plan_follows_the_name_while_it_is_typed(opened: Open, job: Job) -> None:
+    point = job.run.list_points()[0]["name"]
+    page = opened().open(f"/run/tiny/points?point={point}")
+    page.click(".drawer button:has-text('Fork')")
+    page.locator("#act-run").press_sequentially("hostile")
+    page.wait_for_selector("dialog [role=alert] >> text=is there already")
+    assert page.locator("dialog .btn.primary").count() == 0
+    page.locator("#act-run").press_sequentially("-2")
+    page.wait_for_selector("dialog copy-line >> text=hostile-2")
+    assert page.evaluate("document.activeElement.id") == "act-run"
+
+
 def test_a_plan_that_does_not_hold_any_more_is_shown_as_stale(browser: Any, link: str, storage: Path) -> None:
     made = write_run(storage / "moving", steps=60, points=6, attempts=3)
     watched = Watched(browser, link)
@@ -361,6 +410,10 @@ def test_a_run_is_rewound_forked_and_exported_as_the_commands_do_it(job: Job, tm
     for view in views:
         answer = asking.get(f"/api/runs/other{view}")
         assert answer.status_code == 200, (view, answer.text)
+    rows = asking.get("/api/runs/tiny/attempts?routine=1").json()["rows"]
+    assert [(fork["run"], fork["point"]) for row in rows for fork in row["forks"]] == [("other", orphan)]
+    (row,) = asking.get("/api/runs/other/attempts").json()["rows"]
+    assert (row["forked_from"]["run"], row["forked_from"]["is_here"]) == ("tiny", True)
 
     assert asking.post("/api/runs/tiny/actions/rewind/plan", json={"point": orphan}).json()["refusals"]
     rewound = confirmed(asking, "tiny", "rewind", point=first)

@@ -6,15 +6,30 @@ from __future__ import annotations
 
 import os
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from benchmarks.made_run import note
 from orchestrator.config.redaction import redacted_text
 from orchestrator.errors import StorageError
+from orchestrator.history.claim_files import RESUME, REWIND
+from orchestrator.history.claims import ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.dashboard.answers import without_secrets
 from orchestrator.monitor.dashboard.runs import Runs
-from tests.monitor.dashboard.serving import SCRIPT, SECRET, Served, client, make_hostile, served, text_of
+from orchestrator.resume.points import parse_point_name
+from tests.monitor.dashboard.serving import (
+    SCRIPT,
+    SECRET,
+    Served,
+    client,
+    make_hostile,
+    served,
+    text_of,
+)
 
 
 def test_every_route_answers_with_what_the_others_say(run: Served) -> None:
@@ -186,3 +201,27 @@ def test_what_is_looked_at_more_closely_is_all_that_would_be_hidden(text: str) -
         "token": "***",
         "cursor": {"token": 5, "prefix_digest": ""},
     }
+
+
+def test_the_planners_command_is_the_one_that_was_noted_with_what_differs_now(tmp_path: Path) -> None:
+    run = served(tmp_path)
+    made, store = run.made, run.made.store
+    assert run.get("/plan")["command"] == "orchestrator train CONFIG run.name=made"
+    newest = max(store.claim_numbers())
+    flat, point = made.config.flat(), parse_point_name(made.points[-1])
+    commanded = "orchestrator train configs/small.yaml run.name=made train.global_batch_size=16"
+    other = {**flat, "train.global_batch_size": 16, "resume.every_steps": 3}
+    then = {**other, "resume.every_steps": 7}
+    for why, command, config in ((RESUME, commanded, other), (REWIND, "", then)):
+        newest += 1
+        store.claim(newest, f"launch-{newest}", why, "host", made.run.id)
+        store.write_parent(ClaimParent(attempt=newest, parent=point, inherited=tuple(made.points)))
+        journal = JournalWriter(store.storage, newest, run_id=made.run.id, now=lambda: datetime.now(UTC))
+        note(journal, EventKind.ATTEMPT, launch="l", why=why, config=config, command=command, host="host")
+        journal.close()
+    kept = "orchestrator train configs/small.yaml run.name=made"
+    answers = [client(tmp_path).get(f"/api/runs/made/plan{q}").json() for q in ("", "?global_batch_size=48")]
+    assert [answer["command"] for answer in answers] == [
+        f"{kept} train.global_batch_size=16 resume.every_steps=7",
+        f"{kept} train.global_batch_size=48 resume.every_steps=7",
+    ]

@@ -216,10 +216,10 @@ def test_lost_steps_are_told_where_the_attempt_goes_on_and_drawn_with_their_fate
         ("lost", 2, 4, 7),
         ("rewound", 3, 4, 6),
     ]
-    assert [(r["attempt"], r["aside"], r["aside_fate"]) for r in views.attempts()["rows"]] == [
-        (3, 0, None),
-        (2, 3, "rewound"),
-        (1, 4, "lost"),
+    assert [(r["attempt"], r["aside"], r["aside_by_fate"]) for r in views.attempts()["rows"]] == [
+        (3, 0, {}),
+        (2, 3, {"rewound": 3}),
+        (1, 4, {"lost": 4}),
     ]
 
 

@@ -200,6 +200,16 @@ def test_a_run_without_an_end_is_watched_until_it_shows_life_or_none_for_ten_sec
     assert (views.summary()["state"], views.summary()["alive"]) == ("stopped", False)
 
 
+def test_that_a_run_has_ended_is_no_sign_of_its_life(live: LiveRun) -> None:
+    clock = Clock()
+    views = views_of(live.store, clock)
+    live.end()
+    clock.s = 3.0
+    assert views.refresh()
+    (wrote,) = [row["t1"] for row in views.attempts()["rows"]]
+    assert views.summary()["last_sign"] == wrote != NOW
+
+
 def test_a_run_that_nobody_works_on_is_gone_after_ten_seconds_of_watching(live: LiveRun) -> None:
     clock = Clock()
     views = views_of(live.store, clock)

@@ -32,7 +32,7 @@ export function stream(path, on, status) {
 		while (!stop.signal.aborted) {
 			try {
 				const answer = await fetch(url(path), { headers: headers({ Accept: 'text/event-stream', ...(last ? { 'Last-Event-ID': last } : {}) }), signal: stop.signal });
-				if (answer.status === 401 || answer.status === 404) return status('lost'); if (!answer.ok) throw new Error(answer.status);
+				if (answer.status === 401 || answer.status === 404) return status(answer.status === 401 ? 'shut' : 'still'); if (!answer.ok) throw new Error(answer.status);
 				status('live'); wait = 1000;
 				const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader(); let rest = '';
 				for (;;) {

@@ -7,12 +7,15 @@ import { Timeline } from './timeline.js';
 import { VTable } from './vtable.js';
 
 const words = () => import('./words.js').then(m => m.WORDS), drawer = () => import('./drawer.js');
-const { h, s, icon, int, count, span, ago, pct, when, full } = f;
+const { h, s, icon, int, count, span, ago, past, pct, when, full } = f;
 const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', open: 'Looking for a sign of life', unreadable: 'Unreadable' };
 const ALIVE = new Set(['running', 'waiting', 'starting']);
 const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'open', 'running', 'starting', 'stopped', 'done'];
-const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker frozen error nosave waiting', 'crash fault': 'crash failed', 'damaged fault': 'damaged', 'rewind rewind': 'rewind', 'change accent': 'resize change join', 'start muted': 'start', 'done muted': 'done', 'resume orphan': 'resume', 'coordinator orphan': 'coordinator reform' }).flatMap(([look, kinds]) => kinds.split(' ').map(k => [k, look.split(' ')])));
+const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker frozen error nosave waiting', 'crash fault': 'crash failed', 'damaged fault': 'damaged', 'rewind rewind': 'rewind', 'change accent': 'resize join', 'start muted': 'start', 'branch accent': 'fork', 'done muted': 'done', 'resume orphan': 'resume change', 'coordinator orphan': 'coordinator reform' }).flatMap(([look, kinds]) => kinds.split(' ').map(k => [k, look.split(' ')])));
 export const PARTS = [['productive', 'Productive'], ['data_wait', 'Waiting for data'], ['saving', 'Saving'], ['reforming', 'Re-forming'], ['starting', 'Starting'], ['waiting', 'Waiting for workers'], ['lost', 'Lost work'], ['rewound', 'Rewound'], ['down', 'Down'], ['other', 'Not accounted for']];
+// how many workers are wanted; empty while an attempt has claimed and not yet said so
+const wanted = r => r.world_wanted ? [...new Set(r.world_wanted)].join('–') : '';
+const TOKEN = { no_token: 'This address lacks its token', wrong_token: 'The token of this address is wrong' };
 const css = x => (Math.max(0, Math.min(1, x || 0)) * 100).toFixed(3) + '%';
 const raw = x => Alpine.raw(x);
 const keep = x => Object.defineProperty(x, '__v_skip', { value: true });  // never reactive
@@ -60,8 +63,8 @@ document.addEventListener('alpine:init', () => {
 			this.params = p; const q = new URLSearchParams(p);
 			history.replaceState(null, '', location.pathname + location.search + '#/run/' + encodeURIComponent(this.name) + (this.tab === 'overview' ? '' : '/' + this.tab) + (q.size ? '?' + q : ''));
 		},
-		connClass() { return { live: 'beat', lost: 'bad', load: 'warn', idle: 'idle', still: 'idle' }[this.conn]; },
-		connText() { return { live: 'live', lost: 'no connection, trying again', load: 'loading', idle: '', still: 'from storage' }[this.conn]; },
+		connClass() { return { live: 'beat', lost: 'bad', shut: 'bad', load: 'warn', idle: 'idle', still: 'idle' }[this.conn]; },
+		connText() { return { live: 'live', lost: 'no connection, trying again', shut: 'not let in: the token', load: 'loading', idle: '', still: 'from storage' }[this.conn]; },
 		clockText() { return f.clock(this.now()) + (this.utc ? ' UTC' : ''); },
 		toggleZone() { this.utc = f.zone.utc = !this.utc; try { localStorage.setItem('utc', this.utc ? '1' : ''); } catch { /* closed */ } dispatchEvent(new Event('redraw')); },
 		toggleTheme() { this.theme = { auto: 'light', light: 'dark', dark: 'auto' }[this.theme]; try { localStorage.setItem('theme', this.theme); } catch { /* closed */ } this.say('Theme: ' + (this.theme === 'auto' ? 'as the system' : this.theme)); this.paintTheme(); },
@@ -91,18 +94,18 @@ document.addEventListener('alpine:init', () => {
 		async load(quiet) {
 			if (!quiet) { this.error = null; }
 			try { const d = await get('runs'); this.sync(d.now); this.storage = d.storage; this.rows = d.runs.map(r => this.row(r, d.now)).sort((a, b) => URGENT.indexOf(a.state) - URGENT.indexOf(b.state) || b.t - a.t); this.error = null; this.conn = 'still'; }
-			catch (e) { this.error = { title: e.status === 401 ? 'This address lacks its token' : 'The runs cannot be read', text: e.message, more: [e.do, quiet && this.rows ? 'Below is what was last read.' : ''].filter(Boolean).join(' ') }; this.conn = 'lost'; }
+			catch (e) { const shut = e.status === 401; if (shut) clearInterval(this.timer); this.error = { title: shut ? TOKEN[e.code] || TOKEN.no_token : 'The runs cannot be read', text: e.message, more: [e.do, quiet && this.rows ? 'Below is what was last read.' : ''].filter(Boolean).join(' ') }; this.conn = shut ? 'shut' : 'lost'; }
 		},
 		row(r, now) {
 			const bad = r.state === 'unreadable', p = r.progress, alive = ALIVE.has(r.state);
 			const sign = bad ? null : r.last_sign;
 			return { name: r.name, state: r.state, word: STATE[r.state], t: sign || r.created,
-				line: bad ? r.error.file + ' line ' + r.error.line : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
-				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : r.world_size + ' of ' + (r.world_wanted[0] === r.world_wanted[1] ? r.world_wanted[0] : r.world_wanted.join('–')),
+				line: bad ? r.reason : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
+				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : wanted(r) ? r.world_size + ' of ' + wanted(r) : 'being started',
 				goodput: bad ? '–' : pct(r.goodput.share), cells: (r.ribbon || []).map(c => c === null ? { cls: 'none', style: {} } : { cls: c[0] > .9 ? '' : c[0] > .5 ? 'part' : 'bad', style: { height: Math.max(6, c[0] * 100) + '%' } }),
 				risk: bad ? '–' : r.state === 'done' || r.state === 'stopped' ? 'nothing' : count(r.risk.tokens), riskMore: bad || !r.risk?.steps || r.state === 'done' || r.state === 'stopped' ? '' : span(r.risk.seconds) + ' of work',
-				point: bad ? '–' : r.point ? 'step ' + int(r.point.step) : 'none yet', pointMore: !bad && r.point ? ago(now - r.point.t) + ' ago · ' + when(r.point.t, now) : '',
-				sign: bad ? '–' : ago(now - sign) + ' ago', signAbs: bad ? '' : when(sign, now) };
+				point: bad ? '–' : r.point ? 'step ' + int(r.point.step) : 'none yet', pointMore: !bad && r.point?.t != null ? past(r.point.t, now) + ' · ' + when(r.point.t, now) : '',
+				sign: past(sign, now), signAbs: sign == null ? '' : when(sign, now) };
 		},
 		shown() { return this.rows.filter(r => (this.filter === 'all' || (this.filter === 'alive') === ALIVE.has(r.state)) && r.name.includes(this.q.trim())); },
 		chips() { const n = x => this.rows.filter(r => ALIVE.has(r.state) === x).length; return [{ id: 'all', label: 'All', n: this.rows.length }, { id: 'alive', label: 'Alive', n: n(true) }, { id: 'ended', label: 'Not running', n: n(false) }]; },
@@ -112,7 +115,7 @@ document.addEventListener('alpine:init', () => {
 	// ------------------------------------------------------------ one run
 	const TABS = [['overview', 'Overview'], ['points', 'Resume points'], ['lineage', 'Lineage'], ['charts', 'Charts'], ['data', 'Data'], ['goodput', 'Goodput'], ['events', 'Events'], ['plan', 'What if']];
 	Alpine.data('runPage', () => ({
-		run: null, failure: null, drawer: null, doing: null, unstream: null, off: null, opener: null,
+		run: null, failure: null, drawer: null, doing: null, typing: 0, unstream: null, off: null, opener: null,
 		init() { this.reload(); listen(this, { runkey: e => this.runKey(e.detail) }); this.$watch('params.point', v => this.fromParams()); this.$watch('params.event', v => this.fromParams()); },
 		destroy() { this.unstream?.(); this.off(); },
 		get alive() { return !!this.run && ALIVE.has(this.run.state) && this.run.state !== 'starting'; },
@@ -124,14 +127,15 @@ document.addEventListener('alpine:init', () => {
 				this.fromParams();
 				this.unstream ??= stream(runPath(this.name) + '/stream', (kind, d) => kind === 'summary' && this.take(d), c => { this.conn = c === 'live' && !ALIVE.has(this.run.state) ? 'still' : c; });
 			} catch (e) {
-				this.conn = e.status === 0 || e.status >= 500 ? 'lost' : 'still';
-				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', no_token: 'This address lacks its token', wrong_token: 'This address has another server’s token', storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
+				this.conn = e.status === 401 ? 'shut' : e.status === 0 || e.status >= 500 ? 'lost' : 'still';
+				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
 			}
 		},
 		at(tab) { return this.run && !this.failure && this.tab === tab; },
 		get(path, query) { return get(runPath(this.name) + path, query); },
 		take(d) { this.sync(d.now); d.recent = d.recent.map(e => ({ ...e, icon: (EVENT_ICON[e.kind] || ['routine'])[0], cls: (EVENT_ICON[e.kind] || [0, 'muted'])[1] })); this.run = d; dispatchEvent(new Event('summary')); },
 		tabs() { const r = this.run; return TABS.map(([id, label]) => ({ id, label, href: this.link(id), n: !r ? '' : id === 'points' ? int(r.points.total) : id === 'lineage' ? int(r.attempt) : '' })); },
+		intoView(el) { el.scrollIntoView({ block: 'nearest', inline: 'nearest' }); },
 		sinceText() { const r = this.run; return '· ' + (ALIVE.has(r.state) ? 'since ' + this.whenText(r.since) : r.state === 'gone' ? 'for ' + ago(this.now() - r.since) : ago(this.now() - r.since) + ' ago'); },
 		// drawer; not by $refs, which a button that is gone by then cannot follow
 		fromParams() { if (this.params.point) this.showPoint(this.params.point); else if (this.params.event) this.showEvent(this.params.event); else if (this.drawer) this.drawer = null; },
@@ -158,7 +162,7 @@ document.addEventListener('alpine:init', () => {
 		ranged() { return this.params.from != null; },
 		setAxis(axis) { this.axis = axis; this.param({ axis, from: null, to: null }); dispatchEvent(new Event('axis')); },
 		zoomTo(lo, hi) { this.param(lo == null ? { from: null, to: null } : { axis: this.axis, from: Number(lo.toPrecision(13)), to: Number(hi.toPrecision(13)) }); },
-		resumeCommand() { return this.run.command || 'orchestrator train CONFIG'; },
+		resumeCommand() { return this.run.command || 'orchestrator train CONFIG run.name=' + this.run.name; },
 		// actions: plan → confirm → done
 		can(kind) { return this.actions.includes(kind); },
 		async act(kind, point, more) {
@@ -170,6 +174,7 @@ document.addEventListener('alpine:init', () => {
 				this.doing = { ...this.doing, ...plan, phase: 'confirm', foot: 'planned at attempt ' + (plan.basis.attempt ?? '–') + ', generation ' + (plan.basis.generation ?? '–') };
 			} catch (e) { if (this.doing) this.doing = { ...this.doing, phase: 'confirm', refusals: [e.message] }; }
 		},
+		actTyped(name, value) { value = value.trim() || null; this.doing = { ...this.doing, asked: { ...raw(this.doing.asked), [name]: value }, phase: 'plan', refusals: [] }; clearTimeout(this.typing); this.typing = setTimeout(() => this.doing && this.actOption(name, value), 250); },
 		actOption(name, value) { const d = this.doing; this.act(d.kind, d.point, { ...raw(d.asked), [name]: value }); },
 		actNote(value) { raw(this.doing.asked).why = value; },  // goes with the confirmation; no plan depends on it
 		async actDo() {
@@ -227,7 +232,7 @@ document.addEventListener('alpine:init', () => {
 			const sw = (fill, extra) => { const v = s('svg', { viewBox: '0 0 12 12' }); v.append(s('path', { d: 'M0 2h12v10H0z', fill, opacity: '.3' }), s('path', { d: 'M0 2h12', stroke: fill, 'stroke-width': 2 })); return h('span', {}, v, extra); };
 			const d = this.tl.data; if (!d) return;
 			const fate = n => d.segments.some(x => x.fate === n), did = (...k) => d.happenings.some(e => k.includes(e.kind)), point = n => d.points.some(p => p.state === n);
-			this.$refs.legend.replaceChildren(...[d.segments.length && sw('var(--accent-g)', 'workers, on the history'), fate(1) && box('k-lost', 'lost work'), fate(2) && box('k-rewound', 'rewound'), did('worker', 'frozen', 'error', 'nosave', 'waiting') && g('fault', 'fault', 'worker lost'), did('crash', 'failed') && g('crash', 'fault', 'everything died'), did('rewind') && g('rewind', 'rewind', 'rewind'), did('resize', 'change', 'join') && g('change', 'accent', 'other shape'), did('resume') && g('resume', 'orphan', 'resumed'), point(0) && g('healthy', 'ok', 'healthy point, digests read'), point(0) && g('sizes', 'ok', 'sizes compared'), point(1) && g('pinned', 'ok', 'pinned'), point(2) && g('damaged', 'fault', 'damaged'), point(3) && g('orphan', 'orphan', 'orphan'), this.run.risk.steps && box('k-risk', 'at risk now')].filter(Boolean));
+			this.$refs.legend.replaceChildren(...[d.segments.length && sw('var(--accent-g)', 'workers, on the history'), fate(1) && box('k-lost', 'lost work'), fate(2) && box('k-rewound', 'rewound'), did('worker', 'frozen', 'error', 'nosave', 'waiting') && g('fault', 'fault', 'worker lost'), did('crash', 'failed') && g('crash', 'fault', 'everything died'), did('rewind') && g('rewind', 'rewind', 'rewind'), did('resize', 'join') && g('change', 'accent', 'other shape'), did('resume', 'change') && g('resume', 'orphan', 'resumed'), point(0) && g('healthy', 'ok', 'healthy point, digests read'), point(0) && g('sizes', 'ok', 'sizes compared'), point(1) && g('pinned', 'ok', 'pinned'), point(2) && g('damaged', 'fault', 'damaged'), point(3) && g('orphan', 'orphan', 'orphan'), this.run.risk.steps && box('k-risk', 'at risk now')].filter(Boolean));
 		},
 		preset(sec) { if (!sec) return this.tl.reset(); const hi = this.tl.end + sec * .015; this.tl.setRange(hi - sec * 1.015, hi); },
 		isPreset(sec) { const p = this.params; if (!sec) return p.from == null; return p.from != null && this.tl?.full && Math.abs((p.to - p.from) / sec - 1.015) < .002 && p.to >= this.tl.end; },
@@ -245,20 +250,20 @@ document.addEventListener('alpine:init', () => {
 				svg.append(s('path', { d: d.i.map((i, k) => (k ? 'L' : 'M') + i + ' ' + (17 - v[k] / max * 15).toFixed(1)).join(''), fill: 'none', stroke: 'var(--accent-g)', 'stroke-width': 1.4, 'vector-effect': 'non-scaling-stroke' })); el.replaceChildren(svg);
 			} catch { /* the number stands without it */ }
 		},
-		wantedText() { const [a, b] = this.run.world_wanted; return a === b ? b : a + '–' + b; },
+		wantedText() { const n = wanted(this.run); return n && 'of ' + n; },
 		progressText() { const p = this.run.progress; return [p.share != null ? pct(p.share) : '', count(p.tokens) + (p.total_tokens && !p.eta_s ? ' of ' + count(p.total_tokens) : '') + ' tokens', p.eta_s ? ago(p.eta_s) + ' to go' : ''].filter(Boolean).join(' · '); },
-		worldText() { const r = this.run; if (!this.alive) return r.state === 'starting' ? 'being started' : 'none alive'; return r.world_size < r.world_wanted[1] ? (r.world_wanted[1] - r.world_size) + ' missing' : 'for ' + span(this.now() - r.world_since); },
-		pips() { const n = Math.min(16, this.run.world_wanted[1]); return Array.from({ length: n }, (_, i) => ({ i, off: i < this.run.world_size ? '' : 'off' })); },
+		worldText() { const r = this.run; if (!this.alive) return r.state === 'starting' ? 'being started' : 'none alive'; return !r.world_wanted ? '' : r.world_size < r.world_wanted[1] ? (r.world_wanted[1] - r.world_size) + ' missing' : 'for ' + span(this.now() - r.world_since); },
+		pips() { const n = Math.min(16, this.run.world_wanted?.[1] || 0); return Array.from({ length: n }, (_, i) => ({ i, off: i < this.run.world_size ? '' : 'off' })); },
 		speedText() { const x = this.run.speed; return x.step_s == null ? 'no step yet' : span(x.step_s) + ' a step · data wait ' + pct(x.data_wait_share, 1); },
 		riskText() { const k = this.run.risk; if (this.run.state === 'done' || this.run.state === 'stopped') return 'saved at its end'; return k.steps ? int(k.steps) + ' steps · ' + span(k.seconds) + ' of work' : this.run.point ? 'nothing since the newest point' : 'nothing is trained yet'; },
-		copiesText() { const n = this.run.risk.copies; return n > 1 ? 'one worker dead: nothing lost' : 'the same if this one worker dies'; },
+		copiesText() { const n = this.run.risk.copies; return n == null ? '' : n > 1 ? 'one worker dead: nothing lost' : 'the same if this one worker dies'; },
 		riskShare() { const k = this.run.risk; return k.every_steps ? k.steps / k.every_steps : 0; },
 		riskTitle() { const k = this.run.risk; return k.next_in_steps != null ? 'next save in ' + k.next_in_steps + ' steps' : ''; },
-		pointText() { const p = this.run.point; this.tick; if (!p) return 'a start would begin again'; return ago(this.now() - p.t) + ' ago, ' + this.whenText(p.t); },
+		pointText() { const p = this.run.point; this.tick; if (!p) return 'a start would begin again'; return p.t == null ? '' : past(p.t, this.now()) + ', ' + this.whenText(p.t); },
 		pointsText() { const p = this.run.points; return [p.healthy ? p.healthy + ' healthy' : '', p.damaged ? p.damaged + ' damaged' : ''].filter(Boolean).join(' · '); },
 		goodText() { const g = this.run.goodput; return g.share == null ? 'no step yet' : 'last two days ' + pct(g.recent); },
 		goodParts() { const g = this.run.goodput; return PARTS.map(([k]) => ({ k, share: g.parts[k] / g.wall_s })).filter(p => p.share > 0.0005); },
-		lossText() { const l = this.run.loss; return l.now == null ? '' : l.now.toFixed(3) + (l.before ? (l.now <= l.before ? ' ↓ ' : ' ↑ ') + Math.abs(l.now - l.before).toFixed(3) : ''); },
+		lossText() { const l = this.run.loss; return l.now == null ? '' : 'mean of ' + l.steps + (l.steps === 1 ? ' step ' : ' steps ') + l.now.toFixed(3) + (l.before ? (l.now <= l.before ? ' ↓ ' : ' ↑ ') + Math.abs(l.now - l.before).toFixed(3) : ''); },
 	}));
 
 	// ------------------------------------------------------------ resume points
@@ -267,13 +272,13 @@ document.addEventListener('alpine:init', () => {
 		init() {
 			this.state = this.params.state || 'all'; this.setChips({});
 			const me = this, now = () => Date.now() / 1000 + me.offset;
-			const word = p => h('span', { class: 'state ' + f.pointWord(p) + (f.pointIcon(p) === 'pinned' ? ' pinned' : '') }, icon(p.state === 'healthy' && !p.pinned && !p.held && p.checked !== 'digests' ? 'sizes' : f.pointIcon(p), 's'), f.pointWord(p));
+			const word = p => h('span', { class: 'state ' + f.pointWord(p) + (f.pointIcon(p) === 'pinned' ? ' pinned' : '') }, icon(p.state === 'healthy' && !p.pinned && !p.held && p.checked !== 'digests' ? 'sizes' : f.pointIcon(p), 's'), f.pointWord(p), p.state !== 'healthy' && p.pinned && icon('pinned', 's accent', 'pinned'));
 			this.table = keep(new VTable(this.$refs.table, {
 				label: 'Resume points', page: 100, none: 'No resume point of this kind.',
 				columns: [
-					{ title: 'Health', width: '92px', term: 'healthy', cell: word },
+					{ title: 'Health', width: '104px', term: 'healthy', cell: word },
 					{ title: 'Step', width: '70px', num: true, sort: 'step', cell: p => int(p.step) },
-					{ title: 'When', width: 'minmax(128px,1.1fr)', sort: 't', cell: p => h('span', { title: full(p.t) }, when(p.t, now()), h('span', { class: 'faint' }, '  ' + ago(now() - p.t))) },
+					{ title: 'When', width: 'minmax(128px,1.1fr)', sort: 't', cell: p => h('span', { title: full(p.t) }, when(p.t, now()), h('span', { class: 'faint' }, p.t == null ? '' : '  ' + ago(now() - p.t))) },
 					{ title: 'Tokens', width: '70px', num: true, sort: 'tokens', term: 'tokens', cell: p => h('span', { title: int(p.consumed_tokens) }, count(p.consumed_tokens)) },
 					{ title: 'Samples', min: 1160, width: '84px', num: true, cell: p => int(p.consumed_samples) },
 					{ title: 'Att · gen', width: '70px', num: true, term: 'attempt', cell: p => p.attempt + ' · ' + p.generation },
@@ -286,7 +291,7 @@ document.addEventListener('alpine:init', () => {
 					{ title: 'Checked', width: 'minmax(104px,.8fr)', term: 'checked', cell: p => p.state === 'damaged' ? h('span', { class: 'fault', title: p.reason }, p.reason) : h('span', { class: p.checked === 'digests' ? '' : 'faint' }, p.checked === 'digests' ? 'digests ' + ago(now() - p.checked_at) + ' ago' : 'sizes') },
 					{ title: 'Parent', min: 1340, width: 'minmax(150px,1fr)', term: 'parent', cell: p => h('span', { class: 'mono faint', title: p.parent || '' }, p.parent || 'the start') },
 				],
-				compactHeight: 54, compact: p => [h('div', {}, h('div', { class: 'card1' }, word(p), h('b', {}, 'step ' + int(p.step)), h('span', { class: 'faint grow num' }, ago(now() - p.t) + ' ago')), h('div', { class: 'card2' }, count(p.consumed_tokens) + ' tokens', h('span', {}, f.bytes(p.bytes)), h('span', {}, 'att ' + p.attempt + ' · gen ' + p.generation), h('span', { class: 'trunc' }, p.state === 'damaged' ? p.reason : p.pinned ? p.pin.reason : '')))],
+				compactHeight: 54, compact: p => [h('div', {}, h('div', { class: 'card1' }, word(p), h('b', {}, 'step ' + int(p.step)), h('span', { class: 'faint grow num' }, past(p.t, now()))), h('div', { class: 'card2' }, count(p.consumed_tokens) + ' tokens', h('span', {}, f.bytes(p.bytes)), h('span', {}, 'att ' + p.attempt + ' · gen ' + p.generation), h('span', { class: 'trunc' }, p.state === 'damaged' ? p.reason : p.pinned ? p.pin.reason : '')))],
 				fetch: q => me.get('/points', q), loaded: d => { me.counts = d.counts; me.setChips(d.counts); }, failed: e => me.say(e.message),
 				open: p => me.param({ point: p.name }), selected: p => p.name === me.params.point, dim: p => p.state === 'orphan', stamp: p => p.name + p.pinned + p.checked,
 			}));
@@ -303,26 +308,27 @@ document.addEventListener('alpine:init', () => {
 	}));
 
 	// ------------------------------------------------------------ lineage
-	const WHY = { start: 'Start', resume: 'Resume', rewind: 'Rewind', coordinator_restarted: 'Coordinator restarted', unreadable: 'Claim unreadable' };
+	const WHY = { start: 'Start', fork: 'Fork', resume: 'Resume', rewind: 'Rewind', coordinator_restarted: 'Coordinator restarted', unreadable: 'Claim unreadable' };
 	Alpine.data('lineageTab', () => ({
 		routine: false, total: 0, all: 0, table: null, off: null,
 		init() {
 			const me = this, now = () => Date.now() / 1000 + me.offset;
-			const why = r => r.forked_from ? h('span', { class: 'row' }, icon('branch', 's accent'), h('a', { href: '#/run/' + r.forked_from.run + '/points?point=' + r.forked_from.point }, 'Fork of ' + r.forked_from.run)) : h('span', { class: 'row' }, icon({ start: 'start', resume: 'resume', rewind: 'rewind', coordinator_restarted: 'coordinator' }[r.why] || 'warn', 's ' + (r.why === 'rewind' ? 'rewind' : 'muted')), WHY[r.why]);
+			const why = r => r.forked_from ? h('span', { class: 'row' }, icon('branch', 's accent'), r.forked_from.is_here ? h('a', { href: '#/run/' + encodeURIComponent(r.forked_from.run) + '/points?point=' + r.forked_from.point, title: r.forked_from.point }, 'Fork of ' + r.forked_from.run) : h('span', { title: r.forked_from.uri + ' at ' + r.forked_from.point }, 'Fork of ' + r.forked_from.run)) : h('span', { class: 'row' }, icon({ start: 'start', resume: 'resume', rewind: 'rewind', fork: 'branch', coordinator_restarted: 'coordinator' }[r.why] || 'warn', 's ' + (r.why === 'rewind' ? 'rewind' : 'muted')), WHY[r.why] || r.why);
 			const ended = r => r.newest && !r.outcome ? h('span', { class: 'ok' }, ALIVE.has(me.run.state) ? 'the newest attempt' : 'no end written') : r.outcome ? h('span', { title: r.reason, class: r.outcome === 'failed' ? 'fault' : '' }, r.outcome + (r.ended_by ? ', ' + r.ended_by : '')) : r.next_why === 'coordinator_restarted' ? h('span', { class: 'faint' }, 'coordinator restarted') : h('span', { class: 'fault' }, 'died, no end written');
 			const changes = r => r.changes.length ? r.changes.map(d => d.field.split('.').pop() + ' ' + (Array.isArray(d.old) ? 'changed' : f.val(d.old) + ' → ' + f.val(d.new))).join(', ') : '';
-			const aside = r => r.aside ? h('span', { class: r.aside_fate === 'rewound' ? 'rewind' : 'fault' }, int(r.aside) + ' ' + r.aside_fate) : h('span', { class: 'faint' }, '0');
+			const fates = r => Object.entries(r.aside_by_fate), spanned = r => r.first_step === r.last_step ? int(r.last_step) : int(r.first_step) + ' – ' + int(r.last_step);
+			const aside = r => r.aside ? h('span', { title: fates(r).map(([fate, n]) => int(n) + ' ' + fate).join(', ') }, fates(r).map(([fate, n], i) => [i ? ', ' : '', h('span', { class: fate === 'rewound' ? 'rewind' : 'fault' }, int(n) + ' ' + fate)])) : h('span', { class: 'faint' }, '0');
 			this.table = keep(new VTable(this.$refs.table, {
 				label: 'Attempts, newest first', page: 200, rowHeight: 34, compactHeight: 54, compactColumns: '64px minmax(0,1fr)',
 				columns: [
 					{ title: '', name: 'Graph', width: '72px', cell: rail }, { title: 'Attempt', width: '58px', num: true, term: 'attempt', cell: r => h('b', {}, r.attempt) },
-					{ title: 'Why it began', width: '170px', cell: why }, { title: 'Began', width: '150px', cell: r => h('span', { title: full(r.t0) }, when(r.t0, now()), h('span', { class: 'faint' }, '  ' + ago(now() - r.t0))) },
-					{ title: 'Steps', width: '150px', num: true, term: 'label', cell: r => r.first_step == null ? '–' : int(r.first_step) + ' – ' + int(r.last_step) },
+					{ title: 'Why it began', width: '170px', cell: why }, { title: 'Began', width: '150px', cell: r => h('span', { title: full(r.t0) }, when(r.t0, now()), h('span', { class: 'faint' }, r.t0 == null ? '' : '  ' + ago(now() - r.t0))) },
+					{ title: 'Steps', width: '150px', num: true, term: 'label', cell: r => r.first_step == null ? '–' : spanned(r) },
 					{ title: 'Workers', min: 1180, width: '92px', term: 'world', cell: r => r.worlds.length > 5 ? r.worlds[0] + '→…→' + r.worlds[r.worlds.length - 1] : r.worlds.join('→') },
-					{ title: 'Trained', min: 1340, width: '66px', num: true, cell: r => int(r.trained) }, { title: 'Set aside', width: '104px', num: true, term: 'orphan', cell: aside },
-					{ title: 'How it ended', min: 980, width: 'minmax(130px,.8fr)', cell: ended }, { title: 'Changed', width: 'minmax(160px,1.4fr)', cell: r => [r.forks.map(x => h('a', { href: '#/run/' + x.run + '/lineage' }, icon('branch', 's'), ' forked at step ' + int(x.step) + ': ' + x.run)), h('span', { class: 'mono', title: changes(r) }, changes(r))] },
+					{ title: 'Trained', min: 1340, width: '66px', num: true, cell: r => int(r.trained) }, { title: 'Set aside', width: '132px', num: true, term: 'orphan', cell: aside },
+					{ title: 'How it ended', min: 980, width: 'minmax(130px,.8fr)', cell: ended }, { title: 'Changed', width: 'minmax(160px,1.4fr)', cell: r => [r.forks.map(x => h('a', { href: '#/run/' + encodeURIComponent(x.run) + '/lineage' }, icon('branch', 's'), ' forked at step ' + int(x.step) + ': ' + x.run + ' ')), h('span', { class: 'mono', title: changes(r) }, changes(r))] },
 				],
-				compact: r => [rail(r), h('div', {}, h('div', { class: 'card1' }, h('b', {}, r.attempt), why(r), h('span', { class: 'faint grow num' }, ago(now() - r.t0) + ' ago')), h('div', { class: 'card2' }, r.first_step == null ? 'no step' : int(r.first_step) + ' – ' + int(r.last_step), r.aside ? aside(r) : null, h('span', { class: 'trunc' }, changes(r))))],
+				compact: r => [rail(r), h('div', {}, h('div', { class: 'card1' }, h('b', {}, r.attempt), why(r), h('span', { class: 'faint grow num' }, past(r.t0, now()))), h('div', { class: 'card2' }, r.first_step == null ? 'no step' : spanned(r), r.aside ? aside(r) : null, h('span', { class: 'trunc' }, changes(r))))],
 				fetch: q => me.get('/attempts', q), loaded: d => { me.total = d.total; me.all = d.all; }, failed: e => me.say(e.message),
 				open: r => { location.hash = me.link('events', 'attempt', r.attempt).slice(1); }, dim: r => !r.on_history,
 			}));
@@ -339,9 +345,10 @@ document.addEventListener('alpine:init', () => {
 		for (const l of r.through) { if (l === r.lane || r.joins.includes(l)) continue; line(`M${X(l)} 0V${H}`, l === 0); }
 		if (r.lane !== 0 && !r.through.includes(0)) line(`M${X(0)} 0V${H}`, true);
 		const tip = r.lane === 0 ? r.newest : !r.above.includes(r.lane);
-		line(`M${X(r.lane)} ${tip ? m : 0}V${r.why === 'start' ? m : H}`, r.lane === 0);
+		line(`M${X(r.lane)} ${tip ? m : 0}V${r.why === 'start' || r.why === 'fork' ? m : H}`, r.lane === 0);
 		for (const l of r.joins) line(`M${X(l)} 0C${X(l)} ${m} ${X(r.lane) + 4} ${m - 3} ${X(r.lane)} ${m}`, false);
-		if (r.aside && r.on_history) { line(`M${X(0)} ${m}h${r.aside_fate === 'lost' ? 12 : 9}`, false); v.append(s('path', { d: r.aside_fate === 'lost' ? `M${X(0) + 12} ${m - 3}l6 6m0-6l-6 6` : `M${X(0) + 11} ${m - 4}v8`, stroke: r.aside_fate === 'lost' ? 'var(--fault-g)' : 'var(--rewind-g)', 'stroke-width': 1.8 })); }
+		const lost = !r.aside_by_fate.rewound;
+		if (r.aside && r.on_history) { line(`M${X(0)} ${m}h${lost ? 12 : 9}`, false); v.append(s('path', { d: lost ? `M${X(0) + 12} ${m - 3}l6 6m0-6l-6 6` : `M${X(0) + 11} ${m - 4}v8`, stroke: lost ? 'var(--fault-g)' : 'var(--rewind-g)', 'stroke-width': 1.8 })); }
 		v.append(r.why === 'rewind' ? s('g', {}, s('circle', { cx: X(r.lane), cy: m, r: 9, fill: 'var(--panel)' }), s('path', { d: `M${X(r.lane) + 6} ${m - 5}v10l-6-5zM${X(r.lane)} ${m - 5}v10l-6-5z`, fill: 'var(--rewind-g)' })) : s('circle', { cx: X(r.lane), cy: m, r: r.why === 'coordinator_restarted' ? 3 : 4.5, fill: r.on_history ? 'var(--accent-g)' : 'var(--panel)', stroke: r.on_history ? 'var(--panel)' : 'var(--orphan)', 'stroke-width': 1.5 }));
 		return v;
 	}
@@ -388,7 +395,9 @@ document.addEventListener('alpine:init', () => {
 	Alpine.data('dataTab', () => ({
 		d: null,
 		async init() { try { const d = await this.get('/sources'); d.sources.forEach(x => { x.shown = x.actual_since ?? x.actual; }); this.d = d; } catch (e) { this.say(e.message); } },
-		asOf() { return this.d.at ? 'as of the newest point, ' + when(this.d.at, this.now()) + (this.d.since ? ' · weights last changed ' + when(this.d.since, this.now()) : '') : 'no point yet'; },
+		asOf() { const d = this.d, at = t => when(t, this.now()), c = d.counted_at; return [c && 'tokens as of ' + (c.attempt == null ? 'the newest step' : 'the start of attempt ' + c.attempt) + ', ' + at(c.t), d.at && 'documents as of ' + at(d.at), d.since && 'weights last changed ' + at(d.since)].filter(Boolean).join(' · '); },
+		encoderText() { const e = this.d.encoder; return e.name ? e.name + ' ' + e.version + ' · ' + int(e.differences) + ' documents encoded differently' : '–'; },
+		orderText() { const o = this.d.order; return o.shuffle == null ? '–' : 'shuffle: ' + o.shuffle + ', seed ' + o.seed; },
 		shareTitle(x) { return pct(x.shown, 2) + ' against a target of ' + pct(x.target, 2); },
 		epochText(x) { if (x.epoch == null) return '–'; return x.num_blocks ? (x.epoch + x.block / x.num_blocks).toFixed(2) : String(x.epoch); },
 		cursorText(x) { const c = x.cursor; return c.block == null ? '–' : 'block ' + int(c.block) + (x.num_blocks ? '/' + int(x.num_blocks) : '') + ' · record ' + int(c.record) + ' · token ' + int(c.token); },
@@ -473,7 +482,7 @@ document.addEventListener('alpine:init', () => {
 		lrText() { return f.lr(this.a.lr_after); },
 		remainText() { const a = this.a; return [a.remaining_tokens != null ? count(a.remaining_tokens) + ' tokens' : '', a.estimate.remaining_s ? 'about ' + ago(a.estimate.remaining_s) + ', if speed grows with the workers' : ''].filter(Boolean).join(' · '); },
 		tokText() { const [x, y] = this.a.tokens_per_step; return count(y) + ' tokens a step' + (x === y ? '' : ', ' + count(x) + ' before'); },
-		ruleText(r) { return r.replace('_', ' '); }, ruleClass(r) { return { same: 'fault', may_change: 'warn', free: '' }[r]; },
+		ruleText(r) { return (r || '–').replace('_', ' '); }, ruleClass(r) { return { same: 'fault', may_change: 'warn', free: '' }[r]; },
 	}));
 });
 

@@ -1,5 +1,5 @@
 // What the drawer shows of a resume point and of an event.
-import { ago, bytes, count, full, h, icon, int, pct, short, span, val, when } from './fmt.js';
+import { ago, past, bytes, count, full, h, icon, int, pct, short, span, val, when } from './fmt.js';
 
 const term = (id, text) => h('button', { class: 'term', 'data-term': id }, text);
 const kv = rows => h('dl', { class: 'kv' }, rows.filter(Boolean).flatMap(([k, v]) => [h('dt', {}, k), h('dd', {}, v)]));
@@ -18,22 +18,22 @@ export function drawPoint(d, app) {
 	if (d.aside) out.push(section('If you go back here',
 		d.aside.steps ? h('p', {}, `${int(d.aside.steps)} steps are set aside: ${count(d.aside.tokens)} tokens, ${span(d.aside.seconds)} of work. Nothing is deleted.`) : h('p', {}, 'Nothing is set aside: this is where the run stands.')));
 	out.push(section('What it holds', kv([
-		['Committed', h('span', { title: full(p.t) }, `${when(p.t, now)}, ${ago(now - p.t)} ago`)],
+		[d.forked_from ? 'Taken over' : 'Committed', h('span', { title: full(p.t) }, p.t == null ? '–' : `${when(p.t, now)}, ${past(p.t, now)}`)],
 		[term('tokens', 'Tokens'), `${int(p.consumed_tokens)}  (${count(p.consumed_tokens)})`], ['Samples', int(p.consumed_samples)],
 		d.loss != null && ['Loss there', `${short(d.loss, 4)}, mean of the 50 steps before`],
 		['Shape', `${p.world_size ?? '–'} worker${p.world_size === 1 ? '' : 's'}, batch ${p.global_batch_size ?? '–'}, length ${p.seq_len ?? '–'}`],
-		['Made by', h('span', {}, term('attempt', 'attempt ' + p.attempt), ', ', term('generation', 'generation ' + p.generation))],
-		[term('parent', 'Parent'), h('span', { class: 'mono' }, p.parent || 'the start of the run')],
+		['Made by', d.forked_from ? 'another run' : h('span', {}, term('attempt', 'attempt ' + p.attempt), ', ', term('generation', 'generation ' + p.generation))],
+		[term('parent', 'Parent'), h('span', { class: 'mono' }, d.forked_from ? d.forked_from.run + ' at ' + d.forked_from.point : p.parent || 'the start of the run')],
 		[term('blocked', 'Blocked'), `${span(p.save_blocked_s)}, then ${span(p.save_s)} in the background`],
-		[term('checked', 'Checked'), p.state === 'damaged' ? 'damaged, found ' + ago(now - (p.checked_at || p.t)) + ' ago' : p.checked === 'digests' ? `every digest right, ${ago(now - p.checked_at)} ago` : 'sizes right; digests not read yet'],
-		p.pinned && [term('pinned', 'Pinned'), `by ${p.pin.by}, ${ago(now - p.pin.t)} ago: ${p.pin.reason}`],
+		[term('checked', 'Checked'), p.state === 'damaged' ? 'damaged' + (p.checked_at == null ? '' : ', found ' + past(p.checked_at, now)) : p.checked === 'digests' ? `every digest right, ${ago(now - p.checked_at)} ago` : 'sizes right; digests not read yet'],
+		p.pinned && [term('pinned', 'Pinned'), `by ${p.pin.by}, ${past(p.pin.t, now)}: ${p.pin.reason}`],
 		p.held && [term('held', 'Held'), 'the newest attempt started from it'],
 	])));
 	out.push(section('Commands', ...Object.entries(d.commands).filter(([k]) => (p.state === 'damaged' ? ['verify'] : p.orphan_why ? ['fork', 'export', 'verify'] : [d.aside?.steps ? 'rewind' : 'resume', d.newest ? 'resume' : 'rewind', 'fork', 'export', 'verify']).includes(k)).map(([k, c]) => h('div', { class: 'cmd' }, h('span', { class: 'muted' }, k), h('code', { tabindex: '0' }, c), h('button', { class: 'btn icon', 'aria-label': 'Copy the ' + k + ' command', onclick: () => app.copy(c) }, icon('copy', 's'))))));
 	const cols = ['epoch', 'block', 'window', 'record', 'piece', 'token'];
 	out.push(section(term('cursor', 'Cursor: the next unread token'), h('div', { class: 'scrollx' }, h('table', { class: 't' }, h('thead', {}, h('tr', {}, h('th', {}, 'Source'), ...cols.map(c => h('th', { class: 'num' }, WITH.has(c) ? term(c, c) : c)), h('th', { class: 'num' }, 'documents'), h('th', { class: 'num' }, 'skipped'))),
-		h('tbody', {}, ...Object.entries(d.cursor.sources).map(([name, c]) => h('tr', {}, h('td', {}, name), ...cols.map(k => h('td', { class: 'num' }, int(c[k]))), h('td', { class: 'num' }, int(c.documents)), h('td', { class: 'num' }, int(c.bad_documents)))))))));
-	out.push(section('Configuration: difference to the point before' + (d.before ? '' : ' (this is the first)'), d.differences.length ? h('table', { class: 't' }, h('tbody', {}, ...d.differences.map(x => h('tr', {}, h('td', { class: 'mono', title: x.meaning }, x.field), h('td', { class: 'mono' }, h('span', { class: 'diff' }, h('del', {}, text(x.old)), '→', h('ins', {}, text(x.new)))), h('td', {}, h('span', { class: 'pill ' + ({ same: 'fault', may_change: 'warn' }[x.rule] || '') }, x.rule.replace('_', ' '))))))) : h('p', { class: 'muted' }, d.before ? 'None.' : 'Nothing to compare with.')));
+		h('tbody', {}, ...Object.entries(d.cursor?.sources || {}).map(([name, c]) => h('tr', {}, h('td', {}, name), ...cols.map(k => h('td', { class: 'num' }, int(c[k]))), h('td', { class: 'num' }, int(c.documents)), h('td', { class: 'num' }, int(c.bad_documents)))))))));
+	out.push(section('Configuration: difference to the point before' + (d.before ? '' : ' (this is the first)'), d.differences.length ? h('table', { class: 't' }, h('tbody', {}, ...d.differences.map(x => h('tr', {}, h('td', { class: 'mono', title: x.meaning }, x.field), h('td', { class: 'mono' }, h('span', { class: 'diff' }, h('del', {}, text(x.old)), '→', h('ins', {}, text(x.new)))), h('td', {}, h('span', { class: 'pill ' + ({ same: 'fault', may_change: 'warn' }[x.rule] || '') }, (x.rule || '–').replace('_', ' '))))))) : h('p', { class: 'muted' }, d.before ? 'None.' : 'Nothing to compare with.')));
 	out.push(section(term('manifest', `Manifest: ${d.files.length} files, ${bytes(p.bytes)}`), h('div', { class: 'scrollx' }, h('table', { class: 't' }, h('thead', {}, h('tr', {}, h('th', {}, h('span', { class: 'sr' }, 'Health')), h('th', {}, 'File'), h('th', { class: 'num' }, 'Size'), h('th', {}, term('digest', 'Digest')))),
 		h('tbody', {}, ...d.files.map(x => h('tr', {}, h('td', {}, icon(x.problem ? 'damaged' : p.checked === 'digests' ? 'ok' : 'sizes', 's ' + (x.problem ? 'fault' : 'ok'), x.problem ? 'damaged' : p.checked === 'digests' ? 'digest right' : 'size right')), h('td', { class: 'mono' }, x.path, x.problem && h('div', { class: 'fault' }, x.problem)), h('td', { class: 'num nowrap', title: int(x.bytes) + ' bytes' }, bytes(x.bytes)), h('td', { class: 'mono faint', title: x.digest }, x.digest.slice(0, 12))))))),
 		kv([['weights digest', h('span', { class: 'mono' }, d.weights_digest)], ['list digest', h('span', { class: 'mono' }, d.files_digest)]])));

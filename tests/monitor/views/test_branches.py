@@ -1,0 +1,187 @@
+"""What the views say of forks and rewinds: where a fork stands before it trains, and what a rewind by command
+sets aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.launch import start as starting
+from orchestrator.launch.fork import take_over_and_end
+from orchestrator.monitor.views.run_views import RunViews
+from tests.monitor.live_run import LiveRun
+from tests.storage.crashfs import ModelDisk
+
+
+@pytest.fixture(scope="module")
+def job(tiny_config: Any) -> JobConfig:
+    return parse_config(tiny_config({"train.max_steps": 1000}))
+
+
+@pytest.fixture(scope="module")
+def data(job: JobConfig, tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
+    return starting.prepare(job, tmp_path_factory.mktemp("frozen"), freeze=True)
+
+
+@pytest.fixture
+def disk() -> ModelDisk:
+    return ModelDisk()
+
+
+@pytest.fixture
+def live(disk: ModelDisk, job: JobConfig, data: DataSpec) -> LiveRun:
+    """A run that saved after 3 steps, trained 4 more, and ended."""
+    run = LiveRun(disk, job, data)
+    run.launch()
+    run.save(run.live)
+    run.train(run.live, 4)
+    run.live.journal.flush()
+    run.end()
+    return run
+
+
+@pytest.fixture
+def fork(disk: ModelDisk, live: LiveRun, job: JobConfig, data: DataSpec) -> LiveRun:
+    """A fork of it, as `orchestrator fork` leaves it."""
+    run = LiveRun(disk, job, data, root="/fork", fork_of=live)
+    take_over_and_end(run.store, run.run, 0, job.flat(), "me")
+    return run
+
+
+def views_of(run: LiveRun) -> RunViews:
+    views = RunViews(run.store)
+    views.refresh()
+    return views
+
+
+def texts(views: RunViews) -> list[str]:
+    """What happened, oldest first."""
+    table = views.timeline()["happenings"]
+    return [row[table["columns"].index("text")] for row in table["rows"]]
+
+
+def test_a_fork_that_has_not_trained_stands_where_the_other_run_stood(live: LiveRun, fork: LiveRun) -> None:
+    views, (point,) = views_of(fork), live.on_lineage
+    origin = views_of(live).points()["rows"][0]
+    (row,) = views.points()["rows"]
+    shown = ("consumed_tokens", "consumed_samples", "world_size", "global_batch_size", "seq_len", "state")
+    assert [row[name] for name in shown] == [origin[name] for name in shown]
+    (claimed,) = [e["t"] for e in views.events(kind=["attempt"])["rows"]]
+    assert abs(row["t"] - claimed) < 60
+    summary = views.summary()
+    progress = summary["progress"]
+    assert (progress["step"], progress["tokens"]) == (3, origin["consumed_tokens"])
+    assert (summary["point"]["t"], summary["risk"]["tokens"]) == (row["t"], 0)
+    assert views.point(row["name"])["forked_from"]["point"] == point
+    assert texts(views) == [f"Begun as a fork of run at {point}"]
+    assert views.events(kind=["attempt"])["rows"][0]["text"] == "The run begins as a fork"
+
+
+def test_a_fork_that_has_trained_keeps_the_facts_of_what_it_began_with(fork: LiveRun) -> None:
+    before = views_of(fork).points()["rows"][0]
+    fork.launch()
+    fork.train(fork.live, 2)
+    fork.live.journal.flush()
+    views = views_of(fork)
+    assert [{**row, "held": False} for row in views.points()["rows"]] == [{**before, "held": False}]
+    summary = views.summary()
+    assert (summary["risk"]["steps"], summary["risk"]["tokens"]) == (2, 2 * 256)
+    assert texts(views)[1:] == ["Started with 2 workers"]
+
+
+def test_lineage_shows_of_what_a_run_is_a_fork_and_which_runs_are_forks_of_it(
+    live: LiveRun, fork: LiveRun
+) -> None:
+    views, (point,) = views_of(fork), live.on_lineage
+    (row,) = views.attempts()["rows"]
+    assert row["forked_from"] == {
+        "run": "run", "uri": live.store.storage.root, "run_id": live.run.id, "point": point
+    }  # fmt: skip
+    made = views.forked_from()
+    assert made is not None
+    (row,) = views_of(live).attempts(forks=[made])["rows"]
+    assert row["forks"] == [{"run": "fork", "point": point, "step": 3}]
+    (row,) = views_of(fork).attempts(forks=[made])["rows"]
+    assert (row["forks"], views_of(live).forked_from()) == ([], None)
+
+
+def test_a_rewind_by_command_is_told_with_what_it_set_aside_before_and_after_the_next_start(
+    live: LiveRun,
+) -> None:
+    live.launch()
+    live.save(live.live)
+    live.train(live.live, 2)
+    live.live.journal.flush()
+    live.kill()
+    live.rewind(live.on_lineage[0])
+    rewound = "Rewound to step 3: 5 steps set aside as an orphan branch"
+    views = views_of(live)
+    assert texts(views)[-1] == rewound
+    live.launch()
+    live.live.journal.flush()
+    views = views_of(live)
+    assert rewound in texts(views)
+    assert texts(views)[-1].endswith("no step lost")
+    rows = [(r["attempt"], r["first_step"], r["aside_by_fate"]) for r in views.attempts()["rows"]]
+    assert rows[-2:] == [(2, 4, {"rewound": 5}), (1, 1, {"lost": 4})]
+
+
+def test_an_attempt_says_how_much_was_lost_and_how_much_rewound(live: LiveRun) -> None:
+    live.launch()
+    live.save(live.live)
+    live.train(live.live, 2)
+    live.live.journal.flush()
+    live.kill()
+    live.launch()
+    live.end()
+    live.rewind(live.on_lineage[0])
+    rows = {r["attempt"]: r["aside_by_fate"] for r in views_of(live).attempts()["rows"]}
+    assert rows[2] == {"lost": 2, "rewound": 3}
+
+
+def test_a_resume_that_changes_only_what_is_kept_has_the_same_shape(live: LiveRun) -> None:
+    kept = live.job.resume.model_copy(update={"keep_latest": 7})
+    live.job = live.job.model_copy(update={"resume": kept})
+    live.launch()
+    live.live.journal.flush()
+    live.end()
+    batch = live.job.train.model_copy(update={"global_batch_size": 4, "micro_batch_size": 2})
+    live.job = live.job.model_copy(update={"train": batch})
+    live.launch()
+    live.live.journal.flush()
+    table = views_of(live).timeline()["happenings"]
+    kinds = [row[table["columns"].index("kind")] for row in table["rows"]]
+    assert kinds == ["start", "change", "resize"]
+
+
+def test_events_of_one_instant_stand_in_the_order_of_the_journal(live: LiveRun) -> None:
+    live.launch()
+    for at in range(20):
+        live.live.journal.event(EventKind.LEFTOVER_REMOVED, point=f"{at:08d}-a0001-g0001")
+    live.live.journal.flush()
+    rows = views_of(live).events(limit=500)["rows"]
+    places = [(r["t"], *map(int, r["id"].removeprefix("a").split(":"))) for r in rows]
+    assert places == sorted(places, reverse=True)
+    assert len({t for t, *_ in places}) < len(places), "some are of one instant"
+
+
+def test_what_was_read_is_dated_by_a_place_on_the_history(live: LiveRun) -> None:
+    live.launch()
+    live.save(live.live)
+    live.live.journal.flush()
+    live.end()
+    committed = {row["name"]: row["t"] for row in views_of(live).points()["rows"]}
+    first, last = live.on_lineage
+    assert views_of(live).sources()["at"] == committed[last]
+    live.rewind(first)
+    shown = views_of(live).sources()
+    assert shown["at"] == committed[first]
+    assert shown["counted_at"]["attempt"] is None
+    fresh = LiveRun(ModelDisk(), live.job, live.data)
+    shown = views_of(fresh).sources()
+    assert (shown["at"], shown["counted_at"]) == (None, None)
