@@ -177,7 +177,7 @@ def test_attention_is_what_is_asked_for_or_what_the_architecture_and_the_numeric
     [
         (
             {"config": {"model_type": "vit"}},
-            "gives no causal language model .*no causal language model of type vit",
+            "gives no causal language model: .*no causal language model of type vit",
         ),
         ({"factory": "tests.trainer.member:absent"}, "tests.trainer.member:absent cannot be called"),
         ({"factory": POISON_MODEL, "factory_args": {"x": 1}}, "factory_args"),
