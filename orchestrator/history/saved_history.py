@@ -35,14 +35,14 @@ class SavedHistory:
     history 2 `history2/<metric>`: each only ever goes on, and where a later one has begun, it counts.
     """
 
-    def __init__(self, number: int = 1, saved_to: int = 0) -> None:
-        """The history that is under way, and the tokens up to which points hold it."""
-        self.number, self.saved_to = number, saved_to
+    def __init__(self, number: int = 1, saved_to: int = 0, most: int = HELD) -> None:
+        """The history under way, the tokens up to which points hold it, how many steps it keeps."""
+        self.number, self.saved_to, self._most = number, saved_to, most
         self._held: list[SavedStep] = []
 
     def take(self, sample: Sample) -> list[SavedStep]:
         """The steps that are saved now, oldest first; each comes once. Raises `RefusedError` when it would
-        hold more than `HELD`.
+        hold more than `most`.
         """
         if sample.rewound_to is not None:
             self._rewound(sample.rewound_to)
@@ -52,8 +52,8 @@ class SavedHistory:
             time = sample.values["last_step_time"]
             self._held.append(SavedStep(tokens=sample.tokens, time=time, values=values))
         if sample.saved_to is None:
-            if len(self._held) > HELD:
-                raise RefusedError(f"no resume point has been committed for {HELD:,} steps")
+            if len(self._held) > self._most:
+                raise RefusedError(f"no resume point has been committed for {self._most:,} steps")
             return []
         self.saved_to = max(self.saved_to, sample.saved_to)
         saved = [step for step in self._held if step.tokens <= sample.saved_to]

@@ -18,7 +18,7 @@ from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.launch import start as starting
 from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
-from orchestrator.launch.which_point import Found, Wanted, find, place
+from orchestrator.launch.which_point import Found, Wanted, count, find, place
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
@@ -56,7 +56,8 @@ class ForkPlan:
         """For people: what it would begin with, what is done to the run, and how to go on."""
         before = ""
         if self.steps_before or self.tokens_before:
-            before = f", {self.steps_before:,} steps ({self.tokens_before:,} tokens) before {self.wanted}"
+            steps = count(self.steps_before, "step")
+            before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
         lines = [
             f"{self.fork}: would be a run of its own that begins with {self.point} of {self.run}{before}",
             f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",

@@ -28,7 +28,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
-from orchestrator.launch.which_point import Found, Wanted, find, place
+from orchestrator.launch.which_point import Found, Wanted, count, find, place
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
@@ -74,7 +74,7 @@ class RewindPlan:
         """For people: where it would go back to, what that sets aside, and how to go on."""
         before = ""
         if self.steps_before or self.tokens_before:
-            steps = _count(self.steps_before, "step")
+            steps = count(self.steps_before, "step")
             before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
         lines = [
             f"{self.run}: would go back to {self.point}{before}",
@@ -84,7 +84,7 @@ class RewindPlan:
         if self.stands_there:
             return [*lines, "  the run stands there already: nothing is to be done"]
         if self.steps_aside:
-            steps = _count(self.steps_aside, "step")
+            steps = count(self.steps_aside, "step")
             span = f"{self.first_step_aside:,} to {self.last_step_aside:,}"
             lines.append(f"  would set aside {steps}, {span} ({self.tokens_aside:,} tokens)")
         else:
@@ -96,16 +96,12 @@ class RewindPlan:
 
     def outcome(self) -> str:
         """For people, once it is done."""
-        aside = _count(self.steps_aside, "step") if self.steps_aside else "no step"
+        aside = count(self.steps_aside, "step") if self.steps_aside else "no step"
         return f"rewound: {self.run} ends at {self.point} now (step {self.step:,}); {aside} set aside"
 
     def sets_aside(self) -> tuple[object, ...]:
         """What must be the same when it is carried out as when somebody agreed to it."""
         return self.point, self.steps_aside, self.last_step_aside, self.tokens_aside, self.orphans
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: bool) -> RewindPlan:

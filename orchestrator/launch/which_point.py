@@ -18,6 +18,11 @@ from orchestrator.resume.store import RunStore
 LATEST = "latest"
 
 
+def count(number: int, what: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """What was asked for: exactly one of a point's name (or `latest`), and the last step, sample or token

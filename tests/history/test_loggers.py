@@ -271,7 +271,6 @@ def test_what_goes_back_behind_a_point_is_another_history() -> None:
     assert (history.number, history.saved_to) == (2, 3)
 
 
-def test_a_history_that_no_point_ever_holds_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.history.saved_history.HELD", 3)
+def test_a_history_that_no_point_ever_holds_does_not_fill_the_memory() -> None:
     with pytest.raises(Exception, match="no resume point has been committed for 3 steps"):
-        taken(SavedHistory(), *(step(n) for n in range(1, 6)))
+        taken(SavedHistory(most=3), *(step(n) for n in range(1, 6)))
