@@ -345,6 +345,20 @@ def test_a_forks_plan_follows_the_name_while_it_is_typed(opened: Open, job: Job)
     assert page.evaluate("document.activeElement.id") == "act-run"
 
 
+def test_a_point_whose_address_is_opened_has_its_actions_though_their_list_comes_late(
+    opened: Open, job: Job
+) -> None:
+    point = job.run.list_points()[0]["name"]
+    page, held = opened().open(f"/run/tiny/points?point={point}"), list[Any]()
+    page.route("**/api/runs", lambda request: held.append(request))  # noqa: PLW0108  it is marked there
+    with page.expect_response(lambda response: f"/points/{point}" in response.url):
+        page.reload(wait_until="commit")
+    assert page.locator(".drawer button:has-text('Fork')").count() == 0
+    assert held, "the list was asked for"
+    page.unroute("**/api/runs")  # which lets go what was held
+    page.click(".drawer button:has-text('Fork')")
+
+
 def test_a_plan_that_does_not_hold_any_more_is_shown_as_stale(browser: Any, link: str, storage: Path) -> None:
     made = write_run(storage / "moving", steps=60, points=6, attempts=3)
     watched = Watched(browser, link)

@@ -7,6 +7,7 @@ import { Timeline } from './timeline.js';
 import { VTable } from './vtable.js';
 
 const words = () => import('./words.js').then(m => m.WORDS), drawer = () => import('./drawer.js');
+let listed; // that the storage is known, and which actions there are
 const { h, s, icon, int, count, span, ago, past, pct, when, full } = f;
 const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', open: 'Looking for a sign of life', unreadable: 'Unreadable' };
 const ALIVE = new Set(['running', 'waiting', 'starting']);
@@ -38,8 +39,8 @@ document.addEventListener('alpine:init', () => {
 			addEventListener('hashchange', () => this.route());
 			setInterval(() => { this.tick++; }, 1000);
 			tooltips();
+			listed = get('runs').then(d => { this.storage = d.storage; this.runNames = d.runs.map(r => r.name); this.actions = d.actions; this.sync(d.now); }).catch(() => {});
 			this.route();
-			get('runs').then(d => { this.storage = d.storage; this.runNames = d.runs.map(r => r.name); this.actions = d.actions; this.sync(d.now); }).catch(() => {});
 		},
 		css,
 		sync(now) { this.offset = now - Date.now() / 1000; },
@@ -142,7 +143,7 @@ document.addEventListener('alpine:init', () => {
 		async showPoint(name) {
 			if (this.drawer?.id === name) return;
 			try {
-				const [d, { drawPoint }] = await Promise.all([this.get('/points/' + encodeURIComponent(name)), drawer()]); if (this.params.point !== name) return;
+				const [d, { drawPoint }] = await Promise.all([this.get('/points/' + encodeURIComponent(name)), drawer(), listed]); if (this.params.point !== name) return;
 				const p = d.point, fresh = !this.drawer; if (fresh) this.opener = document.activeElement;
 				this.drawer = { kind: 'point', id: name, title: 'Step ' + int(p.step), sub: name, icon: f.pointIcon(p), cls: p.state === 'damaged' ? 'fault' : p.state === 'orphan' ? 'muted' : 'ok' };
 				this.$nextTick(() => { const el = document.querySelector('.drawer .inner'); if (!el) return; el.replaceChildren(...drawPoint(d, this)); if (fresh) { el.scrollTop = 0; document.getElementById('drh').focus({ preventScroll: true }); } });
