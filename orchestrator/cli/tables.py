@@ -71,16 +71,26 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ).rstrip()
         for row in table
     ]
-    return lines + [
-        f"{row['name']}: damaged{'' if row['on_lineage'] else ', orphan'}: {row['reason']}"
-        for row in rows
-        if not row["healthy"]
-    ]
+    return lines + [line for line in map(_trouble, rows) if line]
+
+
+def _trouble(row: Mapping[str, Any]) -> str:
+    """What is wrong with a point; empty if nothing is."""
+    if not row["healthy"]:
+        return f"{row['name']}: {_state(row)}: {row['reason']}"
+    if row["quarantined"]:
+        return f"{row['name']}: quarantined, though every byte of it is right now: `verify` lifts that"
+    return ""
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    states = ["damaged"] if not row["healthy"] else ["healthy"] if row["on_lineage"] else []
+    states += ["quarantined"] if row["quarantined"] else []
+    return ", ".join(states if row["on_lineage"] else [*states, "orphan"])
 
 
 def _point_row(row: Mapping[str, Any]) -> list[str]:
-    state = "damaged" if not row["healthy"] else "healthy" if row["on_lineage"] else "orphan"
-    state += ", pinned" if row["pin"] else ""
+    state = _state(row) + (", pinned" if row["pin"] else "")
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
     sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
     return [row["name"], state, *counts, *sizes, str(row["weights_digest"])[:16] or "-"]
@@ -101,7 +111,8 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line per point, and one per damaged file."""
     lines = []
     for row in rows:
-        lines.append(f"{row['name']}: {'healthy' if row['healthy'] else 'damaged'}")
+        marked = ", quarantined" if row["quarantined"] else ""
+        lines.append(f"{row['name']}: {'healthy' if row['healthy'] else 'damaged'}{marked}")
         lines += [f"  {damage['file']} {damage['reason']}" for damage in row["damaged"]]
     return lines or ["the run has no resume points"]
 

@@ -9,6 +9,7 @@ parent file. The driver begins a launch with it, the coordinator continues one a
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,8 @@ class Attempt:
     the number of blocks of each source; `forked_from` is the point of another run that it takes over;
     `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
     which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
+    `verified_s` is how long it took to read back the points down to the one that it continues (None: it was
+    not).
     """
 
     number: int
@@ -107,6 +110,7 @@ class Attempt:
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...]
     damages: tuple[Damage, ...] = ()
+    verified_s: float | None = None
     unreadable: tuple[UnreadableFile, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     previous: PreviousGeneration | None = None
@@ -425,11 +429,14 @@ def begin_launch(
     require_frozen(seen, data)
     require_journals(store, seen)
     point: Point | None
-    origin, damages = None, tuple[Damage, ...]()
+    origin, damages, verified_s = None, tuple[Damage, ...](), None
     if run.forked_from is not None and seen.lineage.attempt is None:
         point, origin = take_over(store, run, number)
     else:
+        began = time.monotonic()
         point, damages = choose_point(store, seen, wanted_point(seen, config))
+        verified_s = time.monotonic() - began
+        _mark(store, damages, point, f"attempt {number}")
     plan = decide(store, config, point, (run.identity, data.identity()), origin)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
@@ -461,6 +468,7 @@ def begin_launch(
         budgets=plan.budgets,
         encoders=encoders,
         damages=damages,
+        verified_s=verified_s,
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
@@ -471,6 +479,14 @@ def begin_launch(
         history_saved_to=saved.saved_to,
     )
     return attempt, plan
+
+
+def _mark(store: RunStore, damages: Sequence[Damage], chosen: Point | None, by: str) -> None:
+    """Every byte of the chosen point was right, and these damages were found in newer ones."""
+    for name in dict.fromkeys(damage.point for damage in damages):
+        store.note_reading(name, [damage for damage in damages if damage.point == name], by)
+    if chosen is not None:
+        store.note_reading(chosen.name, (), by)
 
 
 def note_beginning(
@@ -502,6 +518,14 @@ def note_beginning(
             tokens={name: cursor.consumed_tokens},
             num_blocks=dict(attempt.num_blocks),
             weights={source["name"]: source["weight"] for source in config.get("data.sources", ())},
+        )
+    if attempt.point is not None and attempt.verified_s is not None:
+        journal.event(
+            EventKind.POINT_VERIFIED,
+            point=attempt.point.name,
+            checked="digests",
+            healthy=True,
+            seconds=attempt.verified_s,
         )
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
@@ -592,6 +616,7 @@ def continue_launch(
         point=point,
         inherited=seen.points,
         damages=(),
+        verified_s=None,
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
         forked_from=None,

@@ -47,6 +47,7 @@ POINTS: Table = {
     "save_s": ("s", "from its beginning to its commit"),
     "healthy": ("", "every digest of every file is right"),
     "reason": ("", "why not"),
+    "quarantined": ("", "it is marked as damaged"),
     "on_lineage": ("", "it belongs to the history; an orphan does not"),
     "parent": ("", "the point before it"),
     "weights_digest": ("", "digest of the model's tensors"),

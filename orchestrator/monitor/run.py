@@ -102,10 +102,10 @@ class Run:
         self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
     ) -> list[dict[str, Any]]:
         """Every digest of one point, or of all; the document of `verify --json`. Several files are read at a
-        time; `progress` hears of each. What is found is left in storage as it goes on (see `findings`), as
-        far as this process may write there, and with `resume` points that an interrupted verification found
-        whole are not read again. Raises `RefusedError` for an unknown name, and for one that the run deletes
-        while it is read.
+        time; `progress` hears of each. What is found is left in storage as it goes on (see `findings`), and
+        damaged points are marked (see `resume.quarantine`), as far as this process may write there; with
+        `resume`, points that an interrupted verification found whole are not read again. Raises
+        `RefusedError` for an unknown name, and for one that the run deletes while it is read.
         """
         if point is None:
             before = done_before(self.findings()) if resume else ()
@@ -578,6 +578,7 @@ class Run:
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
         rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
+        marked = self._store.quarantined()
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -591,7 +592,7 @@ class Run:
             on_lineage = seen.lineage.on_lineage(key)
             pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
             row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
-            rows.append({**row, "export": exports.get(name)})
+            rows.append({**row, "quarantined": name in marked, "export": exports.get(name)})
         return rows
 
     def _note_part(self, result: dict[str, Any]) -> None:

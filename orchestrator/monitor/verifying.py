@@ -8,12 +8,13 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestrator.errors import ResumePointError
+from orchestrator.errors import ResumePointError, StorageError
 from orchestrator.history.finding_files import VERIFY, Finding, verify_result
+from orchestrator.history.request_files import asker
 from orchestrator.records import FileEntry
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import Damage
@@ -67,18 +68,22 @@ def done_before(findings: Sequence[Finding]) -> frozenset[str]:
 class Verifying:
     """Reads points, `num_threads` files at a time. `note` is given what is found as it goes on, at least
     every `NOTE_EVERY_S` and when it is interrupted, but not the rest at its end: that its caller has.
-    `before`: points that need not be read.
+    `before`: points that need not be read. A damaged point is marked, a whole one's mark is lifted
+    (`resume.quarantine`), as far as this process may write there; `by` is who does so.
     """
 
     store: PointFiles
     note: Callable[[dict[str, Any]], None] = lambda result: None
     progress: Progress = field(default_factory=NoProgress)
     before: Collection[str] = ()
+    by: str = field(default_factory=asker)
     num_threads: int = 2 * (os.cpu_count() or 1)
     clock: Callable[[], float] = time.monotonic
 
     def rows(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for each point: `name`, `healthy`, `damaged`. What interrupts it passes through."""
+        """A row for each point: `name`, `healthy`, `damaged`, `quarantined`. What interrupts it passes
+        through.
+        """
         self.progress.begin(len(names), sum(self._num_bytes(name) for name in names))
         rows: list[dict[str, Any]] = []
         noted, noted_at = 0, self.clock()
@@ -104,8 +109,11 @@ class Verifying:
                 return pool.map(lambda file: self._looked(look, file), files)
 
             damages = self.store.verify_point(name, each=each)
+            with suppress(StorageError):  # who may not write there reads nevertheless
+                self.store.note_reading(name, damages, self.by)
         damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
-        return {"name": name, "healthy": not damages, "damaged": damaged}
+        marked = self.store.read_mark(name) is not None
+        return {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
 
     def _looked(self, look: Callable[[FileEntry], Damage | None], file: FileEntry) -> Damage | None:
         found = look(file)

@@ -70,12 +70,14 @@ class CommitWritten:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimChecked:
     """Whether a newer claim exists: the answer to the `CheckNewerClaim` of the same key. `lost` says how it
-    shows that the run's folder was deleted or replaced; empty if it was not.
+    shows that the run's folder was deleted or replaced; empty if it was not. `quarantined`: the points that
+    are marked as damaged.
     """
 
     key: StateKey | None
     newer: bool
     lost: str = ""
+    quarantined: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

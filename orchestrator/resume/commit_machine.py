@@ -37,7 +37,7 @@ from orchestrator.resume.commit_events import (
     WriteCommit,
 )
 from orchestrator.resume.points import disagreement, newest_first, parse_point_name
-from orchestrator.resume.retention import spared, to_delete, to_verify
+from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
 from orchestrator.resume.save import UNDER_WAY, Save, Stage
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
@@ -55,6 +55,7 @@ class CommitMachine:
     `points` are the points on the lineage (at first those that the claim inherited), oldest first, `losses`
     their mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the
     claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its votes.
+    `quarantined` are the points that somebody marked as damaged, as of the last question about claims.
     `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named; `quiet`
     those that have also stopped writing; `discarding` the saves that were given up, with the ranks that may
     still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
@@ -76,6 +77,7 @@ class CommitMachine:
     points: tuple[str, ...] = ()
     pinned: str | None = None
     verified: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
     verifying: frozenset[str] = frozenset()
     deleting: frozenset[str] = frozenset()
     generation: int = 0
@@ -167,7 +169,10 @@ class CommitMachine:
             newer = f"attempt {self.attempt + 1} of this run exists: another launch has taken it over"
             reason = newer if event.newer else f"{event.lost}: {LOST}"
             return dataclasses.replace(self, fenced=True), (Fence(reason=reason),)
-        key = event.key
+        return dataclasses.replace(self, quarantined=event.quarantined)._cleared(event.key)
+
+    def _cleared(self, key: StateKey | None) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """No newer claim exists."""
         if key is None:
             return self._prune(new_point=False)
         if self._is_at(key, Stage.CLEARING):
@@ -227,12 +232,16 @@ class CommitMachine:
 
     # ---- retention
     def _prune(self, new_point: bool) -> tuple[CommitMachine, tuple[Action, ...]]:
-        """Delete what is not needed; after a new point also read back what would release the pinned one."""
+        """Delete what is not needed; after a new point also read back what would release the pinned one. A
+        point that is marked as damaged stays, and counts for nothing.
+        """
+        points = tuple(name for name in self.points if name not in self.quarantined)
+        pinned = held_point(self.points, self.pinned, self.quarantined)
         busy = self.deleting | self.verifying  # a point that is being read back is not deleted meanwhile
-        also = spared(self.points, self.keep_every, self.keep_best, self.losses)
-        unneeded = to_delete(self.points, self.keep_latest, self.pinned, self.verified, also)
+        also = spared(points, self.keep_every, self.keep_best, self.losses)
+        unneeded = to_delete(points, self.keep_latest, pinned, self.verified, also)
         names = tuple(name for name in unneeded if name not in busy)
-        wanted = to_verify(self.points, self.keep_latest, self.pinned, self.verified) if new_point else []
+        wanted = to_verify(points, self.keep_latest, pinned, self.verified) if new_point else []
         check = [name for name in wanted if name not in busy]
         after = dataclasses.replace(
             self, deleting=self.deleting.union(names), verifying=self.verifying.union(check)

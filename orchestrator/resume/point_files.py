@@ -26,9 +26,9 @@ from orchestrator.resume.points import (
     Damage,
     Point,
 )
+from orchestrator.resume.quarantine import QuarantineFiles
 from orchestrator.resume.run_file import RUN_FILE, read_run
 from orchestrator.resume.verify import POINTS, point_path
-from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import seal
 
 
@@ -41,11 +41,8 @@ class Each(Protocol):
         """`look` of each file, in their order."""
 
 
-class PointFiles:
+class PointFiles(QuarantineFiles):
     """Resume points of one run. Every method may raise `StorageError`; then nothing was decided (rule 16)."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
 
     # ---------------------------------------------------------------------- reading
     def point_names(self) -> list[str]:
@@ -107,11 +104,14 @@ class PointFiles:
     def verify_point(self, name: str, fast: bool = False, each: Each = map) -> list[Damage]:
         """What is wrong with a committed point; empty if it is whole.
 
-        Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others.
+        Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others,
+        and takes the word of who marked the point as damaged (`quarantine`).
         `each` looks at the files, as `map` does, one after the other or several at a time. A file that COMMIT
         does not list belongs to no point: it is not looked at and never loaded. No file's content is ever
         executed.
         """
+        if fast and (mark := self.read_mark(name)) is not None:
+            return [mark.damage]
         try:
             commit = self._commit(name)
         except verify.DamageError as error:
@@ -137,9 +137,9 @@ class PointFiles:
     ) -> tuple[Point | None, tuple[Damage, ...]]:
         """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
 
-        The caller must report the damages; `fast` trusts sizes. (None, ()) if no point is named. Raises
-        `ResumePointError` if there are points and none is healthy: training from nothing is then not a thing
-        to do unasked.
+        The caller must report the damages; `fast` trusts sizes and marks. (None, ()) if no point is named.
+        Raises `ResumePointError` if there are points and none is healthy: training from nothing is then not a
+        thing to do unasked.
         """
         skipped: list[Damage] = []
         candidates = points.newest_first(names)
@@ -256,6 +256,7 @@ class PointFiles:
         if self.storage.list(f"{POINTS}/{name}"):
             self.storage.sync(f"{POINTS}/{name}")
         self.storage.delete_folder(f"{POINTS}/{name}")
+        self.lift_mark(name)
 
     def discard(self, name: str) -> None:
         """Delete the files of a save that was given up; a committed point of that name stays."""

@@ -35,6 +35,16 @@ def spared(
     return kept
 
 
+def held_point(points: Sequence[str], pinned: str | None, quarantined: Collection[str]) -> str | None:
+    """What `pinned` of `to_delete` means where some points are marked as damaged: the newest claim's parent,
+    or in its place the newest older one without a mark, to which a start would fall back.
+    """
+    if pinned not in points:
+        return pinned
+    older = [name for name in points[: points.index(pinned) + 1] if name not in quarantined]
+    return older[-1] if older else None
+
+
 def to_delete(
     points: Sequence[str],
     keep_latest: int,

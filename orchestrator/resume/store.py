@@ -28,6 +28,7 @@ elsewhere.
                                    save_blocked_s, save_s, files [path, bytes, digest], files_digest,
                                    run_id
     pins/<point>.json              see resume.pins; requests/<launch>/000001.json: see history.request_files
+    quarantine/<point>.json        see resume.quarantine
     findings/000001.json           see history.finding_files
     journal/a0003/000001.jsonl     events and step records (history.journal)
 

@@ -6,6 +6,7 @@ It decides nothing. Its calls block (they wait for disks), so a coordinator make
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, StorageError
@@ -151,7 +152,8 @@ class PointCommitter:
     def _check(self, action: CheckNewerClaim) -> Event:
         newer = self._store.next_claim_exists(self._attempt)
         lost = self._store.why_not_mine(self._run_id) or self._journal.why_lost()
-        return ClaimChecked(key=action.key, newer=newer, lost=lost)
+        marked = self._store.quarantined()
+        return ClaimChecked(key=action.key, newer=newer, lost=lost, quarantined=marked)
 
     def _write(self, action: WriteCommit) -> Event:
         self._fault(VOTES_COMPLETE, action.key.step, -1)
@@ -173,6 +175,7 @@ class PointCommitter:
         except OrchestratorError:
             return Verified(name=action.name, healthy=False)  # not known now; the next commit asks again
         self._damages += damages
+        self._mark(action.name, damages)
         self._journal.event(
             EventKind.POINT_VERIFIED,
             point=action.name,
@@ -181,6 +184,11 @@ class PointCommitter:
             seconds=self._clock() - began,
         )
         return Verified(name=action.name, healthy=not damages)
+
+    def _mark(self, name: str, damages: Sequence[Damage]) -> None:
+        """Only those who look by sizes miss a mark that could not be made: that stops no training."""
+        with suppress(StorageError):
+            self._store.note_reading(name, damages, f"attempt {self._attempt}")
 
     def _delete(self, action: DeletePoints) -> Event:
         gone: list[str] = []

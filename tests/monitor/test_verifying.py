@@ -11,6 +11,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
+from orchestrator.errors import StorageError
 from orchestrator.history.finding_files import AUDIT, VERIFY, Finding
 from orchestrator.monitor.verifying import Verifying, done_before
 from orchestrator.resume.points import Damage
@@ -77,6 +78,39 @@ def test_threads_find_what_one_after_the_other_finds_and_all_bytes_are_told(exam
     assert [row["healthy"] for row in rows] == [True, False, False, True]
     assert heard.points == [(row["name"], row["healthy"]) for row in rows]
     assert heard.bytes == heard.wanted
+
+
+def test_a_damaged_point_is_marked_until_a_verification_finds_it_whole(
+    example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, store = orchestrator.open(example), store_of(example)
+    *_, newest = store.point_names()
+    file = next((example / "points" / newest / "optimizer").iterdir())
+    whole = file.read_bytes()
+    damage(example, newest)
+    assert [row["quarantined"] for row in run.verify()] == [False, False, False, True]
+    file.write_bytes(whole)
+    with pytest.raises(SystemExit):
+        main(["points", str(example)])
+    out = capsys.readouterr().out
+    assert f"{newest}: quarantined, though every byte of it is right now: `verify` lifts that" in out
+    assert [row["quarantined"] for row in run.verify(newest)] == [False]
+    assert not any(row["quarantined"] for row in run.list_points())
+
+
+def test_a_verification_reads_on_where_it_may_not_write(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(example)
+    damage(example, store.point_names()[0])
+
+    def refuses(path: str, data: bytes) -> bool:
+        raise StorageError(f"{path}: read-only file system")
+
+    monkeypatch.setattr(store.storage, "create", refuses)
+    rows = Verifying(store=store).rows(store.point_names())
+    assert [row["healthy"] for row in rows] == [False, True, True, True]
+    assert not any(row["quarantined"] for row in rows)
 
 
 def test_files_of_a_point_are_read_at_the_same_time(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

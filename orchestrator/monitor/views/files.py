@@ -1,4 +1,5 @@
-"""The small files of a run that a page shows: claims, ends, points with the sizes of their files, pins.
+"""The small files of a run that a page shows: claims, ends, points with the sizes of their files, pins,
+and marks on damaged points.
 
 What cannot change is read once; sizes are compared again by turns, so that a look costs no more for a run
 with many points. It reads no file of tensors.
@@ -17,6 +18,7 @@ from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.resume import verify
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import COMMIT, Commit
+from orchestrator.resume.quarantine import Mark
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
 
@@ -47,6 +49,7 @@ class RunFiles:
         self.points: dict[str, PointFacts] = {}
         self.leftovers: frozenset[str] = frozenset()
         self.pins: dict[str, Hold] = {}
+        self.marks: dict[str, Mark] = {}
         self.findings: tuple[Finding, ...] = ()
         self._finding_names: list[str] = []
         self.attempts_seen = self.points_seen = 0  # grow with what is new
@@ -100,9 +103,14 @@ class RunFiles:
             wrong = [name for name, facts in self.points.items() if facts.wrong]
             if not any([self._drop_deleted(name) for name in wrong]):
                 break  # else there may be newer ones
-        pins = store.pins()
-        changed, self.pins = changed or pins != self.pins, pins
+        pins, marks = store.pins(), self._marks()
+        changed = changed or (pins, marks) != (self.pins, self.marks)
+        self.pins, self.marks = pins, marks
         self.points_seen += self._refresh_findings() or changed
+
+    def _marks(self) -> dict[str, Mark]:
+        found = ((name, self.store.read_mark(name)) for name in sorted(self.store.quarantined()))
+        return {name: mark for name, mark in found if mark is not None}
 
     def _refresh_findings(self) -> bool:
         """Look for what audits and verifications have left; one that is there never changes."""

@@ -155,6 +155,8 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     wrong = dict(there.wrong) if there is not None else {"COMMIT": "is missing"}
     if finding is not None:
         wrong = {**finding["wrong"], **wrong}
+    if (mark := facts.files.marks.get(name)) is not None:
+        wrong = {**{damage.file: damage.reason for damage in mark.damages}, **wrong}
     orphan_why = facts.path.why_orphan(key)
     run = facts.files.run
     if commit is not None and run is not None and commit.run_id != run.id:
@@ -183,6 +185,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
         "on_lineage": not orphan_why,
         "orphan_why": orphan_why,
         "state": DAMAGED if wrong else ORPHAN if orphan_why else HEALTHY,
+        "quarantined": mark and {"by": mark.by, "created": mark.created, "t": stamp(mark.created)},
         "pinned": pin is not None,
         "pin": pin,
         "held": False,

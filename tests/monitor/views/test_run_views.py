@@ -20,8 +20,10 @@ from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.verifying import Verifying
 from orchestrator.monitor.views.goodput import PARTS, apportioned
 from orchestrator.monitor.views.run_views import AGAIN_S, RunViews
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage
@@ -333,6 +335,41 @@ def test_a_point_that_lost_its_commit_is_damaged_and_one_that_was_deleted_is_not
 
 
 # ------------------------------------------------------------ events
+def test_a_start_marks_what_it_finds_damaged_and_lifts_the_mark_of_what_it_continues(live: LiveRun) -> None:
+    for _ in range(2):
+        live.save(live.live)
+    older, newest = live.store.point_names()[-2:]
+    views = views_of(live.store)
+
+    def states() -> dict[str, tuple[str, bool]]:
+        views.refresh()
+        rows = {row["name"]: row for row in views.points()["rows"]}
+        return {name: (rows[name]["state"], bool(rows[name]["quarantined"])) for name in (older, newest)}
+
+    storage, entry = live.store.storage, live.store.read_point(newest).commit.files[-1]
+    file = point_path(newest, entry.path)
+    whole = storage.read(file)
+
+    def put(data: bytes) -> None:
+        storage.delete(file)
+        storage.write(file, data)
+
+    damaged = bytes([whole[0] ^ 1]) + whole[1:]
+    put(damaged)
+    Verifying(store=live.store).rows([newest])
+    assert states() == {older: ("healthy", False), newest: ("damaged", True)}
+    put(whole)
+    live.kill()
+    live.launch()
+    assert live.first.parent == parse_point_name(newest), "its bytes are right again"
+    assert states() == {older: ("healthy", False), newest: ("healthy", False)}
+    put(damaged)
+    live.kill()
+    live.launch()
+    assert live.first.parent == parse_point_name(older)
+    assert states() == {older: ("healthy", False), newest: ("damaged", True)}
+
+
 def test_a_reader_of_the_stream_gets_what_came_after_its_id(live: LiveRun) -> None:
     views = views_of(live.store)
     at = views.last_id
@@ -342,7 +379,7 @@ def test_a_reader_of_the_stream_gets_what_came_after_its_id(live: LiveRun) -> No
     live.launch()
     views.refresh()
     came = views.happenings_since(at)
-    assert [row["kind"] for row in came] == ["attempt", "sources", "generation"]
+    assert [row["kind"] for row in came] == ["attempt", "sources", "point verified", "generation"]
     assert views.happenings_since(came[0]["id"]) == came[1:]
     assert views.happenings_since("odd") == []
 
@@ -354,7 +391,8 @@ def test_events_are_found_by_level_kind_attempt_text_and_time(live: LiveRun) -> 
     views = views_of(live.store)
     every = views.events(limit=500)["rows"]
     assert every == sorted(every, key=lambda row: -row["t"])
-    assert {row["kind"] for row in views.events(level=["point"])["rows"]} == {"point committed"}
+    of_points = {row["kind"] for row in views.events(level=["point"])["rows"]}
+    assert of_points == {"point committed", "point verified"}
     assert {row["attempt"] for row in views.events(attempt=2)["rows"]} == {2}
     assert [row["kind"] for row in views.events(q="IS RESUMED")["rows"]] == ["attempt"]
     assert views.events(kind=["attempt"], limit=1)["total"] == 2

@@ -1,0 +1,103 @@
+"""Marks on damaged points: a quick look, which trusts sizes, takes none that somebody found damaged when its
+bytes were read.
+
+    quarantine/00000480-a0003-g0007.json   sealed; Mark. Created exclusively, deleted by who lifts it
+
+Nothing of the point is deleted or moved. A mark is what the newest reading of all bytes found: `verify`, a
+start and the run's own reading back make it, and lift it where they find every byte right, so that a point
+whose files were restored needs no more than `verify`. It decides nothing that bytes can decide: whoever reads
+them all (a start, `rewind`, `fork`) goes by these. So a mark that came too late or is lost costs a look, and
+never a point.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history.claim_files import now_text
+from orchestrator.records import decode, encode
+from orchestrator.resume.points import COMMIT, Damage, parse_point_name
+from orchestrator.resume.verify import point_path
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import SealError, seal, unseal
+
+FOLDER = "quarantine"
+_NAME = re.compile(r"(.+)\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """What was found wrong with a point, by whom and when (ISO 8601), these two for people."""
+
+    point: str
+    damages: tuple[Damage, ...]
+    by: str
+    created: str
+
+    @property
+    def damage(self) -> Damage:
+        """The first of the damages, how many more there are, and that it is a mark that says so."""
+        first, more = self.damages[0], len(self.damages) - 1
+        others = f", and {more} more file{'' if more == 1 else 's'}" if more else ""
+        since = f" on {self.created[:19]}" if self.created else ""
+        reason = (
+            f"{first.reason}{others}; quarantined by {self.by or 'somebody'}{since} until `verify` finds it "
+            "whole"
+        )
+        return Damage(point=self.point, file=first.file, reason=reason)
+
+
+class QuarantineFiles:
+    """The marks of one run. Every method may raise `StorageError`."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def quarantined(self) -> frozenset[str]:
+        """The points with a mark; also such as are gone."""
+        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
+        return frozenset(match[1] for match in matches if parse_point_name(match[1]))
+
+    def read_mark(self, point: str) -> Mark | None:
+        """The mark on a point; None: it has none. One that is not as it was written is a mark."""
+        path = _path(point)
+        try:
+            found = decode(Mark, unseal(self.storage.read(path)), path)
+            if found.point != point or not found.damages:
+                raise SealError(f"it is that of {found.point}, with {len(found.damages)} damages")
+        except FileNotFoundError:
+            return None
+        except OrchestratorError as error:
+            if isinstance(error, StorageError):
+                raise
+            unreadable = Damage(point=point, file=path, reason=f"is not as it was written: {error}")
+            return Mark(point=point, damages=(unreadable,), by="", created="")
+        return found
+
+    def note_reading(self, point: str, damages: Sequence[Damage], by: str) -> bool:
+        """All bytes of a point were read, and this is what is wrong with them. Makes or lifts the mark;
+        whether that changed anything. One that stands stays as it is: it says since when. A point without
+        COMMIT is none, so that it needs no mark.
+        """
+        if damages:
+            if not self.storage.exists(point_path(point, COMMIT)):
+                return False
+            mark = Mark(point=point, damages=tuple(damages), by=by, created=now_text())
+            return self.storage.create(_path(point), seal(encode(mark)))
+        if not self.storage.exists(_path(point)):
+            return False
+        self.lift_mark(point)
+        return True
+
+    def lift_mark(self, point: str) -> None:
+        """Take a mark away, if there is one."""
+        self.storage.delete(_path(point))
+        if self.storage.list(FOLDER):
+            self.storage.sync(FOLDER)
+
+
+def _path(point: str) -> str:
+    return f"{FOLDER}/{point}.json"
