@@ -506,7 +506,8 @@ class Run:
             alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
         number = numbers[-1] if numbers else None
         end, names = None if number is None else store.read_end(number), store.point_names()
-        point = self._newest_point(parent, names)
+        marked = store.quarantined()
+        point = self._newest_point(parent, [name for name in names if name not in marked])
         budgets = parent.budgets if parent is not None else None
         return AttemptFacts(
             number=number,
@@ -519,10 +520,11 @@ class Run:
             alive=False if end else alive,
             watched_s=watch_s,
             skipped=self._skipped(point),
+            quarantined=tuple(name for name in names if name in marked),
         )
 
     def _newest_point(self, parent: ClaimParent | None, names: list[str]) -> str | None:
-        """The newest committed one of the history."""
+        """The newest of these that is on the history."""
         if parent is None:
             return None
         mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == parent.attempt]

@@ -37,6 +37,7 @@ class AttemptFacts:
     attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched. `skipped` counts
     the documents that were skipped up to that point, by source; None if that is not known. `missing` is what
     is seen to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
+    `quarantined`: the points that are marked as damaged, of which none is `point`.
     """
 
     number: int | None
@@ -51,6 +52,7 @@ class AttemptFacts:
     skipped: Mapping[str, int] | None = None
     missing: tuple[str, ...] = ()
     has_no_point: bool = True
+    quarantined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +60,8 @@ class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
     step. `skipped_documents` are those up to `newest_point`, by source. `missing` names what is seen to be
-    gone of the run's folder (`monitor.missing`).
+    gone of the run's folder (`monitor.missing`); `quarantined` are the points that are marked as damaged, of
+    which none counts as `newest_point`.
     """
 
     run: str
@@ -88,6 +91,7 @@ class RunView:
     reason: str
     skipped_documents: Mapping[str, int] | None
     missing: tuple[str, ...]
+    quarantined: tuple[str, ...]
 
     @property
     def is_over(self) -> bool:
@@ -144,6 +148,7 @@ def view_of(
         reason=facts.reason,
         skipped_documents=facts.skipped,
         missing=facts.missing,
+        quarantined=facts.quarantined,
     )
     return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest))))
 

@@ -21,6 +21,8 @@ def status_lines(view: RunView) -> list[str]:
     point = view.newest_point or "none"
     when = moment(view.newest_point_at, view.newest_point_age_s)
     lines.append(f"  last point  {point}  {when}".rstrip())
+    if view.quarantined:
+        lines.append(f"  quarantined {', '.join(view.quarantined)}: damaged, so that none of them counts")
     lines += skipped_lines(view.skipped_documents, "  skipped     ")
     if view.last_fault is not None:
         lines.append(f"  last fault  {view.last_fault}  {moment(view.last_fault_at, None)}")
@@ -60,6 +62,7 @@ def status_html(view: RunView) -> str:
         ("workers", view.workers and f"{view.workers} of {view.workers_wanted or view.workers}"),
         ("done in", view.eta_s and f"about {duration(view.eta_s)}"),
         ("newest point", view.newest_point),
+        ("quarantined", ", ".join(view.quarantined)),
         ("last fault", view.last_fault),
     ]
     skipped = html_text.lines(skipped_lines(view.skipped_documents))

@@ -89,6 +89,8 @@ def test_a_damaged_point_is_marked_until_a_verification_finds_it_whole(
     whole = file.read_bytes()
     damage(example, newest)
     assert [row["quarantined"] for row in run.verify()] == [False, False, False, True]
+    status = run.status(0)
+    assert (status.newest_point, status.quarantined) == (store.point_names()[-2], (newest,))
     file.write_bytes(whole)
     with pytest.raises(SystemExit):
         main(["points", str(example)])
