@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
-from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.coordinator.forking import is_folder, point_info, take_over
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
@@ -55,6 +54,7 @@ from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
 LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
@@ -326,6 +326,8 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     with all else the same that has an influence on what is trained. So the same command continues, whoever
     gives it again (torchrun does by itself); one that would train something else rewinds again.
     """
+    from orchestrator.config.schema import field_rules, in_todays_fields
+
     wanted = config.resume.from_
     if is_folder(wanted):
         return "latest"  # a fork begins so once, and continues then
@@ -408,6 +410,7 @@ def decide(
     origin: Origin | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    from orchestrator.config.schema import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
 
     rules = {rule.path: rule.rule for rule in field_rules()}

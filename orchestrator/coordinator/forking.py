@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
@@ -23,6 +23,9 @@ from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS
 from orchestrator.storage.files import Storage
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
 
 PARENT_OF_FORK = "parent of fork "  # a pin's reason, before the fork's folder
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from orchestrator.config.schema import ResumeConfig
 from orchestrator.coordinator.attempt import Survey, mean_losses
 from orchestrator.resume.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import ResumeConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

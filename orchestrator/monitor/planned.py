@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig
 from orchestrator.errors import RefusedError
 from orchestrator.planning.resume_plan import ResumePlan
 
 if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
     from orchestrator.launch.api import RunResult
 
 

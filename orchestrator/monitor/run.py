@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import (
     DataIdentityError,
@@ -47,6 +46,7 @@ from orchestrator.storage.files import Storage
 if TYPE_CHECKING:
     import pandas as pd
 
+    from orchestrator.config.schema import JobConfig
     from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
@@ -398,6 +398,7 @@ class Run:
 
         Starts nothing, writes nothing; `.execute()` of what it returns does it.
         """
+        from orchestrator.config.schema import parse_config
         from orchestrator.launch import api
         from orchestrator.monitor.planned import Planned
 
@@ -548,6 +549,8 @@ class Run:
         return {name: at.bad_documents for name, at in cursor.sources.items()} if cursor else None
 
     def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
+        from orchestrator.config.schema import in_todays_fields, nested, parse_config
+
         events = [event for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
         if not events:
             raise RefusedError(

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
-from orchestrator.config.schema import JobConfig, field_rules, in_todays_fields
 from orchestrator.planning.batches import (
     Remaining,
     idle_share,
@@ -27,6 +26,9 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_ne
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.records import Cursor, StateKey, encode
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,6 +270,8 @@ def is_content(difference: Difference) -> bool:
 
 def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
     """A field that did not exist yet when the point was made had what is its default now."""
+    from orchestrator.config.schema import field_rules, in_todays_fields
+
     defaults = {rule.path: rule.default for rule in field_rules() if not rule.required}
     return {**defaults, **in_todays_fields(old_flat)}
 
