@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,21 @@ def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains
     assert (result.outcome, result.step) == ("done", 8), result.reason
     assert made.audit()["exactly_once"] is True
     assert made.list_points()[-1]["weights_digest"] == job.final_digest()
+
+
+@pytest.mark.chaos
+def test_five_random_steps_come_out_on_another_number_of_workers(job: Job, cluster: Any) -> None:
+    shape: dict[str, Any] = {"train__max_steps": 24, "train__schedule": "cosine", "cluster__num_workers": 1}
+    result = job.train(**shape, monitor__digest_every_steps=1)
+    assert (result.outcome, result.step) == ("done", 24), result.reason
+    seed = random.randrange(1 << 32)
+    drawn = random.Random(seed)
+    for step in drawn.sample(range(1, 24), 5):
+        workers = drawn.choice((2, 3))
+        found = job.run.replay(step, overrides=[f"cluster.num_workers={workers}"])
+        assert found.expected_digest, f"seed {seed}: the journal has none of step {step}"
+        assert (found.equal, found.first_difference) == (True, None), f"seed {seed}: step {step}, {workers}"
+        assert found.weights_digest == found.expected_digest
 
 
 def test_attempts_of_other_shapes_are_trained_in_turn(
