@@ -1,7 +1,7 @@
 """The small files of a run that a page shows: claims, ends, points with the sizes of their files, pins,
 and marks on damaged points.
 
-What cannot change is read once; sizes are compared again by turns, so that a look costs no more for a run
+What cannot change is read once; sizes are compared again in turn, so that a look costs no more for a run
 with many points. It reads no file of tensors.
 """
 
@@ -128,7 +128,7 @@ class RunFiles:
         return before != facts.wrong
 
     def _due(self, there: list[str]) -> set[str]:
-        """Which points to compare now: the newest, and some of the others by turns."""
+        """Which points to compare now: the newest, and some of the others in turn."""
         known = there[:-_NEWEST]
         at = self._turn % max(1, len(known))
         self._turn = at + _BY_TURNS

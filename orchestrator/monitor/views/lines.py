@@ -18,7 +18,7 @@ from orchestrator.history.journal import FOLDER
 from orchestrator.storage.files import Storage
 
 _ATTEMPT, _SEGMENT = re.compile(r"a(\d{4,})"), re.compile(r"(\d{6,})\.jsonl")
-_NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some by turns
+_NEWEST = 3  # attempts that are looked at each time; of the older ones, which write no more, some in turn
 _BY_TURNS = 8
 CHUNK = 8192  # lines that are decoded at a time
 
@@ -110,7 +110,7 @@ class JournalLines:
         return tuple(a.torn for _, a in sorted(self._attempts.items()) if a.torn)
 
     def _due(self) -> list[tuple[int, str]]:
-        """The attempts to look at now: all that are new, the newest, and some of the others by turns."""
+        """The attempts to look at now: all that are new, the newest, and some of the others in turn."""
         matches = (match for match in map(_ATTEMPT.fullmatch, self._storage.list(FOLDER)) if match)
         found = sorted((int(match[1]), match[0]) for match in matches)
         old, newest = found[:-_NEWEST], found[-_NEWEST:]
