@@ -230,7 +230,9 @@ class StepRecord:
     """One optimizer step as the journal keeps it. Counts are after the step; `loss` is the mean over the
     step's target tokens (nats); `digest` is the sum modulo 2^64 of the trained samples' digests (16 hex
     digits). `ended` is when the step was applied, in seconds since 1970 (UTC) by the clock of the rank that
-    brought the record, which is rank 0 unless that died (None: written before that was noted).
+    brought the record, which is rank 0 unless that died. `peak_memory_bytes` is the most that a rank's
+    process had taken by then (`trainer.peak_memory`). Both are None in records written before they were
+    noted.
     """
 
     attempt: int
@@ -247,6 +249,7 @@ class StepRecord:
     data_wait_s: float
     save_blocked_s: float
     ended: float | None = None
+    peak_memory_bytes: int | None = None
 
     @property
     def key(self) -> StateKey:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # What every holder of a step measured for itself: copies of a step's record may differ in these.
-_TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended"})
+_TIMINGS = frozenset({"step_s", "data_wait_s", "save_blocked_s", "ended", "peak_memory_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,6 +58,7 @@ METRICS = {
         _step("step_s", "s", "Time of the step."),
         _step("data_wait_s", "s", "Of it, time that the reporting rank waited for its batch."),
         _step("save_blocked_s", "s", "Of it, time that the reporting rank was blocked by a save."),
+        _step("peak_memory_bytes", "bytes", "The most that a worker had taken: of its GPU, else of memory."),
         _step("world_size", "workers", "Workers that trained the step."),
         _step("step", "", "Label of the newest step."),
         _gauge("consumed_tokens", "tokens", "Tokens trained by the history, up to the newest step."),
@@ -146,6 +147,8 @@ class Meter:
         (before, tokens), self._last = self._last, (record.key, record.consumed_tokens)
         values: dict[str, float] = {name: getattr(record, name) for name in _OF_RECORD}
         values["world_size"] = self._world_size
+        if record.peak_memory_bytes:
+            values["peak_memory_bytes"] = record.peak_memory_bytes
         if record.step_s > 0 and before is not None and before.step + 1 == record.step:
             values["tokens_per_s"] = (record.consumed_tokens - tokens) / record.step_s
         at_risk = max(0, record.consumed_tokens - self._saved)

@@ -32,6 +32,7 @@ STEPS: Table = {
     "step_s": ("s", "from the step before to this one, on rank 0"),
     "data_wait_s": ("s", "of it, waiting for the batch"),
     "save_blocked_s": ("s", "of it, held up by a save"),
+    "peak_memory_bytes": ("bytes", "the most that a worker had taken: of its GPU, else of the machine"),
     "digest": ("", "digest of the samples that the ranks trained"),
     "time": ("UTC", "when it had ended"),
 }

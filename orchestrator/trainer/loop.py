@@ -235,6 +235,7 @@ class _Trainer:
             acknowledged=acknowledged,
             grad_norm=norm,
             step_s=time.monotonic() - self._step_began,
+            peak_memory_bytes=peak_memory_bytes(self._device),
         )
         self._step_began = time.monotonic()
         # from here on the step may be in the history although this rank never hears of it

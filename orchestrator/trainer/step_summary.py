@@ -22,7 +22,7 @@ _RANKS, _NOT_FINITE, _LOSS, _TARGETS, _SAMPLES, _DIGEST, _WAIT_US, _BLOCKED_US =
     8
 )  # every rank adds to these
 _CONTROL, _ACKNOWLEDGED, _GRAD_NORM, _STEP_S = range(8, 12)  # rank 0 alone
-NUM_SLOTS = 12
+NUM_SLOTS = 12  # and one for each rank, which it fills alone: its peak memory
 _MASK = (1 << 64) - 1
 
 
@@ -42,7 +42,7 @@ class RankContribution:
     of its samples (unsigned).
 
     `control`, `acknowledged` (the newest durable step of this generation, −1: none), `grad_norm` and `step_s`
-    count for rank 0 only.
+    count for rank 0 only. `peak_memory_bytes`: see `trainer.peak_memory`.
     """
 
     loss: int | None
@@ -55,9 +55,10 @@ class RankContribution:
     acknowledged: int = -1
     grad_norm: float = 0.0
     step_s: float = 0.0
+    peak_memory_bytes: int = 0
 
     def pack(self, rank: int, world_size: int) -> Tensor:
-        """The vector (NUM_SLOTS,) int64 that `rank` brings to the sum of `world_size`.
+        """The vector (NUM_SLOTS + world_size,) int64 that `rank` brings to the sum of `world_size`.
 
         A loss with which that sum could wrap counts as one that is not finite.
         """
@@ -78,13 +79,15 @@ class RankContribution:
             values[_ACKNOWLEDGED] = self.acknowledged
             values[_GRAD_NORM] = _bits(self.grad_norm)
             values[_STEP_S] = _bits(self.step_s)
-        return torch.tensor(values, dtype=torch.int64)
+        peaks = [0] * world_size
+        peaks[rank] = self.peak_memory_bytes
+        return torch.tensor(values + peaks, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
     """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
-    over the ranks (seconds).
+    over the ranks (seconds), `peak_memory_bytes` is the greatest.
     """
 
     ranks: int
@@ -99,10 +102,11 @@ class StepSummary:
     acknowledged: int
     grad_norm: float
     step_s: float
+    peak_memory_bytes: int
 
     @classmethod
     def unpack(cls, vector: Tensor) -> StepSummary:
-        """From the summed vector (NUM_SLOTS,) int64."""
+        """From the summed vector (NUM_SLOTS + world_size,) int64."""
         values = [int(value) for value in vector.tolist()]
         ranks = max(1, values[_RANKS])
         return cls(
@@ -118,6 +122,7 @@ class StepSummary:
             acknowledged=values[_ACKNOWLEDGED],
             grad_norm=_number(values[_GRAD_NORM]),
             step_s=_number(values[_STEP_S]),
+            peak_memory_bytes=max(values[NUM_SLOTS:]),
         )
 
     def problem(self, world_size: int, batch: BatchSlice) -> str | None:
@@ -161,6 +166,7 @@ class StepSummary:
             data_wait_s=self.data_wait_s,
             save_blocked_s=self.save_blocked_s,
             ended=ended,
+            peak_memory_bytes=self.peak_memory_bytes,
         )
 
 

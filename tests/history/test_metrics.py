@@ -56,6 +56,7 @@ def trained(attempt: int, generation: int, step: int, loss: float = 1.0) -> Step
         digest="0" * 16,
         step_s=0.5,
         data_wait_s=0.1,
+        peak_memory_bytes=2048,
         save_blocked_s=0.0,
     )
 
@@ -89,6 +90,7 @@ def test_every_value_of_a_sample_is_a_declared_metric() -> None:
         "step_s": 0.5,
         "data_wait_s": 0.1,
         "save_blocked_s": 0.0,
+        "peak_memory_bytes": 2048,
         "world_size": 2,
         "step": 1,
         "consumed_tokens": 64,

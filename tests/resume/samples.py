@@ -48,6 +48,7 @@ def record(at: StateKey) -> StepRecord:
         step_s=0.5,
         data_wait_s=0.0,
         save_blocked_s=0.0,
+        peak_memory_bytes=4096 * at.step,
     )
 
 

@@ -27,6 +27,7 @@ def test_two_workers_make_a_point_of_any_step_that_one_has_trained_and_it_trains
     shape: dict[str, Any] = {"train__max_steps": 8, "train__schedule": "cosine", "cluster__num_workers": 1}
     result = job.train(**shape, monitor__digest_every_steps=3)
     assert (result.outcome, result.step) == ("done", 8), result.reason
+    assert min(job.run.steps()["peak_memory_bytes"]) > 50 << 20, "of a process with torch"
     storage = Path(job.run.uri).parent
     there = sorted(storage.iterdir())
 

@@ -53,6 +53,12 @@ def test_digests_wrap_and_losses_add_up_whatever_the_number_of_ranks(rows):
 
 
 @settings(deadline=None)
+@given(st.lists(st.integers(0, 2**50), min_size=1, max_size=5))
+def test_the_greatest_memory_of_all_ranks_arrives_to_the_byte(peaks):
+    assert said([of_rank(peak_memory_bytes=peak) for peak in peaks]).peak_memory_bytes == max(peaks)
+
+
+@settings(deadline=None)
 @given(st.floats(allow_nan=False), st.integers(0, 7), st.integers(-1, 10**9))
 def test_what_rank_0_alone_says_arrives_to_the_last_bit(number, control, acknowledged):
     first = of_rank(grad_norm=number, step_s=number, control=control, acknowledged=acknowledged)
@@ -102,5 +108,6 @@ def test_a_step_is_refused_with_both_values(contributions, message):
 
 
 def test_the_vector_holds_nothing_but_its_slots():
-    assert of_rank().pack(1, 2).shape == (NUM_SLOTS,)
-    assert of_rank(control=4, acknowledged=9).pack(1, 2)[8:].tolist() == [0, 0, 0, 0]
+    assert of_rank().pack(1, 2).shape == (NUM_SLOTS + 2,)
+    packed = of_rank(control=4, acknowledged=9, peak_memory_bytes=7).pack(1, 2)
+    assert packed[8:].tolist() == [0, 0, 0, 0, 0, 7]

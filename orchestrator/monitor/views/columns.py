@@ -1,4 +1,4 @@
-"""A run's journal in memory: its steps as columns (105 bytes each), its generations and events as they are.
+"""A run's journal in memory: its steps as columns (113 bytes each), its generations and events as they are.
 
 It is read once and goes on with what is new. It knows lines; which steps count in the end is for `path`.
 """
@@ -6,6 +6,7 @@ It is read once and goes on with what is new. It knows lines; which steps count 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from orchestrator.storage.files import Storage
 
 INTS = ("step", "consumed_samples", "consumed_tokens", "target_tokens")
 FLOATS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s")
+PEAK = "peak_memory_bytes"  # NaN where the journal does not say
 _NAMES = ("attempt", "generation", *INTS, *FLOATS, "digest", "time")
 _TYPES = (int, int, *(int for _ in INTS), *(float for _ in FLOATS), str, str)
 _FIELDS = itemgetter(*_NAMES)
@@ -87,14 +89,15 @@ class Written:
 
 
 class Columns:
-    """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, and `t` (when the
-    step ended, else when its line was written; seconds since 1970), `width` (tokens trained), `generation`
-    (index into `generations`), `digest`, `is_timed` (`t` is when the step ended). A step that stands there
-    several times is taken once, where it stands first. `kinds` and `of_attempt` have the events by these.
+    """All of a run's journal. `steps` has a column for each name of `INTS` and `FLOATS`, `PEAK`, and `t`
+    (when the step ended, else when its line was written; seconds since 1970), `width` (tokens trained),
+    `generation` (index into `generations`), `digest`, `is_timed` (`t` is when the step ended). A step that
+    stands there several times is taken once, where it stands first. `kinds` and `of_attempt` have the events
+    by these.
     """
 
     def __init__(self) -> None:
-        kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys(FLOATS, "f8")
+        kinds = dict.fromkeys(INTS, "i8") | dict.fromkeys((*FLOATS, PEAK), "f8")
         kinds |= {"t": "f8", "width": "i8", "generation": "i4", "digest": "u8", "is_timed": "?"}
         self.steps = {name: Growing(kind) for name, kind in kinds.items()}
         self.generations: list[Generation] = []
@@ -136,6 +139,8 @@ class Columns:
         digest = f"{int(self['digest'][row]):016x}"
         if "ended" in StepRecord.__dataclass_fields__:
             values["ended"] = float(self["t"][row]) if self["is_timed"][row] else None
+        peak = float(self[PEAK][row])
+        values[PEAK] = None if math.isnan(peak) else int(peak)
         return StepRecord(attempt=attempt, generation=generation, digest=digest, **values)
 
     # ---------------------------------------------------------------------- inside
@@ -190,6 +195,7 @@ class Columns:
         }
         found["digest"] = np.array([int(digest, 16) for digest in fields["digest"]], dtype="u8")
         found["t"], found["is_timed"] = _ended(steps, fields["time"])
+        found[PEAK] = np.array([line.get(PEAK) for _, line in steps], dtype="f8")  # None becomes NaN
         ids = np.array([fields["attempt"], fields["generation"]])
         # pieces of one generation whose steps rise: nearly always all of the chunk
         cut = np.any(np.diff(ids, axis=1), axis=0) | (np.diff(found["step"]) <= 0)

@@ -18,7 +18,7 @@ from orchestrator.monitor.views.facts import Along, Facts, shorts
 from orchestrator.monitor.views.path import FATES, HISTORY, REWOUND, Piece
 
 AXES = {"time": "t", "tokens": "consumed_tokens"}
-METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s")
+METRICS = ("loss", "grad_norm", "lr", "step_s", "data_wait_s", "save_blocked_s", "peak_memory_bytes")
 # of two sums: what of it, what by, and its name
 RATIOS = {"tokens_per_s": ("width", "step_s"), "data_wait_share": ("data_wait_s", "step_s")}
 LEAST_PX, MOST_PX = 40, 4000

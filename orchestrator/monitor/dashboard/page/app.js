@@ -381,6 +381,7 @@ document.addEventListener('alpine:init', () => {
 			for (const c of CHARTS) {
 				const el = this.el(c.key), d = c.wide ? this.got.wide : this.got.narrow; el.replaceChildren();
 				if (!d.i.length) { el.append(h('p', { class: 'muted pad' }, 'No step in this range.')); continue; }
+				if (!d.history[c.key].mean.some(v => v != null)) { el.append(h('p', { class: 'muted pad' }, 'Not recorded by the version that trained here.')); continue; }
 				this.plots.push(keep(chart(el, c, d, { clip: this.clip, marks: this.marks, read: (spec, v) => this.readOut(spec, v), zoom: (a, b) => this.zoom(a, b) })));
 				this.readOut(c, null);
 			}
