@@ -186,7 +186,8 @@ class PointCommitter:
         gone: list[str] = []
         try:
             names = [name for name in action.names if self._may_delete(name)]
-            if not names:
+            # a claim since it was asked last may go back to one of these: see `pins`; their holds stay
+            if not names or self._store.next_claim_exists(self._attempt):
                 return Deleted(names=(), failed=action.names)
             # a kill in the middle must not look as if points had vanished
             self._journal.event(EventKind.DELETING_POINTS, points=names)
