@@ -164,6 +164,26 @@ class Run:
             raise RefusedError(f"{self.uri}: resume point {point} is not pinned; pinned are: {pinned}")
         return pin
 
+    def without_pin(self, pin: Hold) -> str:
+        """What it means for forks that this pin was given back; empty if nothing. See
+        `coordinator.forking.without_its_pin`.
+        """
+        from orchestrator.coordinator.forking import without_its_pin
+
+        return without_its_pin(self._store, pin)
+
+    def left_of_replays(self, say: Callable[[str], None], remove: bool = False) -> None:
+        """Says which folders killed replays left beside the run; `remove`: removes those that nobody is at
+        work on any more. See `launch.scratch`.
+        """
+        from orchestrator.launch.scratch import left, remove_left
+
+        if remove:
+            remove_left(self._store, say)
+            return
+        for each in left(self._store):
+            say(f"note: {each}")
+
     def prune(self, dry_run: bool = False) -> list[Pruned]:
         """Deletes the resume points that are off the history (orphans), and those that the retention of the
         newest attempt's configuration lets go, once that attempt has ended; none that is pinned. `dry_run`

@@ -9,6 +9,9 @@ That holds on dead runs, too, for no process of the run is needed. It knows no l
 A claim that goes back to a point needs no pin. Who deletes takes hold of the point first and asks for a newer
 claim then; who goes back claims first and asks for that hold then (`require_kept`), and only then whether the
 point is whole. Whichever comes first, one of the two sees the other, also if it stands still in between.
+
+A point has one pin, whoever asks for another, and nothing counts them: no program gives a pin back, only a
+person does (`unpin`), who hears which forks still need the point. A fork needs it until it has its own.
 """
 
 from __future__ import annotations

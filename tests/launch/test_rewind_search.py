@@ -1,5 +1,5 @@
-"""Who deletes a point and stands still in the middle of it, and who goes back to that very point meanwhile:
-every order of their calls to the disk, of the real code.
+"""Who deletes a point and stands still in the middle of it, and who goes back to that very point, or forks
+it, meanwhile: every order of their calls to the disk, of the real code.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import pytest
 
 from orchestrator.config.schema import JobConfig, ResumeConfig
 from orchestrator.coordinator.attempt import Survey, begin_launch, survey
+from orchestrator.coordinator.forking import describe, found_run, take_over
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claim_files import REWIND
-from orchestrator.history.claims import ClaimParent
+from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import rewind as rewinding
 from orchestrator.launch.rewind import RewindPlan
@@ -33,11 +34,13 @@ from tests.resume.samples import no_sleep
 from tests.storage.crashfs import Files, ModelDisk
 from tests.storage.interleaved import interleavings
 
+FORK = "/forks/mine"
+
 
 @dataclass
 class Scene:
     """A run of three points whose launch lives or has ended, the oldest of them, and how it looked before:
-    to who prunes (`seen`), and to who goes back to the point (`plan`).
+    to who prunes (`seen`), and to who goes back to the point (`plan`) or forks it (`forked`).
     """
 
     run: LiveRun
@@ -46,6 +49,7 @@ class Scene:
     journals: bool
     seen: Survey
     plan: RewindPlan
+    forked: ForkedFrom
     makes: type[RunStore] = field(default=RunStore)
 
     def store(self, disk: Disk) -> RunStore:
@@ -72,7 +76,7 @@ def scene(job: JobConfig, data: DataSpec, *, ended: bool) -> Scene:  # noqa: F81
     run.live = live
     point, seen = run.on_lineage[0], survey(run.store)
     plan = rewinding.look(run.store, Wanted(point=point))
-    return Scene(run, disk.files(), point, not ended, seen, plan)
+    return Scene(run, disk.files(), point, not ended, seen, plan, describe(run.store, point))
 
 
 # ------------------------------------------------------------------ who deletes: whether it has
@@ -109,6 +113,17 @@ def start(scene: Scene, disk: Disk) -> OrchestratorError | None:
     return refusal(lambda: begin_launch(store, wanted, claim, run.run, run.data))
 
 
+def fork(scene: Scene, disk: Disk, pinned: bool = True) -> OrchestratorError | None:
+    """`orchestrator fork`, until the point is its own."""
+    new = RunStore(Storage(FORK, disk, no_sleep))
+    return refusal(lambda: take_over(new, found_run(new, "mine", scene.forked, "me", pinned), 1))
+
+
+def scratch_fork(scene: Scene, disk: Disk) -> OrchestratorError | None:
+    """That of a replay, which pins nothing."""
+    return fork(scene, disk, pinned=False)
+
+
 def refusal(act: Callable[[], Any]) -> OrchestratorError | None:
     try:
         act()
@@ -143,6 +158,22 @@ def test_no_order_deletes_the_point_that_a_claim_goes_back_to(
     ends = search(scene(job, data, ended=deleting is prune), deleting, going_back)
     assert ends[True, False], "somebody deletes it first"
     assert ends[False, True], "somebody goes back to it first"
+
+
+@pytest.mark.parametrize("forking", [fork, scratch_fork])
+def test_no_order_leaves_a_fork_with_half_a_point(
+    job: JobConfig, data: DataSpec, forking: GoingBack  # noqa: F811
+) -> None:
+    forked = scene(job, data, ended=False)
+    files = ("COMMIT", "rng.json", "model/00001-of-00002.safetensors")  # one of each kind
+    shared = {f"{ROOT}/points/{forked.point}/{file}" for file in files} | {f"{ROOT}/pins/{forked.point}.json"}
+    programs = [lambda disk: retention(forked, disk), lambda disk: forking(forked, disk)]
+    ends: Counter[tuple[bool, bool]] = Counter()
+    for disk, (deleted, refused) in interleavings(forked.files, programs, shared.__contains__):
+        new = RunStore(Storage(FORK, disk, no_sleep))
+        assert [new.verify_point(name) for name in new.point_names()] == ([[]] if refused is None else [])
+        ends[deleted, refused is None] += 1
+    assert ends.keys() == {(True, False), (forking is scratch_fork, True)}, "a pin comes first, or a deletion"
 
 
 class NeverAsksForHolds(RunStore):
