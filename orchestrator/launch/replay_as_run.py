@@ -64,7 +64,8 @@ def replay_as_run(
     already goes on, so that the same command may be given again.
 
     Raises as `replay` and `train`; `RefusedError`, too, for overrides that change what is trained and for
-    another run at `to_point`, and `TrainingError` where a launch ended before the step.
+    another run at `to_point`, and `TrainingError` where a launch ended before the step (`KeyboardInterrupt`
+    where somebody stopped it).
     """
     needs_a_launch(overrides)
     history = History(store, wanted)
@@ -176,6 +177,8 @@ def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
             "--to-point and cluster.* takes them as they were"
         )
     result = train_until(job, until)
+    if result.outcome == "stopped" and result.consumed_tokens != until:
+        raise KeyboardInterrupt(f"interrupted: the replay was stopped before step {step} ({result.reason})")
     if result.outcome == "failed" or result.consumed_tokens != until:
         raise TrainingError(
             f"the replay ended at {result.consumed_tokens:,} of {until:,} tokens, before step {step}: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
@@ -77,9 +77,7 @@ def failed(key: StateKey | None, error: Exception) -> Event | None:
     """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
     next such action.
     """
-    expected = isinstance(error, OrchestratorError)
-    reason = str(error) if expected else f"{type(error).__name__}: {error}"
-    return Failed(key=key, reason=reason) if key else None
+    return Failed(key=key, reason=text_of(error)) if key else None
 
 
 class PointCommitter:
