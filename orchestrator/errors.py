@@ -83,3 +83,12 @@ class TrainingError(OrchestratorError):
     """Training itself is wrong (non-finite loss, a step digest that differs from the feed's); names step and
     values.
     """
+
+
+def text_of(error: BaseException) -> str:
+    """An error as people read it: one of ours says in its text all that there is to say; of any other, which
+    nobody wrote for them, the class belongs to it.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted"
+    return str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             app(args=arguments)
         except OrchestratorError as error:
-            say(f"{type(error).__name__}: {error}")
+            say(f"error: {error}")
             sys.exit(error.exit_code)
         finally:
             for stream in (sys.stdout, sys.stderr):

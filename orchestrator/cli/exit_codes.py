@@ -8,6 +8,7 @@ COMMON = {
     0: "done",
     1: "failure",
     2: "bad command line or configuration, or a refusal: nothing was changed",
+    130: "interrupted (Ctrl-C)",
 }
 OWN: dict[str, dict[int, str]] = {
     "train": {
@@ -15,6 +16,7 @@ OWN: dict[str, dict[int, str]] = {
         130: "a second Ctrl-C (143: a second SIGTERM): nothing was saved",
     },
     "submit": {1: "the job failed", 130: "Ctrl-C: the job runs on"},
+    "dashboard": {0: "ended by Ctrl-C", 130: "Ctrl-C before it served"},
     "doctor": {1: "something would stop a run"},
     "status": {1: "the run failed, is not running without an end, or a piece of it is seen to be missing"},
     "watch": {1: "the run failed, is not running without an end, or a piece of it is seen to be missing"},

@@ -15,6 +15,7 @@ def watch(run: RunUri, json: Json = False) -> None:
     """Show where the run stands, kept up to date until it has ended (`status --watch`). --json: a line each
     time.
     """
+    from orchestrator.monitor.display import show
     from orchestrator.monitor.run import open_run
 
     opened = open_run(run)
@@ -22,7 +23,7 @@ def watch(run: RunUri, json: Json = False) -> None:
         for seen in opened.looks():
             print_json(seen.to_json(), lines=True)
     else:
-        seen = opened.watch()
+        seen = show(opened.looks())
     if seen.is_broken:
         raise typer.Exit(1)
 

@@ -48,7 +48,9 @@ def points(
     if prune:
         from orchestrator.cli.tables import pruned_lines
 
-        pruned = open_run(run).prune(dry_run)
+        opened = open_run(run)
+        pruned = opened.prune(dry_run)
+        opened.left_of_replays(say, remove=not dry_run)
         if json:
             print_json([asdict(each) for each in pruned])
         else:
@@ -66,6 +68,7 @@ def points(
         from orchestrator.cli.tables import points_lines
 
         print_lines(points_lines(rows))
+    opened.left_of_replays(say)
     if not all(row["healthy"] for row in rows):
         raise typer.Exit(1)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
+from typer.core import TyperGroup
 
 from orchestrator import __version__
 from orchestrator.errors import ConfigError
@@ -21,7 +22,34 @@ if TYPE_CHECKING:
     from orchestrator.monitor.asking import Reply
     from orchestrator.planning.resume_plan import ResumePlan
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+# what an interrupted command leaves, where there is something to say
+LEAVES = {
+    "watch": "the run is as it was",
+    "status": "the run is as it was",
+    "logs": "the run is as it was",
+    "verify": "`verify RUN --resume` goes on with the points that were not read to the end",
+    "save": "what was asked for stands, and the run's journal will say what became of it",
+    "stop": "what was asked for stands, and the run's journal will say what became of it",
+    "replay": "nothing of it is left; with --to-point the same command goes on",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; each that Ctrl-C ends says so in a line and ends with 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """See the class. A command that has more to say of its own has said it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            leaves = LEAVES.get(ctx.invoked_subcommand or "")
+            say(str(interrupt) or "interrupted" + (f": {leaves}" if leaves else ""))
+            raise typer.Exit(getattr(interrupt, "exit_code", INTERRUPTED)) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     rich_markup_mode=None,  # plain text: it is quick, and a brace or a bracket stays what it is
     no_args_is_help=True,
     pretty_exceptions_enable=False,

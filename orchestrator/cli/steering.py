@@ -28,11 +28,11 @@ def pin(
 @app.command()
 def unpin(run: RunUri, point: PointName, json: Json = False) -> None:
     """Give a pin back: the point may be deleted again."""
-    from orchestrator.coordinator.forking import without_its_pin
     from orchestrator.monitor.run import open_run
 
-    hold = open_run(run).unpin(point)
-    fork = without_its_pin(hold)
+    opened = open_run(run)
+    hold = opened.unpin(point)
+    fork = opened.without_pin(hold)
     told = f"{point} is no longer pinned" + (f"; {fork}" if fork else "")
     print_json(asdict(hold)) if json else print_lines([told])
 

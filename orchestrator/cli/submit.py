@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.cli.shared import Config, Json, Overrides, app, print_json, print_lines, say
+from orchestrator.cli.shared import INTERRUPTED, Config, Json, Overrides, app, print_json, print_lines, say
 
 if TYPE_CHECKING:
     from orchestrator.cluster.job_server import JobServer
@@ -67,7 +67,7 @@ def submit(
             asyncio.run(_show(server, found.job))
         except KeyboardInterrupt:
             say(f"job {found.job} runs on; `orchestrator stop {found.run_uri}` saves and stops it")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
         found = submitting.submitted(made, server)
         if not json:
             print_lines([f"job {found.job}: {found.status.lower()}{_because(found.message)}"])

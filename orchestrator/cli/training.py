@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.shared import Config, Json, Overrides, app, print_json, print_plan, say
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+from orchestrator.cli.shared import INTERRUPTED, Config, Json, Overrides, app, print_json, print_plan, say
 
 
 @app.command()

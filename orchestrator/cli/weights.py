@@ -21,7 +21,7 @@ def export(
         list[str],
         typer.Argument(
             metavar="[POINT] OUT",
-            help="a point's name (without it the newest), and the folder to make",
+            help="the folder to make, which comes last; before it a point's name, or nothing: the newest one",
             show_default=False,
         ),
     ],
@@ -36,13 +36,21 @@ def export(
     """Write a resume point's weights, configuration and tokenizer as a folder that
     transformers.AutoModelForCausalLM.from_pretrained opens; of a model.factory plain safetensors.
 
-    Example: orchestrator export runs/quickstart ./my-model --dtype bfloat16
+    For example:
+
+    orchestrator export runs/quickstart ./my-model
+
+    orchestrator export runs/quickstart 00000100-a0001-g0001 ./my-model --dtype bfloat16
     """
     from orchestrator.monitor.run import open_run
+    from orchestrator.resume.points import parse_point_name
 
     if len(where) > 2:  # noqa: PLR2004
-        raise typer.BadParameter(f"give RUN [POINT] OUT, not {len(where) + 1} words")
-    point, out = (where[0], where[1]) if len(where) > 1 else (None, where[0])
+        raise typer.BadParameter(f"give RUN OUT or RUN POINT OUT, not {len(where) + 1} words")
+    *before, out = where
+    point = before[0] if before else None
+    if parse_point_name(out) is not None:
+        raise typer.BadParameter(f"{out} is a point's name; the folder to make comes last: RUN POINT OUT")
     document = open_run(run).export(out, point, dtype)
     print_json(document) if json else print_lines(export_lines(document))
 

@@ -37,7 +37,7 @@ from orchestrator.elastic.formation import Form, Formation, RendezvousSettings
 from orchestrator.elastic.rendezvous import Rendezvous
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble
-from orchestrator.errors import FencedError, StorageError
+from orchestrator.errors import FencedError, StorageError, text_of
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
@@ -679,7 +679,7 @@ class Coordinator:
 
     async def broken(self, error: Exception) -> None:
         """See `CommitListener`: whatever it is, the run must end with its reason instead of hanging."""
-        reason = f"the coordinator failed: {type(error).__name__}: {error}"
+        reason = f"the coordinator failed: {text_of(error)}"
         await self._do(self._launch.end("failed", reason))
 
 

@@ -424,8 +424,10 @@ def begin_launch(
     """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
     run.json, `data` the job's data.
 
-    Raises `RefusedError` if the configuration may not continue the run (the claim then stays without
-    descendants and harms nobody; whoever claimed it says its end).
+    Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
+    begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
+    end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
+    would leave a run that lost power in the middle of a deletion without any.
     """
     number = claim.number
     seen = survey(store)
@@ -436,8 +438,10 @@ def begin_launch(
     if run.forked_from is not None and seen.lineage.attempt is None:
         point, origin = take_over(store, run, number)
     else:
+        if (wanted := wanted_point(seen, config)) != "latest":
+            store.require_kept(wanted)
         began = time.monotonic()
-        point, damages = choose_point(store, seen, wanted_point(seen, config))
+        point, damages = choose_point(store, seen, wanted)
         verified_s = time.monotonic() - began
         _mark(store, damages, point, f"attempt {number}")
     plan = decide(store, config, point, (run.identity, data.identity()), origin)

@@ -22,7 +22,6 @@ from orchestrator.resume.points import Point, parse_point_name
 from orchestrator.resume.run_file import RUN_FILE, RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import POINTS
-from orchestrator.storage.files import Storage
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -145,42 +144,61 @@ def _as_its_own(point: Point, store: RunStore, name: str) -> Point:
     return replace(point, config=config)
 
 
-def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str) -> RunFile:
+def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: bool = True) -> RunFile:
     """Makes the fork's run.json, last: its point is pinned in the other run, and that run's frozen data are
     copied. From then on any start of the fork begins with the point. After a kill before that it may be
     called again. Raises `BusyError` if there is a run.
+
+    Without `pinned` the other run may delete its point before it is taken over (`take_over` raises then): for
+    a fork that would rather be made again than leave a pin.
     """
     from orchestrator.data.frozen import copy_frozen
 
     other, _ = read_parent_point(store, fork, name, fast=True)
     run = other.read_run()
     assert run is not None, "just read"
-    other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
+    if pinned:
+        other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
     copy_frozen(other.storage, store.storage)
     return store.create_run(name, run.identity, run.first_weights, fork)
 
 
-def without_its_pin(pin: Hold) -> str:
-    """What it means for a fork that the pin on the point with which it begins was given back; empty where it
-    was no such pin, or there is no such fork any more.
+def without_its_pin(store: RunStore, pin: Hold) -> str:
+    """What it means for forks that the pin on a point of this run was given back; empty where there are none.
+
+    It looks at the fork for which the pin was made, and at those beside the run, which may have found the
+    point pinned already and rely on that.
     """
-    if not pin.reason.startswith(PARENT_OF_FORK):
-        return ""
-    store = RunStore(Storage(pin.reason.removeprefix(PARENT_OF_FORK)))
-    root = store.storage.root
-    try:
-        run = store.read_run()
-        if run is None or run.forked_from is None or run.forked_from.run_id != pin.run_id:
-            return ""
-        has_point = bool(store.point_names())
-    except OrchestratorError as error:
-        return f"it was the parent of fork {root}, which cannot be read ({error})"
-    if has_point:
-        return f"it was the parent of fork {root}, which has resume points of its own and does not need it"
-    return (
-        f"it is the parent of fork {root}, which has no resume point of its own yet: once it is deleted that "
-        f"fork cannot begin; pin it again, or start the fork first"
-    )
+    storage, named = os.path.dirname(store.storage.root), ""
+    if pin.reason.startswith(PARENT_OF_FORK):
+        named = pin.reason.removeprefix(PARENT_OF_FORK)
+    beside = [os.path.join(storage, name) for name in store.storage.beside(storage).list("")]
+    told = []
+    for folder in dict.fromkeys((named, *beside) if named else beside):
+        fork = RunStore(store.storage.beside(folder))
+        try:
+            if not _began_with(fork, pin):
+                continue
+            if not fork.point_names():
+                told.append(
+                    f"it is the parent of fork {folder}, which has no resume point of its own yet: once it "
+                    "is deleted that fork cannot begin; pin it again, or start the fork first"
+                )
+            elif folder == named:
+                told.append(
+                    f"it was the parent of fork {folder}, which has resume points of its own and does not "
+                    "need it"
+                )
+        except OrchestratorError as error:
+            if folder == named:
+                told.append(f"it was the parent of fork {folder}, which cannot be read ({error})")
+    return "; ".join(told)
+
+
+def _began_with(fork: RunStore, pin: Hold) -> bool:
+    run = fork.read_run()
+    begins = run.forked_from if run is not None else None
+    return begins is not None and (begins.run_id, begins.point) == (pin.run_id, pin.point)
 
 
 def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin]:

@@ -214,7 +214,7 @@ class LaunchMachine:
     def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
         note = Note(kind=EventKind.MEMBER_FAILED, fields={"member": member, "error": kind, "text": text})
-        reason = f"{kind}: {text}"
+        reason = text if fatal else f"{kind}: {text}"
         return [note, *(self.end("failed", reason) if fatal else self._failure(reason))]
 
     def group_failed(self, node: str, reason: str) -> list[Action]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.config.redaction import redacted_text
+from orchestrator.errors import text_of
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_file import FOLDER, EventFile
 from orchestrator.history.event_kinds import EventKind
@@ -131,7 +132,7 @@ class MetricLog:
             sink.flush()
         except Exception as error:  # noqa: BLE001  no logger ends a run
             self._sinks.remove(sink)
-            why = redacted_text(f"{type(error).__name__}: {error}")  # such as a server's URI
+            why = redacted_text(text_of(error))  # such as a server's URI
             self._troubles.put(
                 f"{sink.name} gets no more metrics of this attempt ({why}); the "
                 "run continues without it, and the journal has every step"

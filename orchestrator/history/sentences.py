@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from orchestrator import errors
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW
 from orchestrator.records import GroupChange, GroupMember, Loss, Stall
 
@@ -125,10 +126,12 @@ def stall(seen: Stall) -> list[str]:
 
 
 def failure(kind: str, text: str) -> str:
-    """Why a worker ended that had the time to say so: the error's own last line."""
+    """Why a worker ended that had the time to say so: the error's own last line. The class of one of ours
+    (`errors`) says nothing to people that its text does not.
+    """
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     last = lines[-1].strip()
-    return first_sentence(last if last.startswith(kind) else f"{kind}: {last}")
+    return first_sentence(last if last.startswith(kind) or hasattr(errors, kind) else f"{kind}: {last}")
 
 
 def ended(outcome: str, reason: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_outline
 from orchestrator.resume.export import write_export
@@ -98,8 +98,7 @@ class Exports:
                 if last or self._cut_off:
                     return
         except Exception as error:  # noqa: BLE001  nobody awaits the thread, and training must go on
-            reason = f"{type(error).__name__}: {error}"
-            self._say(f"warning: no more points of this launch are exported: {reason}")
+            self._say(f"warning: no more points of this launch are exported: {text_of(error)}")
 
     def cut_off(self) -> None:
         """Ends what is under way; what it has written is incomplete, and made again by the next launch."""

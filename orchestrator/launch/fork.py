@@ -86,9 +86,10 @@ def fork(
     agree: Callable[[ForkPlan], bool],
     say: Callable[[str], None] = lambda text: None,
     run: str = "",
+    pinned: bool = True,
 ) -> ForkPlan:
     """Shows `agree` what the fork at `new_uri` would begin with, and makes it if that says yes. Returns the
-    plan, with what became of it.
+    plan, with what became of it. `pinned`: see `found_run`.
 
     The run itself is only read, but for the pin on its point, so that a launch may work on it meanwhile.
     After a kill the same command goes on, and so does a start of the fork, once its run.json is there.
@@ -113,7 +114,7 @@ def fork(
     if not agree(plan):
         return plan
     if not stands_there:
-        carry_out(new, origin, config, by, say)
+        carry_out(new, origin, config, by, say, pinned)
     return replace(plan, done=True)
 
 
@@ -145,6 +146,7 @@ def carry_out(
     config: dict[str, Any],
     by: str,
     say: Callable[[str], None] = lambda text: None,
+    pinned: bool = True,
 ) -> None:
     """Makes the fork, or what is missing of it: run.json, and an attempt that takes the point over and ends.
     Raises as `fork` does.
@@ -152,7 +154,7 @@ def carry_out(
     run = starting.find_run(new)
     newest = 0 if run is None else starting.refuse_busy(new, say)
     if run is None:
-        run = found_run(new, config["run.name"], origin, by)
+        run = found_run(new, config["run.name"], origin, by, pinned)
     take_over_and_end(new, run, newest, config, by)
 
 

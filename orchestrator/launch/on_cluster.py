@@ -27,7 +27,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import asker
@@ -135,7 +135,7 @@ def trained_again(attempt: Attempt) -> list[str]:
 def _give_up(coordinator: Any, error: BaseException) -> None:
     """The launch ends before its first worker is started: its coordinator, if it has begun, says so."""
     with suppress(RayError):
-        ray.get(coordinator.end.remote("failed", f"{type(error).__name__}: {error}"), timeout=END_S)
+        ray.get(coordinator.end.remote("failed", text_of(error)), timeout=END_S)
     ray.kill(coordinator, no_restart=True)
 
 

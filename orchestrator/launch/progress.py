@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
+from orchestrator.errors import text_of
 from orchestrator.history import sentences
 from orchestrator.launch.run_log import RunLog
 from orchestrator.launch.screen import Screen
@@ -61,7 +62,7 @@ class Progress:
         try:
             yield progress
         except BaseException as error:
-            progress.note(f"{type(error).__name__}: {error}")
+            progress.note(text_of(error))
             raise
         finally:
             progress.close()

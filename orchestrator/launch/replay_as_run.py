@@ -1,17 +1,13 @@
 """A run's steps trained once more by a launch, on any number of workers: as a fork that stops at the wanted
 step and stays (a resume point of any step), or as one in a folder of its own that is removed again.
 
-The run is only read, but for the pin that a fork has on its point; one that is removed gives it back.
+The run is only read, but for the pin that a fork which stays has on its point.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from orchestrator.config.schema import JobConfig, nested, parse_config
 from orchestrator.coordinator.attempt import Survey, survey
@@ -22,6 +18,7 @@ from orchestrator.launch import start as starting
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.fork import fork
 from orchestrator.launch.replay import History, Regime, Replayed, difference, notes_on
+from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
@@ -67,7 +64,8 @@ def replay_as_run(
     already goes on, so that the same command may be given again.
 
     Raises as `replay` and `train`; `RefusedError`, too, for overrides that change what is trained and for
-    another run at `to_point`, and `TrainingError` where a launch ended before the step.
+    another run at `to_point`, and `TrainingError` where a launch ended before the step (`KeyboardInterrupt`
+    where somebody stopped it).
     """
     needs_a_launch(overrides)
     history = History(store, wanted)
@@ -76,8 +74,9 @@ def replay_as_run(
             "step 0 without a resume point has nothing to train: any new run of the same configuration "
             "begins with these weights"
         )
+    remove_left(store, say)
     if to_point is None:
-        with _scratch(store, history.begin, say) as folder:
+        with scratch(store, say) as folder:
             return _replayed(history, folder, overrides, run, say, stays=None)
     folder = os.path.abspath(os.path.expanduser(to_point))
     return _replayed(history, folder, overrides, run, say, stays=to_point)
@@ -95,7 +94,7 @@ def _replayed(
     new = RunStore(store.storage.beside(folder))
     segments = _segments(history)
     jobs = [(_job(regime, folder, overrides), regime, until) for regime, until in segments]
-    _begin(history, new, jobs[0][0] if jobs else None, say)
+    _begin(history, new, jobs[0][0] if jobs else None, say, stays is not None)
     for job, regime, until in jobs:
         if _newest(new) < until:
             _train(job, regime, until, target.step)
@@ -138,11 +137,18 @@ def _job(regime: Regime, folder: str, overrides: Sequence[str]) -> JobConfig:
     return parse_config(nested(flat), overrides)
 
 
-def _begin(history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None]) -> None:
-    """The fork; from the first weights, a run of its own with the same frozen data, for the first `job`."""
+def _begin(
+    history: History, new: RunStore, job: JobConfig | None, say: Callable[[str], None], stays: bool
+) -> None:
+    """The fork; from the first weights, a run of its own with the same frozen data, for the first `job`. Only
+    one that stays pins its point: one that is removed would have to give the pin back, on which others may
+    rely by then.
+    """
     store, folder = history.store, new.storage.root
     if history.begin is not None:
-        fork(store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say)
+        fork(
+            store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say, pinned=stays
+        )
         return
     if starting.find_run(new) is not None:
         raise RefusedError(
@@ -171,6 +177,8 @@ def _train(job: JobConfig, regime: Regime, until: int, step: int) -> None:
             "--to-point and cluster.* takes them as they were"
         )
     result = train_until(job, until)
+    if result.outcome == "stopped" and result.consumed_tokens != until:
+        raise KeyboardInterrupt(f"interrupted: the replay was stopped before step {step} ({result.reason})")
     if result.outcome == "failed" or result.consumed_tokens != until:
         raise TrainingError(
             f"the replay ended at {result.consumed_tokens:,} of {until:,} tokens, before step {step}: "
@@ -194,25 +202,3 @@ def _point_at(new: RunStore, seen: Survey, tokens: int) -> Point:
         f"{new.storage.root} has no resume point at {tokens:,} tokens; it has: {there}. It was trained "
         "beyond that before; take another name"
     )
-
-
-@contextmanager
-def _scratch(store: RunStore, begin: Point | None, say: Callable[[str], None]) -> Iterator[str]:
-    """A run's folder to be, on the run's own file system; afterwards it is gone, and so is its pin. After a
-    SIGKILL both stay, and their names say what they are.
-    """
-    storage, name = os.path.split(store.storage.root)
-    starting.check_writable(Path(storage))
-    scratch = tempfile.mkdtemp(prefix=f".replay-{name}-", dir=storage)
-    folder = os.path.join(scratch, name)
-    try:
-        yield folder
-    finally:
-        try:
-            hold = store.read_hold(begin.name) if begin else None
-            if begin and hold and hold.reason == f"parent of fork {folder}":
-                store.unpin(begin.name)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            there = os.path.exists(scratch)
-            say(f"warning: {scratch} could not be removed; delete it" if there else f"removed {scratch}")

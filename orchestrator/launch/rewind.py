@@ -185,6 +185,7 @@ def carry_out(store: RunStore, plan: RewindPlan, newest: int, by: str) -> None:
 
 def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tuple[Attempt, dict[str, Any]]:
     """Writes what the claim inherits: the history up to the point."""
+    store.require_kept(plan.point)
     seen = survey(store)
     require_journals(store, seen)
     wanted = Wanted(point=plan.point)

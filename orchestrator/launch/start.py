@@ -56,6 +56,7 @@ from orchestrator.errors import (
     RefusedError,
     ResumePointError,
     StorageError,
+    text_of,
 )
 from orchestrator.faults import hook
 from orchestrator.history.busy import Free
@@ -375,7 +376,7 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
         mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
         if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
             by = asker() if isinstance(error, KeyboardInterrupt) else A_FAILURE
-            store.write_end(made.number, "failed", f"{type(error).__name__}: {error}", made.run_id, by)
+            store.write_end(made.number, "failed", text_of(error), made.run_id, by)
 
 
 def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:

@@ -34,7 +34,7 @@ from orchestrator.monitor.orphans import Pruned, prune, release
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
-from orchestrator.monitor.view import AttemptFacts, RunView, view_of
+from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, not_watched, view_of
 from orchestrator.records import StepRecord
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
@@ -136,7 +136,7 @@ class Run:
         0: nobody watches, `alive` is None); no clocks of machines are compared for that. Reads the newest
         part of the journal only, so it takes no longer for a long run; see `monitor.tail`.
         """
-        return self._view(WATCH_S if watch_s is None else watch_s, None)
+        return self._view(WATCH_S if watch_s is None else watch_s, not_watched)
 
     def goodput(self) -> dict[str, Any]:
         """Where the run's time went, from its first line to its last: `wall_s`; `parts` of it in seconds
@@ -163,6 +163,26 @@ class Run:
             pinned = ", ".join(sorted(self._store.pins())) or "none"
             raise RefusedError(f"{self.uri}: resume point {point} is not pinned; pinned are: {pinned}")
         return pin
+
+    def without_pin(self, pin: Hold) -> str:
+        """What it means for forks that this pin was given back; empty if nothing. See
+        `coordinator.forking.without_its_pin`.
+        """
+        from orchestrator.coordinator.forking import without_its_pin
+
+        return without_its_pin(self._store, pin)
+
+    def left_of_replays(self, say: Callable[[str], None], remove: bool = False) -> None:
+        """Says which folders killed replays left beside the run; `remove`: removes those that nobody is at
+        work on any more. See `launch.scratch`.
+        """
+        from orchestrator.launch.scratch import left, remove_left
+
+        if remove:
+            remove_left(self._store, say)
+            return
+        for each in left(self._store):
+            say(f"note: {each}")
 
     def prune(self, dry_run: bool = False) -> list[Pruned]:
         """Deletes the resume points that are off the history (orphans), and those that the retention of the
@@ -358,13 +378,17 @@ class Run:
         came, on this process's own clock.
         """
         at, since = None, time.monotonic()
+
+        def quiet_s(view: RunView) -> float:
+            nonlocal at, since
+            if (found := (view.state, view.attempt, view.step, view.last_step_at)) != at:
+                at, since = found, time.monotonic()
+                return 0.0
+            return time.monotonic() - since
+
         while True:
             began = time.monotonic()
-            view = self._view(WATCH_S, began - since if at is not None else None)
-            if (view.state, view.attempt, view.step, view.last_step_at) != at:
-                at, since = (view.state, view.attempt, view.step, view.last_step_at), time.monotonic()
-                view = replace(view, quiet_s=0.0)
-            yield view
+            yield (view := self._view(WATCH_S, quiet_s))
             if view.is_over:
                 return
             time.sleep(max(0.0, every_s - (time.monotonic() - began)))
@@ -408,7 +432,7 @@ class Run:
     def _repr_html_(self) -> str:
         from orchestrator.monitor.view_text import status_html
 
-        return status_html(self._view(0.0, None))
+        return status_html(self._view(0.0, not_watched))
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The newest log file, piece by piece; with `follow` also what comes, until the run has ended. Raises
@@ -420,7 +444,7 @@ class Run:
 
     def __repr__(self) -> str:
         try:
-            view = self._view(0.0, None)
+            view = self._view(0.0, not_watched)
         except OrchestratorError as error:
             return f"Run({self.uri!r}: {error})"
         return f"Run({self.uri!r}: {view.verdict}, newest point {view.newest_point or 'none'})"
@@ -455,7 +479,7 @@ class Run:
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside
-    def _view(self, watch_s: float, quiet_s: float | None) -> RunView:
+    def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
         store, watched = self._store, None
         if watch_s > 0:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)

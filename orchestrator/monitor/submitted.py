@@ -18,7 +18,7 @@ from orchestrator.monitor.asking import Reply
 from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verdict import FAILED, STARTING
-from orchestrator.monitor.view import RunView
+from orchestrator.monitor.view import Quiet, RunView
 
 _LOOK_S = 0.5
 
@@ -66,7 +66,7 @@ class SubmittedRun(Run):
     def _require_run(self) -> None:
         """It may not be there yet."""
 
-    def _view(self, watch_s: float, quiet_s: float | None) -> RunView:
+    def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
         """As of any run; `starting` until the launch has claimed its attempt, `failed` if it never did."""
         alive = self.launch.is_alive()  # first: what it wrote before its end is then seen
         if self._has_begun():

@@ -7,7 +7,7 @@ the same. It reads nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -110,10 +110,21 @@ class RunView:
         return asdict(self)
 
 
+Quiet = Callable[[RunView], float | None]
+
+
+def not_watched(view: RunView) -> float | None:
+    """What who looks once knows of `quiet_s`."""
+    del view
+    return None
+
+
 def view_of(
-    run: str, facts: AttemptFacts, tail: Tail, now: datetime, quiet_s: float | None = None
+    run: str, facts: AttemptFacts, tail: Tail, now: datetime, quiet_s: Quiet = not_watched
 ) -> RunView:
-    """The run at a glance. `quiet_s`: see `RunView`; only who watches knows it."""
+    """The run at a glance. `quiet_s`: what `RunView` has under this name, by who watches: given the view
+    before its sentence is made, which is to say the same.
+    """
     newest = max(tail.steps, key=lambda s: (s["attempt"], s["generation"], s["step"]), default=None)
     rate = _tokens_per_s(tail.steps)
     left = _tokens_left(facts, tail, newest)
@@ -137,7 +148,7 @@ def view_of(
         workers_wanted=tail.wanted,
         last_step_at=newest["time"] if newest else None,
         last_step_age_s=_age(newest["time"], now) if newest else None,
-        quiet_s=quiet_s,
+        quiet_s=None,
         eta_s=left / rate if left is not None and rate and state == RUNNING else None,
         newest_point=facts.point,
         newest_point_at=point["time"] if point else None,
@@ -150,6 +161,7 @@ def view_of(
         missing=facts.missing,
         quarantined=facts.quarantined,
     )
+    view = replace(view, quiet_s=quiet_s(view))
     return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest))))
 
 

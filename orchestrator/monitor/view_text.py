@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator import html_text
+from orchestrator.monitor.verdict import STILL_S
 from orchestrator.monitor.view import RunView, skipped_lines
 
 
@@ -12,7 +13,9 @@ def status_lines(view: RunView) -> list[str]:
     if view.step is not None:
         speed = "" if view.tokens_per_s is None else f"  {view.tokens_per_s:,.0f} tokens/s"
         loss = "not finite" if view.loss is None else f"{view.loss:.4f}"
-        when = moment(view.last_step_at, view.last_step_age_s)
+        # the verdict says for how long no step came, by the watcher's clock: no other clock stands beside it
+        says_quiet = (view.quiet_s or 0.0) >= STILL_S
+        when = moment(view.last_step_at, None if says_quiet else view.last_step_age_s)
         lines.append(f"  last step   {view.step:,}  loss {loss}{speed}  {when}")
     if view.workers is not None:
         lines.append(f"  workers     {view.workers} of {view.workers_wanted or view.workers}")

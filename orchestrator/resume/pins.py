@@ -5,6 +5,13 @@
 Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
 hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
 That holds on dead runs, too, for no process of the run is needed. It knows no lineage and no retention.
+
+A claim that goes back to a point needs no pin. Who deletes takes hold of the point first and asks for a newer
+claim then; who goes back claims first and asks for that hold then (`require_kept`), and only then whether the
+point is whole. Whichever comes first, one of the two sees the other, also if it stands still in between.
+
+A point has one pin, whoever asks for another, and nothing counts them: no program gives a pin back, only a
+person does (`unpin`), who hears which forks still need the point. A fork needs it until it has its own.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from orchestrator.errors import OrchestratorError, RefusedError, StorageError
+from orchestrator.errors import OrchestratorError, RefusedError, StorageError, WantedPointError
 from orchestrator.history.claim_files import now_text
 from orchestrator.records import decode, encode
 from orchestrator.resume.points import COMMIT, parse_point_name
@@ -121,6 +128,19 @@ class PinFiles:
         has begun may be deleted by another one, too.
         """
         return self._take(point, DELETION, by, reason, run_id).what == DELETION
+
+    def require_kept(self, point: str) -> None:
+        """For who has claimed, before it looks whether the point is whole: raises `WantedPointError` if
+        somebody has begun to delete it, who may go on with that at any later time.
+        """
+        hold = self.read_hold(point)
+        if hold is not None and hold.what == DELETION:
+            raise WantedPointError(
+                f"nothing goes back to resume point {point}: {hold.by} has begun to delete it "
+                f"({hold.reason}), and may go on with that; nothing is changed. Name another point or, once "
+                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point)} and give the "
+                "command again"
+            )
 
     def deleted(self, point: str) -> None:
         """The point is gone, and nobody holds it."""

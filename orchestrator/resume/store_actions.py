@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
@@ -78,9 +78,7 @@ def failed(key: StateKey | None, error: Exception) -> Event | None:
     """The answer to an action for the save of `key` that failed; one that concerns no save is left to the
     next such action.
     """
-    expected = isinstance(error, OrchestratorError)
-    reason = str(error) if expected else f"{type(error).__name__}: {error}"
-    return Failed(key=key, reason=reason) if key else None
+    return Failed(key=key, reason=text_of(error)) if key else None
 
 
 class PointCommitter:
@@ -194,7 +192,8 @@ class PointCommitter:
         gone: list[str] = []
         try:
             names = [name for name in action.names if self._may_delete(name)]
-            if not names:
+            # a claim since it was asked last may go back to one of these: see `pins`; their holds stay
+            if not names or self._store.next_claim_exists(self._attempt):
                 return Deleted(names=(), failed=action.names)
             # a kill in the middle must not look as if points had vanished
             self._journal.event(EventKind.DELETING_POINTS, points=names)

@@ -22,7 +22,7 @@ from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
 from orchestrator.elastic.roster import Roster
 from orchestrator.elastic.storage_trouble import STORAGE_LIMIT_S, StorageTrouble, until_storage_works
-from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError
+from orchestrator.errors import ElasticError, FencedError, OrchestratorError, StorageError, text_of
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
@@ -223,7 +223,7 @@ class RankZeroRecorder:
             return
         # where storage is what failed, `error` says so, and the end stays unsaid
         with suppress(OrchestratorError):
-            self._end("failed", f"{type(error).__name__}: {error}", END_WRITTEN_S)
+            self._end("failed", text_of(error), END_WRITTEN_S)
 
     def status(self) -> RunStatus:
         """What is known now, for the progress line."""

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str], *, fault_plan: str = "") -> None:
         else:
             train(arguments[0], arguments[1:], fault_plan=fault_plan)
     except OrchestratorError as error:
-        _say(f"rank {os.environ.get('RANK', '?')}: {type(error).__name__}: {error}")
+        _say(f"rank {os.environ.get('RANK', '?')}: {error}")
         code = error.exit_code
     except KeyboardInterrupt as interrupt:
         _say(str(interrupt) or "interrupted")

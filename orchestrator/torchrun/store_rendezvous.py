@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from orchestrator.errors import ElasticError
+from orchestrator.errors import ElasticError, text_of
 from orchestrator.trainer.membership import STORE_TIMEOUT_S
 
 RENDEZVOUS_LIMIT_S = 600.0  # as long as torchrun's own rendezvous waits for a machine
@@ -56,7 +56,7 @@ class StoreRendezvous:
             yield
         except BaseException as error:
             with suppress(RuntimeError):  # the store is gone
-                self.store.set(name, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+                self.store.set(name, json.dumps({"error": text_of(error)}))
                 if isinstance(error, Exception):  # no Ctrl-C, which is every rank's
                     # the store may end with this process: the others read it first, if they live
                     received = [f"{name}/received/{rank}" for rank in range(1, self.world_size)]

@@ -1,7 +1,8 @@
 """Every interleaving of an old coordinator that saves and deletes, and a start that claims the next attempt.
 
 Both sides are the real code (machine, committer, store) over a disk in memory; the search takes their steps
-in every order.
+in every order. A deletion is one step here, and nobody goes back: `tests/launch/test_rewind_search.py` has
+these, call by call, and forks.
 """
 
 from __future__ import annotations
@@ -253,15 +254,15 @@ def test_the_search_catches_a_claim_that_lists_before_it_fences() -> None:
     }
 
 
-class BlindCommitter(PointCommitter):
+class BlindStore(RunStore):
     """Planted mistake: never looks for a newer claim."""
 
-    def _check(self, action: object) -> Event:
-        return ClaimChecked(key=action.key, newer=False)  # type: ignore[attr-defined]
+    def next_claim_exists(self, number: int) -> bool:
+        return False
 
 
 def blind_committer(store: RunStore) -> PointCommitter:
-    return BlindCommitter(store, DurableJournal(), 1, CONFIG, {}, lambda: 0.0)
+    return real_committer(BlindStore(store.storage))
 
 
 def test_the_search_catches_a_coordinator_that_never_looks_for_a_newer_claim() -> None:

@@ -142,4 +142,4 @@ def test_a_reason_that_quotes_tracebacks_is_short_on_the_screen_and_names_the_fi
 def test_a_worker_that_could_still_speak_is_quoted_with_the_last_line_of_its_traceback() -> None:
     text = 'Traceback (most recent call last):\n  File "x"\nValueError: no such thing\n'
     assert sentences.failure("ValueError", text) == "ValueError: no such thing"
-    assert sentences.failure("StorageError", "cannot write x") == "StorageError: cannot write x"
+    assert sentences.failure("StorageError", "cannot write x") == "cannot write x"

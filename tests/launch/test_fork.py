@@ -17,7 +17,9 @@ from orchestrator.cli import commands as cli
 from orchestrator.coordinator.attempt import survey
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import fork as forks
 from orchestrator.launch import start as starting
+from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
 from orchestrator.records import StateKey
 from orchestrator.resume.store import RunStore
@@ -97,6 +99,30 @@ def test_a_fork_is_planned_trained_and_looked_at_as_any_run(trained: Trained) ->
     shutil.rmtree(runner.folder)
     assert run.rewind("00000010-a0000-g0001").steps_aside == 20
     assert fork.launch().step == 20
+
+
+def test_who_gives_the_pin_back_hears_of_every_fork_that_still_needs_the_point(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    made, cut_off = Forked(runner), Forked(runner, "other")
+    Run(runner.folder).fork(made.folder, first.point_name)
+    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file():
+        Run(runner.folder).fork(cut_off.folder, first.point_name)
+    shutil.rmtree(cut_off.folder / "points")  # and before that
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["unpin", str(runner.folder), first.point_name])
+    _, was, still = capsys.readouterr().out.split("; it ")
+    assert was.startswith(f"was the parent of fork {made.folder}, which has resume points of its own")
+    assert still.startswith(f"is the parent of fork {cut_off.folder}, which has no resume point of its own")
+
+
+def test_a_fork_without_a_pin_leaves_none(trained: Trained) -> None:
+    runner, (first, _) = trained  # noqa: F811
+    fork, wanted = Forked(runner), Wanted(point=first.point_name)
+    forks.fork(runner.store, str(fork.folder), wanted, "me", lambda plan: True, pinned=False)
+    assert runner.store.pins() == {}
+    assert Run(fork.folder).list_points()[0]["healthy"]
 
 
 def test_a_fork_of_a_fork_keeps_the_lengths_that_were_given_in_steps(trained: Trained) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -20,8 +21,9 @@ from orchestrator.errors import StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor import run as history
-from orchestrator.monitor import tail
+from orchestrator.monitor import tail, verdict, view_text
 from orchestrator.monitor.run import Run
+from orchestrator.monitor.view_text import status_lines
 from orchestrator.records import JoinRequest, encode
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
@@ -269,6 +271,28 @@ def test_a_line_in_the_middle_of_being_written_and_a_loss_that_is_no_number_do_n
     view = run_of(runner).status(SHORT_S)
     assert (view.step, view.loss) == (2, None)
     json.dumps(view.to_json(), allow_nan=False)
+
+
+def test_a_frame_says_by_one_clock_for_how_long_no_step_came_and_not_that_of_a_step_that_came(
+    runner: Runner,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "WATCH_S", LONG_S)
+    for module in (verdict, view_text):
+        monkeypatch.setattr(module, "STILL_S", 1e-6)
+    attempt = Attempt(runner)
+    attempt.begin()
+    attempt.steps(1, 1)
+    with attempt.alive():
+        views = run_of(runner).looks(every_s=0.01)
+        frames = ["\n".join(status_lines(next(views))) for _ in range(2)]
+        attempt.steps(2, 2)
+        frames.append("\n".join(status_lines(next(views))))
+    assert ["no step for" in frame for frame in frames] == [False, True, False]
+    times = [re.search(r"last step .* UTC(.*)", frame)[1] for frame in frames]  # type: ignore[index]
+    assert times[1] == "", "the writer's clock says another number"
+    assert times[0].endswith(" ago")
+    assert times[2].endswith(" ago")
 
 
 def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(

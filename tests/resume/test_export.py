@@ -201,3 +201,14 @@ def test_the_command_exports_the_newest_point_or_a_named_one_with_the_runs_token
         main(["export", str(EXAMPLE), "00000099-a0009-g0001", str(tmp_path / "none")])
     assert ended.value.code == 2
     assert "has no resume point 00000099-a0009-g0001; it has 00000006" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[NEWEST], ["out", NEWEST], ["a", "b", "c"]])
+def test_the_folder_comes_last_and_a_points_name_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(EXAMPLE), *words])
+    assert "RUN POINT OUT" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

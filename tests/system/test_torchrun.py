@@ -111,7 +111,7 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
     code, err = end(start(job, tmp_path, 2, model__config=model))
     assert code == 1, "torchrun's own code for a rank that ended with another than 0"
     assert "exitcode  : 2" in err
-    assert re.search(r"^rank [01]: ResourceError: .*GiB of memory are needed for 2 workers \(", err, re.M)
+    assert re.search(r"^rank [01]: .*GiB of memory are needed for 2 workers \(", err, re.M)
     assert not Path(job.config().run.run_uri).exists()
 
 
@@ -208,11 +208,11 @@ def test_two_ranks_train_the_same_bits_as_one_and_a_frozen_one_is_named_while_th
 
 def test_a_refused_start_ends_all_ranks_with_the_reason_and_writes_nothing(job: Job, tmp_path: Path) -> None:
     model = {**(job.config().model.config or {}), "vocab_size": 10}
-    reason = "ConfigError: model.config.vocab_size=10"
+    reason = "model.config.vocab_size=10"
     with ranks(tmp_path, 2, job.config(model__config=model)) as group:
         assert ended(group) == [2, 1]
         assert f"rank 0: {reason}" in group.said(0)
-        assert f"rank 1: ElasticError: rank 0 failed: {reason}" in group.said(1)
+        assert f"rank 1: rank 0 failed: {reason}" in group.said(1)
     assert not Path(job.config().run.run_uri).exists()
 
 

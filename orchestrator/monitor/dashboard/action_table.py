@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import NAME
-from orchestrator.coordinator.forking import without_its_pin
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
@@ -138,7 +137,7 @@ def _pin(run: Run, asked: Asked) -> str:
 
 
 def _unpin(run: Run, asked: Asked) -> str:
-    fork = without_its_pin(run.unpin(asked.point or ""))
+    fork = run.without_pin(run.unpin(asked.point or ""))
     return f"{asked.point} is not pinned any more{'; ' if fork else ''}{fork}."
 
 
