@@ -43,6 +43,12 @@ class OpenRun:
         self._read_at = float("-inf")
 
     @contextmanager
+    def known(self) -> Iterator[RunViews]:
+        """The views as they were read last."""
+        with self._lock:
+            yield self.views
+
+    @contextmanager
     def reading(self, anew: bool = False) -> Iterator[RunViews]:
         """The views, as new as `REFRESH_S`, or as new as can be."""
         with self._lock:
