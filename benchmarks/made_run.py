@@ -23,6 +23,8 @@ from typing import Any
 from blake3 import blake3
 
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.frozen import DataRecord, write_frozen
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
@@ -119,6 +121,7 @@ class MadeRun:
             manifests={"web": "0" * 64},
         )
         self.run = self.store.create_run(folder.name, identity)
+        freeze(folder, identity)
         self.points: list[str] = []  # on the history, oldest first
         self.committed = 0
 
@@ -282,6 +285,22 @@ class MadeRun:
             save_blocked_s=0.03,
             records=(),
         )
+
+
+def freeze(folder: Path, identity: RunIdentity) -> None:
+    """The record of the run's data, which lie on another machine."""
+    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", text_field="text", files=())
+    record = DataRecord(
+        tokenizer="/elsewhere/tokenizer",
+        tokenizer_digest=identity.tokenizer_digest,
+        encoder_name=identity.encoder_name,
+        encoder_version=identity.encoder_version,
+        fragment_bytes=1 << 21,
+        window_bytes=1 << 20,
+        fragments_per_block={"web": 1},
+        manifests={"web": manifest.digest},
+    )
+    write_frozen(folder, record, [manifest], {"tokenizer.json": b"{}"})
 
 
 def note(journal: JournalWriter, kind: EventKind, **fields: Any) -> None:

@@ -101,7 +101,7 @@ document.addEventListener('alpine:init', () => {
 			const bad = r.state === 'unreadable', p = r.progress, alive = ALIVE.has(r.state);
 			const sign = bad ? null : r.last_sign;
 			return { name: r.name, state: r.state, word: STATE[r.state], t: sign || r.created,
-				line: bad ? r.reason : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
+				gaps: !!r.missing_text, line: bad ? r.reason : r.missing_text ? r.missing_text : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
 				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : wanted(r) ? r.world_size + ' of ' + wanted(r) : 'being started',
 				goodput: bad ? '–' : pct(r.goodput.share), cells: (r.ribbon || []).map(c => c === null ? { cls: 'none', style: {} } : { cls: c[0] > .9 ? '' : c[0] > .5 ? 'part' : 'bad', style: { height: Math.max(6, c[0] * 100) + '%' } }),
 				risk: bad ? '–' : r.state === 'done' || r.state === 'stopped' ? 'nothing' : count(r.risk.tokens), riskMore: bad || !r.risk?.steps || r.state === 'done' || r.state === 'stopped' ? '' : span(r.risk.seconds) + ' of work',
@@ -110,7 +110,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		shown() { return this.rows.filter(r => (this.filter === 'all' || (this.filter === 'alive') === ALIVE.has(r.state)) && r.name.includes(this.q.trim())); },
 		chips() { const n = x => this.rows.filter(r => ALIVE.has(r.state) === x).length; return [{ id: 'all', label: 'All', n: this.rows.length }, { id: 'alive', label: 'Alive', n: n(true) }, { id: 'ended', label: 'Not running', n: n(false) }]; },
-		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state)).length; return this.rows.length + ' runs' + (bad ? ', ' + bad + ' to look at' : ''); },
+		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state) || r.gaps).length; return this.rows.length + ' runs' + (bad ? ', ' + bad + ' to look at' : ''); },
 	}));
 
 	// ------------------------------------------------------------ one run
@@ -129,7 +129,7 @@ document.addEventListener('alpine:init', () => {
 				this.unstream ??= stream(runPath(this.name) + '/stream', (kind, d) => kind === 'summary' && this.take(d), c => { this.conn = c === 'live' && !ALIVE.has(this.run.state) ? 'still' : c; });
 			} catch (e) {
 				this.conn = e.status === 401 ? 'shut' : e.status === 0 || e.status >= 500 ? 'lost' : 'still';
-				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
+				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', missing: e.missing_text || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
 			}
 		},
 		at(tab) { return this.run && !this.failure && this.tab === tab; },
