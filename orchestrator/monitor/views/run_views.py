@@ -262,12 +262,11 @@ class RunViews:
 
     def forked_from(self) -> lanes.Fork | None:
         """Of what it is a fork; None if it is none, or cannot be read."""
-        parents = self._reading.files.parents.values() if self._reading is not None else ()
-        origin = next((parent.origin for parent in parents if parent.origin is not None), None)
-        if origin is None:
+        run = self._reading.files.run if self._reading is not None else None
+        if run is None or run.forked_from is None:
             return None
         name = self._store.storage.root.rstrip("/").rpartition("/")[2]
-        return lanes.Fork(run=name, of=origin.forked_from.run_id, point=origin.forked_from.point)
+        return lanes.Fork(run=name, of=run.forked_from.run_id, point=run.forked_from.point)
 
     def sources(self) -> Document:
         """What was trained on, by source."""
