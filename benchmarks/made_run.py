@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -149,6 +149,14 @@ class MadeRun:
             why, state = self._next(state)
         if outcome is not None:
             self.store.write_end(number, outcome, "asked to", self.run.id)
+
+    def resume(self, steps: int) -> None:
+        """One more attempt, of so many steps: it goes on from the newest point."""
+        number = max(self.store.claim_numbers()) + 1
+        self._left = steps
+        self._attempt(
+            number, RESUME, f"{self._random.getrandbits(64):016x}", self._at_point(self._now + 60), steps
+        )
 
     def _next(self, state: _State) -> tuple[str, _State]:
         """Why the next attempt begins, and what it continues."""
@@ -312,6 +320,26 @@ def freeze(folder: Path, identity: RunIdentity) -> None:
         manifests={"web": manifest.digest},
     )
     write_frozen(folder, record, [manifest], {"tokenizer.json": b"{}"})
+
+
+def go_on(folder: Path, steps: int) -> None:
+    """The newest attempt of the run in `folder` trains so many steps more."""
+    segment = max(max(Path(folder, "journal").iterdir()).iterdir())
+    lines = [json.loads(line) for line in segment.read_bytes().splitlines()]
+    line, seq = next(line for line in reversed(lines) if line["kind"] == STEP), lines[-1]["seq"]
+    t = datetime.fromisoformat(line["time"])
+    with segment.open("ab") as file:
+        for number in range(1, steps + 1):
+            samples = BATCH * (line["step"] + number)
+            grown = {
+                "seq": seq + number,
+                "time": (t + timedelta(seconds=STEP_S * number)).isoformat(timespec="milliseconds"),
+                "step": line["step"] + number,
+                "consumed_samples": samples,
+                "consumed_tokens": samples * SEQ_LEN,
+                "target_tokens": samples * SEQ_LEN,
+            }
+            file.write(json.dumps({**line, **grown}, separators=(",", ":")).encode() + b"\n")
 
 
 def note(journal: JournalWriter, kind: EventKind, **fields: Any) -> None:
