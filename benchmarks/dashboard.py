@@ -2,11 +2,20 @@
 
 A made-up run (`benchmarks.made_run`) of `--steps` (100,000), `--points` (500) and `--attempts` (200) lies in
 a temporary folder and is served by the command `dashboard`. `first_read_s`: the first answer about the run,
-of which nothing was read before. `api_p99_ms`: the 99th percentile of `--requests` answers of the routes that
-the page's views ask, one after the other. `open_s`: in chromium, from the navigation to the run's page until
-its timeline is drawn, the median of `--repeats` fresh browser contexts (nothing cached). `page_bytes`: what
-the page's own files weigh as they are sent, `data_bytes` the answers of the opening view. The last line of
-the output is one JSON object.
+of which nothing was read before; `later_look_s`: the answer when 1,000 steps are new, `new_attempt_look_s`:
+when an attempt is, so that the history is followed anew (medians of 5). `api_p99_ms`: the 99th percentile of
+`--requests` answers of the routes that the page's views ask, one after the other. `server_mb`: the server's
+resident memory then, `server_most_mb` the most of it, in 10^6 bytes. `tabs_1_cpu` and `tabs_20_cpu`: the
+share of a CPU that the server takes while so many listen to the run, and nothing happens.
+
+`open_s`: in chromium, from the navigation to the run's page until its timeline is drawn, the median of
+`--repeats` fresh browser contexts (nothing cached). `page_bytes`: what the page's own files weigh as they are
+sent, `data_bytes` the answers of the opening view. `scroll_frame_p99_ms`: the 99th percentile of the time
+between two frames while the lists of points and of events are scrolled by script, first slowly and then so
+that each frame shows other rows, at the worst of the two lists; `scroll_long_frames` how many took more than
+50 ms, `scroll_frames` of how many; `scroll_long_tasks` how often the page's script and layout took that long
+at once (a frame is also late where painting, which has no GPU here, or another process is in the way). The
+last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,13 +30,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from benchmarks.made_run import write_run
+from benchmarks.made_run import go_on, write_run
 
 ROUTES = (
     "",
@@ -52,15 +61,41 @@ ARGUMENTS = [
 ]
 
 
+NEW_STEPS, LOOKS = 1000, 5
+ANEW_S = 0.6  # after so long a request looks at the run anew
+LISTENED_S = 8.0
+LONG_MS = 50.0  # of a frame, or of a task
+# Scrolls the list by `px` a frame, for at most `frames`; the milliseconds between frames, and of long tasks.
+SCROLL = """async ([px, frames]) => {
+	const list = document.querySelector('.vt-body'), between = [], tasks = [];
+	const watch = new PerformanceObserver(l => tasks.push(...l.getEntries().map(e => e.duration)));
+	watch.observe({ type: 'longtask' });
+	await new Promise(done => {
+		let last = performance.now(), left = frames, down = 1;
+		const frame = now => {
+			between.push(now - last); last = now; list.scrollTop += px * down;
+			if (list.scrollTop + list.clientHeight >= list.scrollHeight - 1) down = -1;
+			if (list.scrollTop === 0) down = 1;
+			if (--left) requestAnimationFrame(frame); else done();
+		};
+		requestAnimationFrame(frame);
+	});
+	await new Promise(done => setTimeout(done, 100));
+	watch.disconnect();
+	return { between: between.slice(1), tasks };
+}"""
+SPEEDS = ((40, 240), (900, 120))  # pixels a frame, frames
+
+
 @contextmanager
-def serving(storage: Path) -> Iterator[str]:
-    """The link to a server of the folder."""
+def serving(storage: Path) -> Iterator[tuple[str, int]]:
+    """The link to a server of the folder, and its process."""
     program = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", str(storage)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
         try:
-            yield server.stdout.readline().strip()
+            yield server.stdout.readline().strip(), server.pid
         finally:
             server.terminate()
 
@@ -81,6 +116,39 @@ class Asked:
             answer.read()
         self.seconds.append(time.perf_counter() - began)
         return self.seconds[-1]
+
+    def anew(self, change: Callable[[], None]) -> float:
+        """Seconds until the answer about a run that has changed, the median of some changes."""
+        found = []
+        for _ in range(LOOKS):
+            change()
+            time.sleep(ANEW_S)
+            found.append(self.get(""))
+        return statistics.median(found)
+
+    def listening(self, tabs: int, pid: int) -> float:
+        """The share of a CPU that the server takes while so many listen."""
+        request = urllib.request.Request(f"{self._base}api/runs/made/stream", headers=self._headers)
+        with ExitStack() as streams:
+            for _ in range(tabs):
+                stream = streams.enter_context(urllib.request.urlopen(request))
+                while not stream.readline().startswith(b"data"):
+                    pass
+            before, began = _cpu_s(pid), time.perf_counter()
+            time.sleep(LISTENED_S)
+            return (_cpu_s(pid) - before) / (time.perf_counter() - began)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int, name: str) -> float:
+    """In 10^6 bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"{name}:"))
+    return round(int(line.split()[1]) * 1024 / 1e6, 1)
 
 
 class Wire:
@@ -120,6 +188,32 @@ def _open_once(browser: Any, link: str) -> tuple[float, dict[str, float]]:
     return at / 1000, wire.bytes
 
 
+def _scrolled(browser: Any, link: str) -> dict[str, float]:
+    """How smoothly the two long lists scroll, one after the other."""
+    base, _, token = link.partition("#token=")
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.add_init_script(f"sessionStorage.setItem('token', '{token}')")
+    page = context.new_page()
+    found: list[dict[str, float]] = []
+    for view in ("points", "events?level=fault,change,point,data,routine"):
+        page.goto(f"{base}#/run/made/{view}")
+        page.wait_for_selector(".vt-row:not(.load)")
+        page.wait_for_timeout(1000)
+        parts = [page.evaluate(SCROLL, list(speed)) for speed in SPEEDS]
+        between = sorted(ms for part in parts for ms in part["between"])
+        found.append(
+            {
+                "scroll_frame_p99_ms": round(between[int(len(between) * 0.99)], 1),
+                "scroll_long_frames": sum(ms > LONG_MS for ms in between),
+                "scroll_frames": len(between),
+                "scroll_long_tasks": sum(len(part["tasks"]) for part in parts),
+                "scroll_longest_task_ms": round(max([0.0, *(ms for p in parts for ms in p["tasks"])]), 1),
+            }
+        )
+    context.close()
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
 def opened(link: str, repeats: int) -> dict[str, float]:
     """What a browser sees; empty where there is none."""
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -130,8 +224,10 @@ def opened(link: str, repeats: int) -> dict[str, float]:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=ARGUMENTS)
         found = [_open_once(browser, link) for _ in range(repeats)]
+        scrolled = [_scrolled(browser, link) for _ in range(min(repeats, 3))]
         browser.close()
     return {
+        **{name: statistics.median(each[name] for each in scrolled) for name in scrolled[0]},
         "open_s": round(statistics.median(seconds for seconds, _ in found), 3),
         "open_most_s": round(max(seconds for seconds, _ in found), 3),
         "page_bytes": round(statistics.median(sent["page"] for _, sent in found)),
@@ -145,15 +241,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         made = write_run(Path(folder, "made"), options.steps, options.points, options.attempts)
         attempts = len(made.store.claim_numbers())
         load = round(os.getloadavg()[0], 1)
-        with serving(Path(folder)) as link:
+        with serving(Path(folder)) as (link, pid):
             asked = Asked(link)
             first = asked.get("")
             asked.seconds.clear()
             for number in range(options.requests):
                 asked.get(ROUTES[number % len(ROUTES)])
             ordered = sorted(asked.seconds)
+            memory = {"server_mb": _memory(pid, "VmRSS"), "server_most_mb": _memory(pid, "VmHWM")}
+            later = asked.anew(lambda: go_on(Path(folder, "made"), NEW_STEPS))
             return {
                 **opened(link, options.repeats),
+                **memory,
+                "later_look_s": round(later, 3),
+                "new_attempt_look_s": round(asked.anew(lambda: made.resume(NEW_STEPS)), 3),
+                "tabs_1_cpu": round(asked.listening(1, pid), 3),
+                "tabs_20_cpu": round(asked.listening(20, pid), 3),
                 "api_p99_ms": round(1000 * ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 1),
                 "api_median_ms": round(1000 * statistics.median(ordered), 1),
                 "first_read_s": round(first, 3),

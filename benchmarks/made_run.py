@@ -1,7 +1,8 @@
 """`python -m benchmarks.made_run FOLDER`: a run of any length as it would lie in storage, written by the same
 code that writes real ones (claims, journal, votes, commits) and trained by nobody.
 
-Nothing of it is random but by `seed`. The clock in it is made up: it ends at `end_at`. About every second
+Steps are put into lines without the checks that guard a run's own, for these take most of the time. Nothing
+of it is random but by `seed`. The clock in it is made up: it ends at `end_at`. About every second
 attempt follows a crash that lost the steps after the newest point, others a restarted coordinator, a few a
 rewind; members die and come back between. The points' files hold a few bytes each.
 """
@@ -14,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -23,10 +24,12 @@ from typing import Any
 from blake3 import blake3
 
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.frozen import DataRecord, write_frozen
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import JournalWriter
+from orchestrator.history.journal import STEP, JournalWriter
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.schedule import budgets_for, learning_rate
@@ -34,7 +37,6 @@ from orchestrator.records import (
     Cursor,
     SourceCursor,
     StateKey,
-    StepRecord,
     TensorChunk,
     TensorEntry,
     Vote,
@@ -47,6 +49,7 @@ from orchestrator.storage.files import Storage
 
 BATCH, SEQ_LEN = 64, 2048
 STEP_S, SAVE_S = 6.5, 21.0
+LR_STEPS = 50  # for so many the learning rate stays, which is the slowest to compute
 
 
 class _NoSync(OsDisk):
@@ -57,6 +60,14 @@ class _NoSync(OsDisk):
 
     def fsync_folder(self, path: str) -> None:
         """Nothing."""
+
+
+class _Journal(JournalWriter):
+    """Takes steps as they will stand in a line: nobody brings one twice here."""
+
+    def row(self, fields: dict[str, Any]) -> None:
+        """A step."""
+        self._append(STEP, fields)
 
 
 @dataclass
@@ -99,7 +110,7 @@ class MadeRun:
     def __init__(
         self, folder: Path, steps: int, points: int, attempts: int, seed: int = 7, end_at: float | None = None
     ) -> None:
-        self._random, self._now = Random(seed), 0.0
+        self._random, self._now, self._lr = Random(seed), 0.0, 0.0
         self.store = RunStore(Storage(str(folder), _NoSync()))
         every = max(1, steps // max(1, points))
         self.config = config_of(folder, 2 * steps, every)
@@ -119,6 +130,7 @@ class MadeRun:
             manifests={"web": "0" * 64},
         )
         self.run = self.store.create_run(folder.name, identity)
+        freeze(folder, identity)
         self.points: list[str] = []  # on the history, oldest first
         self.committed = 0
 
@@ -137,6 +149,14 @@ class MadeRun:
             why, state = self._next(state)
         if outcome is not None:
             self.store.write_end(number, outcome, "asked to", self.run.id)
+
+    def resume(self, steps: int) -> None:
+        """One more attempt, of so many steps: it goes on from the newest point."""
+        number = max(self.store.claim_numbers()) + 1
+        self._left = steps
+        self._attempt(
+            number, RESUME, f"{self._random.getrandbits(64):016x}", self._at_point(self._now + 60), steps
+        )
 
     def _next(self, state: _State) -> tuple[str, _State]:
         """Why the next attempt begins, and what it continues."""
@@ -163,7 +183,7 @@ class MadeRun:
         self.store.write_parent(parent_file)
         self.store.storage.create(f"attempts/{number:04d}.heartbeat", b".")
         self._now = at.t
-        journal = JournalWriter(
+        journal = _Journal(
             self.store.storage,
             number,
             now=lambda: datetime.fromtimestamp(self._now, UTC),
@@ -186,7 +206,7 @@ class MadeRun:
             world = 3 if world == 4 else 4
 
     def _generation(
-        self, journal: JournalWriter, attempt: int, generation: int, world: int, steps: int, at: _State
+        self, journal: _Journal, attempt: int, generation: int, world: int, steps: int, at: _State
     ) -> _State:
         if generation > 1:
             if world == 3:
@@ -211,39 +231,41 @@ class MadeRun:
                 members=members,
             )
         )
-        key = StateKey(attempt=attempt, generation=generation, step=at.step)
-        for _ in range(steps):
-            key = replace(key, step=key.step + 1)
-            self._step(journal, key)
-            if key.step % self._every == 0:
-                self._save(journal, key, parent, world)
+        state = StateKey(attempt=attempt, generation=generation, step=at.step)
+        for step in range(at.step + 1, at.step + steps + 1):
+            self._step(journal, state, step)
+            if step % self._every == 0:
+                self._save(journal, replace(state, step=step), parent, world)
         self._left -= steps
-        return _State(key, key.step, self._now)
+        return _State(replace(state, step=at.step + steps), at.step + steps, self._now)
 
-    def _step(self, journal: JournalWriter, key: StateKey) -> None:
+    def _step(self, journal: _Journal, state: StateKey, step: int) -> None:
         step_s = STEP_S * self._random.uniform(0.95, 1.08)
         self._now += step_s
-        samples = key.step * BATCH
+        samples = step * BATCH
         noise = self._random.gauss(0, 0.03)
-        journal.step(
-            StepRecord(
-                attempt=key.attempt,
-                generation=key.generation,
-                step=key.step,
-                consumed_samples=samples,
-                consumed_tokens=samples * SEQ_LEN,
-                target_tokens=samples * SEQ_LEN,
-                loss=2.2 + 8 / (1 + key.step**0.4) + noise,
-                grad_norm=0.6 + abs(noise) * 6 + 4 / math.sqrt(key.step),
-                lr=learning_rate(self.config.train, self._budgets, samples * SEQ_LEN),
-                digest=f"{key.step * 0x9E3779B97F4A7C15 % 2**64:016x}",
-                step_s=step_s,
-                data_wait_s=step_s * 0.002 * self._random.random(),
-                save_blocked_s=0.0,
-            )
+        if step % LR_STEPS == 0 or step == state.step + 1:
+            self._lr = learning_rate(self.config.train, self._budgets, samples * SEQ_LEN)
+        journal.row(
+            {
+                "attempt": state.attempt,
+                "generation": state.generation,
+                "step": step,
+                "consumed_samples": samples,
+                "consumed_tokens": samples * SEQ_LEN,
+                "target_tokens": samples * SEQ_LEN,
+                "loss": 2.2 + 8 / (1 + step**0.4) + noise,
+                "grad_norm": 0.6 + abs(noise) * 6 + 4 / math.sqrt(step),
+                "lr": self._lr,
+                "digest": f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}",
+                "step_s": step_s,
+                "data_wait_s": step_s * 0.002 * self._random.random(),
+                "save_blocked_s": 0.0,
+                "ended": None,
+            }
         )
 
-    def _save(self, journal: JournalWriter, key: StateKey, parent: StateKey | None, world: int) -> Point:
+    def _save(self, journal: _Journal, key: StateKey, parent: StateKey | None, world: int) -> Point:
         source = SourceCursor(block=key.step // 100, token=key.step % 2048, documents=key.step * 70)
         samples = key.step * BATCH
         counts = {"consumed_tokens": samples * SEQ_LEN, "target_tokens": samples * SEQ_LEN}
@@ -282,6 +304,42 @@ class MadeRun:
             save_blocked_s=0.03,
             records=(),
         )
+
+
+def freeze(folder: Path, identity: RunIdentity) -> None:
+    """The record of the run's data, which lie on another machine."""
+    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", text_field="text", files=())
+    record = DataRecord(
+        tokenizer="/elsewhere/tokenizer",
+        tokenizer_digest=identity.tokenizer_digest,
+        encoder_name=identity.encoder_name,
+        encoder_version=identity.encoder_version,
+        fragment_bytes=1 << 21,
+        window_bytes=1 << 20,
+        fragments_per_block={"web": 1},
+        manifests={"web": manifest.digest},
+    )
+    write_frozen(folder, record, [manifest], {"tokenizer.json": b"{}"})
+
+
+def go_on(folder: Path, steps: int) -> None:
+    """The newest attempt of the run in `folder` trains so many steps more."""
+    segment = max(max(Path(folder, "journal").iterdir()).iterdir())
+    lines = [json.loads(line) for line in segment.read_bytes().splitlines()]
+    line, seq = next(line for line in reversed(lines) if line["kind"] == STEP), lines[-1]["seq"]
+    t = datetime.fromisoformat(line["time"])
+    with segment.open("ab") as file:
+        for number in range(1, steps + 1):
+            samples = BATCH * (line["step"] + number)
+            grown = {
+                "seq": seq + number,
+                "time": (t + timedelta(seconds=STEP_S * number)).isoformat(timespec="milliseconds"),
+                "step": line["step"] + number,
+                "consumed_samples": samples,
+                "consumed_tokens": samples * SEQ_LEN,
+                "target_tokens": samples * SEQ_LEN,
+            }
+            file.write(json.dumps({**line, **grown}, separators=(",", ":")).encode() + b"\n")
 
 
 def note(journal: JournalWriter, kind: EventKind, **fields: Any) -> None:

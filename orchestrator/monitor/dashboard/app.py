@@ -30,6 +30,7 @@ from orchestrator.monitor.dashboard.auth import Door, Guard
 from orchestrator.monitor.dashboard.files import page_files, page_response
 from orchestrator.monitor.dashboard.reading import add_plan, add_records, add_stream, add_views
 from orchestrator.monitor.dashboard.runs import Runs
+from orchestrator.monitor.dashboard.watch import EVERY_S
 
 _CODES: dict[int | str, str] = {
     401: "no token, or a wrong one",
@@ -48,12 +49,13 @@ def make_app(
     host: str = "127.0.0.1",
     clock: Callable[[], float] = time.time,
     closing: threading.Event | None = None,
+    every_s: float = EVERY_S,
 ) -> ASGIApp:
     """The application. `token` opens its API; `host` is the address that it is bound to; `clock` is what the
-    page takes for now; `closing` ends the streams.
+    page takes for now; `closing` ends the streams, for which a run is looked at every `every_s` seconds.
     """
     files = page_files()
-    api = _api(Runs(storage, clock), clock, closing or threading.Event())
+    api = _api(Runs(storage, clock), clock, closing or threading.Event(), every_s)
 
     @api.get("/{path:path}", include_in_schema=False)
     def page(request: Request) -> Response:
@@ -65,7 +67,7 @@ def make_app(
     return Guard(api, Door(token=token, public=frozenset(files), host=host))
 
 
-def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event) -> FastAPI:
+def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event, every_s: float) -> FastAPI:
     app = FastAPI(
         title="orchestrator",
         openapi_url="/api/openapi.json",
@@ -82,7 +84,7 @@ def _api(runs: Runs, clock: Callable[[], float], closing: threading.Event) -> Fa
     add_views(app, runs, clock)
     add_records(app, runs)
     add_plan(app, runs)
-    add_stream(app, runs, closing)
+    add_stream(app, runs, closing, every_s)
     add_actions(app, runs, clock)
     return app
 

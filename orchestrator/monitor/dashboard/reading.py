@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import FastAPI, Header, Query
 from fastapi import Path as InPath
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from orchestrator.monitor.dashboard import stream
 from orchestrator.monitor.dashboard.action_table import ACTIONS
 from orchestrator.monitor.dashboard.answers import json_response, named, shown
 from orchestrator.monitor.dashboard.plans import Planner, WhatIf
 from orchestrator.monitor.dashboard.runs import Runs
+from orchestrator.monitor.dashboard.watch import Closing, Watches
 
 MOST = 10**12
 RunName = Annotated[str, InPath(max_length=200)]
@@ -150,16 +150,15 @@ def add_plan(app: FastAPI, runs: Runs) -> None:
         return shown(planner.document(WhatIf(point=point or None, values=values)))
 
 
-def add_stream(app: FastAPI, runs: Runs, closing: threading.Event) -> None:
-    """The server-sent events."""
+def add_stream(app: FastAPI, runs: Runs, closing: Closing, every_s: float) -> None:
+    """The server-sent events; a run is looked at every `every_s` seconds."""
+    watches = Watches(stream.look, closing, every_s)
 
-    @app.get("/api/runs/{run}/stream", response_class=StreamingResponse)
+    @app.get("/api/runs/{run}/stream", response_class=stream.EventStream)
     def live(
         run: RunName, last_event_id: Annotated[str, Header(max_length=60, pattern=r"^(a\d+:\d+)?$")] = ""
     ) -> Response:
         opened = runs.open(run)
-        return StreamingResponse(
-            stream.events(opened, last_event_id, closing),
-            media_type="text/event-stream",
-            headers={"X-Accel-Buffering": "no"},
+        return stream.EventStream(
+            stream.events(watches, opened, last_event_id), headers={"X-Accel-Buffering": "no"}
         )

@@ -10,15 +10,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.config.schema import NAME
-from orchestrator.errors import StorageError
+from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.monitor.dashboard.answers import UNANSWERABLE, Problem, RouteError, not_found
+from orchestrator.monitor.missing import missing_text
+from orchestrator.monitor.run import Run
 from orchestrator.monitor.views.lanes import Fork
+from orchestrator.monitor.views.lines import UnreadableError
 from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.monitor.views.summary import sentence
 from orchestrator.resume.run_file import RUN_FILE
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -37,10 +41,17 @@ class OpenRun:
     clock: Callable[[], float] = time.monotonic
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _read_at: float = float("-inf")
+    _missing: tuple[UnreadableError, str] | None = None
 
     def look_again(self) -> None:
         """What is asked for next is read anew."""
         self._read_at = float("-inf")
+
+    @contextmanager
+    def known(self) -> Iterator[RunViews]:
+        """The views as they were read last."""
+        with self._lock:
+            yield self.views
 
     @contextmanager
     def reading(self, anew: bool = False) -> Iterator[RunViews]:
@@ -68,10 +79,20 @@ class OpenRun:
                             "line": error.line or None,
                             "reason": error.reason,
                             "points": self.store.point_names()[-3:],
+                            "missing_text": self._missing_text(error),
                         },
                     )
                 )
             yield views
+
+    def _missing_text(self, error: UnreadableError) -> str:
+        """What `status` says is gone of its folder, empty if it says nothing; found once for an error."""
+        if self._missing is None or self._missing[0] is not error:
+            gone: tuple[str, ...] = ()
+            with suppress(OrchestratorError):  # of a run that cannot be read it may have nothing to say
+                gone = Run(self.uri).status(0).missing
+            self._missing = error, sentence(missing_text(gone)) if gone else ""
+        return self._missing[1]
 
 
 class Runs:

@@ -16,6 +16,7 @@ import uvicorn
 from orchestrator.errors import RefusedError
 from orchestrator.monitor.dashboard.app import make_app
 from orchestrator.monitor.dashboard.auth import new_token
+from orchestrator.monitor.dashboard.watch import EVERY_S
 
 _END_S = 2.0  # how long the end waits for answers that are under way
 
@@ -39,10 +40,16 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    storage: Path, host: str, port: int, announce: Callable[[str], None], until_eof: bool = False
+    storage: Path,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    until_eof: bool = False,
+    every_s: float = EVERY_S,
 ) -> None:
     """Serves `storage` until Ctrl-C or SIGTERM; with `until_eof` also until standard input ends, which it
-    does with the process that started this one. `announce` gets the link, once the socket listens.
+    does with the process that started this one. `announce` gets the link, once the socket listens. A run that
+    a page shows is looked at every `every_s` seconds.
 
     Raises `RefusedError` if there is no such folder, or the address cannot be taken.
     """
@@ -53,7 +60,7 @@ def serve(
     listening = _listen(host, port)
     token, closing = new_token(), threading.Event()
     config = uvicorn.Config(
-        make_app(storage.resolve(), token, host, closing=closing),
+        make_app(storage.resolve(), token, host, closing=closing, every_s=every_s),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -5,44 +5,44 @@ so a reader goes on after its last one whichever server it asks.
     point       the newest healthy resume point, when it is another
     end         state and reason, when the run has ended
     summary     all of it, at most every two seconds and only when it has changed
+
+The run is looked at once for all who listen (`watch`), and what is new since the look before is made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import anyio
 import anyio.to_thread
 import orjson
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from orchestrator.errors import OrchestratorError
 from orchestrator.monitor.dashboard.answers import RouteError, problem_of, without_secrets
 from orchestrator.monitor.dashboard.runs import OpenRun
+from orchestrator.monitor.dashboard.watch import Watches
 
-EVERY_S = 2.0
 QUIET_S = 15.0  # after so long without an event a comment shows that the connection stands
 ENDED = ("done", "stopped", "failed")
 
 
-class Closing(Protocol):
-    """Whether the server is about to end."""
-
-    def is_set(self) -> bool:
-        """True from then on."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Look:
-    """A run at one moment: the id of the newest line, what happened since another, the summary."""
+class Look:
+    """A run at one moment: the id of the newest line, the summary, and `news`: the events for who has seen
+    the look before, as they are sent.
+    """
 
     last_id: str
-    happened: tuple[Mapping[str, Any], ...]
     summary: dict[str, Any]
+    news: bytes
 
     @property
     def point(self) -> str | None:
+        """The newest healthy one."""
         newest = self.summary.get("point")
         return newest["name"] if newest else None
 
@@ -52,53 +52,94 @@ class _Look:
         return {name: value for name, value in self.summary.items() if name != "now"}
 
 
-async def events(
-    run: OpenRun, last_id: str, closing: Closing, sleep: Callable[[float], Any] = anyio.sleep
-) -> AsyncIterator[bytes]:
+class EventStream(StreamingResponse):
+    """Its events end with the connection, not when somebody tidies up."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends them."""
+        assert isinstance(self.body_iterator, AsyncGenerator), "`events` is one"
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+def look(run: OpenRun, before: Look | None) -> Look:
+    """Looks at a run. Raises `RouteError` or an `OrchestratorError` if it cannot be read."""
+    with run.readable() as views:
+        happened = views.happenings_since(before.last_id) if before is not None else ()
+        last_id, summary = views.last_id, without_secrets(views.summary(full=True))
+    found = Look(last_id=last_id, summary=summary, news=b"")
+    if before is None:
+        return found
+    return Look(last_id=last_id, summary=summary, news=_sent(before, found, happened))
+
+
+async def events(watches: Watches[Look], run: OpenRun, last_id: str) -> AsyncGenerator[bytes]:
     """The stream for one reader whose last id was `last_id` ("": it has read nothing). Ends with the server,
     and with an `error` event when the run cannot be read any more: the reader asks again.
     """
-    before: _Look | None = None
-    quiet_s = 0.0
     yield b"retry: 1000\n\n"
-    while not closing.is_set():
+    with watches.listening(run) as reader:
+        seen: Look | None = None
+        count, quiet_s, is_ahead = 0, 0.0, False
         try:
-            look = await anyio.to_thread.run_sync(_look, run, before.last_id if before else last_id)
+            while (now := await reader.after(count)) is not None:
+                missed, count = reader.count - count - 1, reader.count
+                if seen is None and not is_ahead and _place(last_id) > _place(now.last_id):
+                    is_ahead = True  # another server has told more than this look shows; the next shows it
+                    continue
+                if seen is not None and not missed:
+                    news = now.news
+                else:
+                    news = await anyio.to_thread.run_sync(_missed, run, seen, now, last_id)
+                if news:
+                    yield news
+                elif (quiet_s := quiet_s + watches.every_s) >= QUIET_S:
+                    yield b": nothing new\n\n"
+                if news or quiet_s >= QUIET_S:
+                    quiet_s = 0.0
+                seen, last_id = now, now.last_id
         except (OrchestratorError, RouteError) as error:
             problem = error.problem if isinstance(error, RouteError) else problem_of(error)
             yield _event("", "error", problem.to_json())
-            return
-        found = list(_changes(before, look))
-        for kind, id_, data in found:
-            yield _event(id_, kind, data)
-        if before is not None and not found and (quiet_s := quiet_s + EVERY_S) >= QUIET_S:
-            yield b": nothing new\n\n"
-        if found or quiet_s >= QUIET_S:
-            quiet_s = 0.0
-        before = look
-        await sleep(EVERY_S)
 
 
-def _look(run: OpenRun, last_id: str) -> _Look:
-    with run.readable() as views:
-        happened = tuple(views.happenings_since(last_id)) if last_id else ()
-        return _Look(
-            last_id=views.last_id, happened=happened, summary=without_secrets(views.summary(full=True))
-        )
+def _missed(run: OpenRun, seen: Look | None, now: Look, last_id: str) -> bytes:
+    """The events for who was told all up to `last_id`, and has seen a look some time ago, or none. What
+    happened since is in memory: the run is not looked at.
+    """
+    happened: list[Mapping[str, Any]] = []
+    if last_id:  # who has read nothing misses nothing
+        with run.known() as views:
+            happened = [
+                row for row in views.happenings_since(last_id) if _place(row["id"]) <= _place(now.last_id)
+            ]
+    return _sent(seen, now, happened)
 
 
-def _changes(before: _Look | None, look: _Look) -> list[tuple[str, str, Any]]:
+def _place(id_: str) -> tuple[int, int]:
+    attempt, _, line = id_.removeprefix("a").partition(":")
+    return (int(attempt), int(line)) if attempt and line else (0, 0)
+
+
+def _sent(before: Look | None, now: Look, happened: Any) -> bytes:
+    """The events for who has seen `before`, as they are sent."""
+    return b"".join(_event(id_, kind, data) for kind, id_, data in _changes(before, now, happened))
+
+
+def _changes(before: Look | None, now: Look, happened: Any) -> list[tuple[str, str, Any]]:
     """(event, id, data) of what is new. The summary comes last: its id says that all before it was sent."""
     found: list[tuple[str, str, Any]] = [
-        ("happening", str(each.get("id", "")), without_secrets(each)) for each in look.happened
+        ("happening", str(each.get("id", "")), without_secrets(each)) for each in happened
     ]
-    if before is not None and look.point != before.point and look.summary.get("point"):
-        found.append(("point", "", look.summary["point"]))
-    state = look.summary["state"]
+    if before is not None and now.point != before.point and now.summary.get("point"):
+        found.append(("point", "", now.summary["point"]))
+    state = now.summary["state"]
     if state in ENDED and before is not None and before.summary["state"] != state:
-        found.append(("end", "", {"state": state, "reason": look.summary.get("reason", "")}))
-    if before is None or found or look.timeless != before.timeless:
-        found.append(("summary", look.last_id, look.summary))
+        found.append(("end", "", {"state": state, "reason": now.summary.get("reason", "")}))
+    if before is None or found or now.timeless != before.timeless:
+        found.append(("summary", now.last_id, now.summary))
     return found
 
 

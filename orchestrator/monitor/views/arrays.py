@@ -46,73 +46,78 @@ class Growing:
 
 
 class Pyramid:
-    """The least, the greatest and the sum of a column's rows over 1, 32, 1,024, … of them, so that those of
-    any range take at most about 60 look-ups a level. Rows that are not finite count as not there.
+    """The least, the greatest and the sum of a column's rows over 32, 1,024, … of them, so that those of any
+    range take at most about 60 look-ups a level. Rows that are not finite count as not there. The column
+    itself is not copied.
     """
 
     def __init__(self) -> None:
-        self._size = 0
+        self._column: Array = np.zeros(0)
         self._levels: list[tuple[Growing, Growing, Growing, Growing]] = []
 
     def extend(self, column: Array) -> None:
-        """Take up the rows that the column has beyond those known; at the cost of these."""
-        done, self._size = self._size, len(column)
-        values = column[done:].astype(np.float64)
-        finite = np.isfinite(values)
-        parts = (
-            np.where(finite, values, np.inf),
-            np.where(finite, values, -np.inf),
-            np.where(finite, values, 0.0),
-            finite.astype(np.float64),
-        )
+        """Take up the rows that the column has beyond those known; at the cost of these. It is the one that
+        `over` looks into.
+        """
+        done, self._column = len(self._column), column
+        size = len(column)
+        if size == done:
+            return
         level = 0
-        while len(parts[0]):
+        while size > FOLD:
             if level == len(self._levels):
                 self._levels.append((Growing("f8"), Growing("f8"), Growing("f8"), Growing("f8")))
-            for kept, new in zip(self._levels[level], parts, strict=True):
-                kept.cut(done)
-                kept.extend(new)
-            size = len(self._levels[level][0])
-            if size <= FOLD:
-                break
-            done = done // FOLD if level + 1 < len(self._levels) else 0  # a new level has no row yet
-            cuts = np.arange(done * FOLD, size, FOLD)
-            low, high, total, count = (kept.array for kept in self._levels[level])
-            parts = (
-                np.minimum.reduceat(low, cuts),
-                np.maximum.reduceat(high, cuts),
-                np.add.reduceat(total, cuts),
-                np.add.reduceat(count, cuts),
-            )
-            level += 1
+                done = 0  # a new level has no row yet
+            first = done // FOLD
+            below = self._rows(level, np.s_[first * FOLD :])
+            cuts = np.arange(0, size - first * FOLD, FOLD)
+            for kept, fold, part in zip(self._levels[level], _FOLDS, below, strict=True):
+                kept.cut(first)
+                kept.extend(fold.reduceat(part, cuts))
+            done, size, level = first, len(self._levels[level][0]), level + 1
 
     def over(self, starts: Array, stops: Array) -> tuple[Array, Array, Array, Array]:
         """(least, greatest, sum, how many are finite) of each range [starts[i], stops[i])."""
-        low, high = np.full(len(starts), np.inf), np.full(len(starts), -np.inf)
-        total, count = np.zeros(len(starts)), np.zeros(len(starts))
+        found = (
+            np.full(len(starts), np.inf),
+            np.full(len(starts), -np.inf),
+            np.zeros(len(starts)),
+            np.zeros(len(starts)),
+        )
         start, stop = starts.astype(np.int64), stops.astype(np.int64)
-        for number, (lows, highs, totals, counts) in enumerate(self._levels):
-            last = number + 1 == len(self._levels)
+        for level in range(len(self._levels) + 1):
+            last = level == len(self._levels)
             # what does not fill a row of the next level is taken here, at both ends
             left = np.where(last, stop, np.minimum(-(-start // FOLD) * FOLD, stop))
             right = np.where(last, stop, np.maximum(stop // FOLD * FOLD, left))
             for begins, ends in ((start, left), (right, stop)):
                 some = np.flatnonzero(ends > begins)
-                if not len(some):
-                    continue
-                cuts = np.stack([begins[some], ends[some]], axis=1).ravel()
-                for out, column, fold in (
-                    (low, lows, np.minimum),
-                    (high, highs, np.maximum),
-                    (total, totals, np.add),
-                    (count, counts, np.add),
-                ):
-                    out[some] = fold(out[some], _folded(fold, column.array, cuts))
+                if len(some):
+                    rows, cuts = _ranges(begins[some], ends[some])
+                    for out, fold, part in zip(found, _FOLDS, self._rows(level, rows), strict=True):
+                        out[some] = fold(out[some], fold.reduceat(part, cuts))
             start, stop = left // FOLD, right // FOLD
-        return low, high, total, count
+        return found
+
+    def _rows(self, level: int, which: Any) -> tuple[Array, ...]:
+        """(least, greatest, sum, how many are finite) of these rows of a level; 0 is the column."""
+        if level:
+            return tuple(kept.array[which] for kept in self._levels[level - 1])
+        values = self._column[which].astype(np.float64)
+        finite = np.isfinite(values)
+        return (
+            np.where(finite, values, np.inf),
+            np.where(finite, values, -np.inf),
+            np.where(finite, values, 0.0),
+            finite.astype(np.float64),
+        )
 
 
-def _folded(fold: Any, column: Array, cuts: Array) -> Array:
-    """`fold` over column[cuts[0]:cuts[1]], column[cuts[2]:cuts[3]], …; every such range has rows."""
-    longer = np.append(column, column[-1:])  # a cut may stand behind the last row
-    return fold.reduceat(longer, cuts)[::2]  # type: ignore[no-any-return]
+_FOLDS = (np.minimum, np.maximum, np.add, np.add)
+
+
+def _ranges(begins: Array, ends: Array) -> tuple[Array, Array]:
+    """The rows of ranges, none of which is empty, one after the other; where each range begins among them."""
+    sizes = ends - begins
+    cuts = np.cumsum(sizes) - sizes
+    return np.arange(int(sizes.sum())) + np.repeat(begins - cuts, sizes), cuts

@@ -97,6 +97,7 @@ class Facts:
     shape: int = 0
     size: int = 0
     missing: frozenset[str] = frozenset()  # points that lost their COMMIT, and nobody meant to delete
+    pieces: tuple[str, ...] = ()  # what is seen to be gone of the folder (`monitor.missing`)
     points_seen: tuple[int, int] = (0, 0)  # grows with what is new of points, pins and findings
     _kept: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 

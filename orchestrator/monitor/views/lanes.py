@@ -4,11 +4,14 @@ drawn. Lane 0 is the history.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.config.redaction import redacted, redacted_text
+from orchestrator.config.schema import NAME
+from orchestrator.coordinator.forking import PARENT_OF_FORK
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import ORIGIN, ClaimParent
 from orchestrator.monitor.views.facts import Facts
@@ -172,15 +175,34 @@ def _forked_from(parent: ClaimParent | None) -> Row | None:
 
 def _forks(facts: Facts, forks: Sequence[Fork]) -> dict[int, list[Row]]:
     """Those of this run, by the attempt that made their point; what a fork itself began with counts for the
-    claim that took it over.
+    claim that took it over. `path` is where one lies that is not among `forks`, as its pin says: it cannot be
+    opened here.
     """
     found: dict[int, list[Row]] = {}
     run_id = facts.files.run.id if facts.files.run is not None else ""
-    for fork in forks:
-        key = parse_point_name(fork.point)
-        if key is not None and run_id and fork.of == run_id:
+    here = [(fork.run, fork.point, None) for fork in forks if run_id and fork.of == run_id]
+    known = {(run, point) for run, point, _ in here}
+    there = [(run, point, path) for run, point, path in _pinned_forks(facts) if (run, point) not in known]
+    for run, point, path in [*here, *there]:
+        key = parse_point_name(point)
+        if key is not None:
             number = key.generation if key.attempt == ORIGIN else key.attempt
-            found.setdefault(number, []).append({"run": fork.run, "point": fork.point, "step": key.step})
+            fork = {"run": run, "point": point, "step": key.step, "is_here": path is None, "path": path}
+            found.setdefault(number, []).append(fork)
+    return found
+
+
+def _pinned_forks(facts: Facts) -> list[tuple[str, str, str]]:
+    """(run, point, folder) of the forks that the pins of their parents name, wherever they lie: a fork pins
+    its point before it begins. Whether one is still there is not looked at; nothing tells of one whose pin
+    was given back, or that found another pin on its point.
+    """
+    found = []
+    for point, pin in sorted(facts.files.pins.items()):
+        path = pin.reason.removeprefix(PARENT_OF_FORK)
+        name = path.rstrip("/").rpartition("/")[2]
+        if path != pin.reason and re.fullmatch(NAME, name):  # a replay's scratch folder has no name of a run
+            found.append((redacted_text(name), point, redacted_text(path)))
     return found
 
 

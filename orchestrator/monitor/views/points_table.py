@@ -99,6 +99,11 @@ def deleted(facts: Facts) -> list[Row]:
 
 def fates(facts: Facts) -> Fates:
     """What journal and claims say of every point."""
+    key = seen(facts), len(facts.files.parents)
+    return facts.kept("fates", key, lambda: _fates(facts))
+
+
+def _fates(facts: Facts) -> Fates:
     events = facts.events(EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
     inherited = (name for parent in facts.files.parents.values() for name in parent.inherited)
     return point_fates(((event.kind, event.fields) for event in events), inherited)

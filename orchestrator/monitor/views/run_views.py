@@ -21,6 +21,7 @@ from orchestrator.monitor.views import (
     goodput,
     lanes,
     path,
+    pieces,
     point_detail,
     points_table,
     series,
@@ -37,6 +38,7 @@ from orchestrator.resume.store import RunStore
 WATCH_S = 10.0  # without any change for so long, a run without an end is dead (membership rule 12)
 LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
 AGAIN_S = 10.0  # after which a run that could not be read is read once more
+PIECES_S = 10.0  # at most so often all its folders are listed, to see what is gone of them
 
 Document = dict[str, Any]
 
@@ -50,6 +52,7 @@ class _Reading:
     facts: Facts
     lines: JournalLines | None = None
     shape: tuple[int, ...] = ()
+    listed_at: float = float("-inf")  # when all folders were, for `facts.pieces`
 
 
 class RunViews:
@@ -113,10 +116,15 @@ class RunViews:
                 columns.refresh(reading.lines)
             # what it says was committed since is not missed: the list of points is older
             missing &= points_table.lost(facts)
+            now = self._monotonic()
+            is_due = now - reading.listed_at >= PIECES_S
+            gone = pieces.missing_now(facts, missing) if is_due else facts.pieces
             if before == self._store.attempt_files():
                 files.points_seen += missing != facts.missing
                 facts.missing = missing
-                return self._take(reading)
+                is_other, facts.pieces = gone != facts.pieces, gone
+                reading.listed_at = now if is_due else reading.listed_at
+                return self._take(reading) | is_other
         raise StorageError(
             f"{self._store.storage.root} went on each of the {LOOKS} times that it was read, so that what "
             "was read does not fit together; look again"
@@ -254,12 +262,11 @@ class RunViews:
 
     def forked_from(self) -> lanes.Fork | None:
         """Of what it is a fork; None if it is none, or cannot be read."""
-        parents = self._reading.files.parents.values() if self._reading is not None else ()
-        origin = next((parent.origin for parent in parents if parent.origin is not None), None)
-        if origin is None:
+        run = self._reading.files.run if self._reading is not None else None
+        if run is None or run.forked_from is None:
             return None
         name = self._store.storage.root.rstrip("/").rpartition("/")[2]
-        return lanes.Fork(run=name, of=origin.forked_from.run_id, point=origin.forked_from.point)
+        return lanes.Fork(run=name, of=run.forked_from.run_id, point=run.forked_from.point)
 
     def sources(self) -> Document:
         """What was trained on, by source."""

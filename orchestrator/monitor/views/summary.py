@@ -10,6 +10,7 @@ import numpy as np
 
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.verdict import (
     GONE,
     OPEN,
@@ -60,6 +61,8 @@ def summary(facts: Facts, now: float, full: bool = True) -> Row:
         "reason": reason,
         "since": since,
         "created": facts.created,
+        "missing": list(facts.pieces),
+        "missing_text": sentence(missing_text(facts.pieces)) if facts.pieces else "",
     }
     out |= _group(facts, state) | _progress(facts, state)
     point = newest_healthy(facts)
@@ -308,6 +311,7 @@ def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standin
         point=out["point"]["name"] if out["point"] else None,
         has_no_point=not facts.events(EventKind.POINT_COMMITTED),
         risk=Risk(steps=risk["steps"], tokens=risk["tokens"], seconds=risk["seconds"]),
+        missing=facts.pieces,
         concerns=tuple(f"{c['label'].lower()} ({c['value']})" for c in concerns),
         is_bad=any(c["level"] == BAD for c in concerns),
     )

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
-ROOT = Path(__file__).resolve().parents[3]
+from orchestrator.monitor.dashboard.app import make_app
+from orchestrator.monitor.dashboard.auth import new_token
+from orchestrator.monitor.dashboard.serve import link
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 QUIET = ("--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 ARGUMENTS = ["--headless", "--no-sandbox", "--no-first-run", *QUIET]
 LIMIT_MS = 60_000
+EVERY_S = 0.2
 WATCH_POLICY = (
     "window.violations = []; addEventListener('securitypolicyviolation', "
     "e => window.violations.push(e.violatedDirective + ' ' + e.blockedURI + ' ' + e.sourceFile))"
@@ -42,23 +45,31 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def serving(storage: Path) -> Iterator[str]:
-    """The link that `orchestrator dashboard` prints for a folder, while it serves."""
-    command = [sys.executable, "-m", "orchestrator.cli.commands", "dashboard", str(storage)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout is not None
+    """The link to a server of the folder, in a thread of this process (test_command has the command's own). A
+    run that is shown is looked at more often than people need it.
+    """
+    token, closing = new_token(), threading.Event()
+    app = make_app(storage.resolve(), token, closing=closing, every_s=EVERY_S)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
         try:
-            yield server.stdout.readline().strip()
+            yield link("127.0.0.1", listening.getsockname()[1], token)
         finally:
-            server.send_signal(signal.SIGINT)
-            assert server.wait(60) == 0
+            closing.set()
+            server.should_exit = True
+            thread.join(60)
+    assert not thread.is_alive()
 
 
 class Watched:
-    """A page of its own context. `complaints` are all errors of scripts, console and policy."""
+    """A page of its own context. `complaints` are all errors of scripts, console and policy, but those that
+    have the text `allowed`.
+    """
 
     def __init__(self, browser: Any, link: str, **context: Any) -> None:
-        self.link, self.complaints = link, list[str]()
+        self.link, self.complaints, self.allowed = link, list[str](), ""
         self._context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **context})
         self._context.add_init_script(WATCH_POLICY)
         self.page = self._context.new_page()
@@ -78,9 +89,16 @@ class Watched:
         self.page.wait_for_selector(".sk, .vt-row.load", state="detached")  # the policy forbids functions
         return self.page
 
+    def again(self) -> None:
+        """As if it had just been opened, but for what the browser keeps of files and of the tab's token."""
+        self.page.goto("about:blank")
+        self.complaints, self.allowed = [], ""
+        self.page.goto(self.link)
+
     def found(self) -> list[str]:
-        """All that the browser has complained of."""
-        return [*self.complaints, *self.page.evaluate("window.violations")]
+        """What the browser has complained of."""
+        complaints = [*self.complaints, *self.page.evaluate("window.violations")]
+        return [each for each in complaints if not self.allowed or self.allowed not in each]
 
     def close(self) -> None:
         """The page is gone."""

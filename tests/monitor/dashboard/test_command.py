@@ -6,17 +6,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.cli import commands as cli
 from tests.monitor.dashboard.serving import Served
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,20 +78,21 @@ def test_it_ends_with_the_process_that_holds_its_input(run: Served) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_refused(run: Served, tmp_path: Path) -> None:
-    def refused(words: Sequence[str]) -> str:
-        with started(*words) as process:
-            out, err = process.communicate(timeout=60)
-            assert (out, process.returncode) == ("", 2)
-            return err
+def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_refused(
+    run: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["dashboard", *words])
+        out, err = capsys.readouterr()
+        assert (out, ended.value.code) == ("", 2)
+        return err
 
-    assert f"{tmp_path / 'nothing'} is no folder; give the storage" in refused([str(tmp_path / "nothing")])
-    with started(str(run.storage)) as process:
-        assert process.stdout is not None
-        found = LINK.fullmatch(process.stdout.readline())
-        assert found
-        said = refused([str(run.storage), "--port", found[1]])
-    assert f"the dashboard cannot listen on 127.0.0.1 port {found[1]}" in said
+    assert f"{tmp_path / 'nothing'} is no folder; give the storage" in refused(str(tmp_path / "nothing"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused(str(run.storage), "--port", port)
+    assert f"the dashboard cannot listen on 127.0.0.1 port {port}" in said
     assert "give another --port" in said
 
 

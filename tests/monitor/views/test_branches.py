@@ -108,9 +108,33 @@ def test_lineage_shows_of_what_a_run_is_a_fork_and_which_runs_are_forks_of_it(
     made = views.forked_from()
     assert made is not None
     (row,) = views_of(live).attempts(forks=[made])["rows"]
-    assert row["forks"] == [{"run": "fork", "point": point, "step": 3}]
+    assert row["forks"] == [{"run": "fork", "point": point, "step": 3, "is_here": True, "path": None}]
     (row,) = views_of(fork).attempts(forks=[made])["rows"]
     assert (row["forks"], views_of(live).forked_from()) == ([], None)
+
+
+def test_a_fork_that_lies_elsewhere_is_known_by_the_pin_that_it_made(live: LiveRun) -> None:
+    (point,) = live.on_lineage
+    for reason, known in (
+        ("parent of fork /other/token=abcdefgh/fork", True),
+        ("parent of fork /storage/.replay-run-x1y2", False),
+        ("before the change of /other/fork", False),
+    ):
+        live.store.unpin(point)
+        live.store.pin(point, "me", reason, live.run.id)
+        (row,) = views_of(live).attempts()["rows"]
+        path = "/other/token=***"
+        there = {"run": "fork", "point": point, "step": 3, "is_here": False, "path": path}
+        assert row["forks"] == ([there] if known else []), reason
+
+
+def test_a_fork_is_known_as_one_before_its_first_claim(
+    disk: ModelDisk, live: LiveRun, job: JobConfig, data: DataSpec
+) -> None:
+    begun = LiveRun(disk, job, data, root="/fork", fork_of=live)
+    made = views_of(begun).forked_from()
+    assert made is not None
+    assert (made.run, made.point) == ("fork", live.on_lineage[0])
 
 
 def test_a_rewind_by_command_is_told_with_what_it_set_aside_before_and_after_the_next_start(

@@ -4,6 +4,7 @@ and no gap that there is not.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import StorageError
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.files import RunFiles
-from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.monitor.views.run_views import PIECES_S, RunViews
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.monitor.live_run import READS, ROOT, Paused
@@ -48,6 +49,8 @@ def look(beside: Beside, views: RunViews) -> bool:
         beside.writer.finish()
     if views.unreadable is not None:
         raise WrongError(f"unreadable: {views.unreadable}")
+    if gone := views.summary()["missing"]:
+        raise WrongError(f"seems to be gone: {gone}")
     rows = views.points(limit=500)["rows"]
     for row in rows:
         if row["state"] == "damaged":
@@ -66,7 +69,8 @@ def walk(job: JobConfig, data: DataSpec, seed: int) -> int:
     """How often the run moved on too fast to be looked at."""
     beside = Beside(job, data, seed)
     paused = Paused(beside.writer.disk, READS, beside.goes_on)
-    views = RunViews(RunStore(Storage(ROOT, paused, no_sleep)))
+    seconds = count(0, PIECES_S)  # so that each look lists all folders
+    views = RunViews(RunStore(Storage(ROOT, paused, no_sleep)), monotonic=lambda: next(seconds))
     beside.left, beside.often = 0, 0.0
     try:
         return sum(look(beside, views) for _ in range(LOOKS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_a_pyramid_says_of_any_range_what_its_rows_say(
         assert total[i] == pytest.approx(some.sum(), rel=1e-9, abs=1e-3)
         assert low[i] == (some.min() if len(some) else np.inf)
         assert high[i] == (some.max() if len(some) else -np.inf)
+
+
+def test_a_picture_of_a_long_column_takes_no_memory_that_grows_with_it() -> None:
+    column, pyramid = np.arange(400_000, dtype="f8"), Pyramid()
+    edges = np.linspace(0, len(column), 601).astype("i8")
+    tracemalloc.start()
+    try:
+        pyramid.extend(column)
+        kept, _ = tracemalloc.get_traced_memory()
+        assert kept < column.nbytes / 2
+        tracemalloc.reset_peak()
+        total = pyramid.over(edges[:-1], edges[1:])[2]
+        assert tracemalloc.get_traced_memory()[1] - kept < column.nbytes / 2
+    finally:
+        tracemalloc.stop()
+    assert total.sum() == column.sum()
 
 
 def test_numbers_of_a_picture_have_five_digits_and_none_that_json_lacks() -> None:

@@ -101,7 +101,7 @@ document.addEventListener('alpine:init', () => {
 			const bad = r.state === 'unreadable', p = r.progress, alive = ALIVE.has(r.state);
 			const sign = bad ? null : r.last_sign;
 			return { name: r.name, state: r.state, word: STATE[r.state], t: sign || r.created,
-				line: bad ? r.reason : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
+				gaps: !!r.missing_text, line: bad ? r.reason : r.missing_text ? r.missing_text : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
 				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : wanted(r) ? r.world_size + ' of ' + wanted(r) : 'being started',
 				goodput: bad ? '–' : pct(r.goodput.share), cells: (r.ribbon || []).map(c => c === null ? { cls: 'none', style: {} } : { cls: c[0] > .9 ? '' : c[0] > .5 ? 'part' : 'bad', style: { height: Math.max(6, c[0] * 100) + '%' } }),
 				risk: bad ? '–' : r.state === 'done' || r.state === 'stopped' ? 'nothing' : count(r.risk.tokens), riskMore: bad || !r.risk?.steps || r.state === 'done' || r.state === 'stopped' ? '' : span(r.risk.seconds) + ' of work',
@@ -110,7 +110,7 @@ document.addEventListener('alpine:init', () => {
 		},
 		shown() { return this.rows.filter(r => (this.filter === 'all' || (this.filter === 'alive') === ALIVE.has(r.state)) && r.name.includes(this.q.trim())); },
 		chips() { const n = x => this.rows.filter(r => ALIVE.has(r.state) === x).length; return [{ id: 'all', label: 'All', n: this.rows.length }, { id: 'alive', label: 'Alive', n: n(true) }, { id: 'ended', label: 'Not running', n: n(false) }]; },
-		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state)).length; return this.rows.length + ' runs' + (bad ? ', ' + bad + ' to look at' : ''); },
+		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state) || r.gaps).length; return this.rows.length + ' runs' + (bad ? ', ' + bad + ' to look at' : ''); },
 	}));
 
 	// ------------------------------------------------------------ one run
@@ -129,7 +129,7 @@ document.addEventListener('alpine:init', () => {
 				this.unstream ??= stream(runPath(this.name) + '/stream', (kind, d) => kind === 'summary' && this.take(d), c => { this.conn = c === 'live' && !ALIVE.has(this.run.state) ? 'still' : c; });
 			} catch (e) {
 				this.conn = e.status === 401 ? 'shut' : e.status === 0 || e.status >= 500 ? 'lost' : 'still';
-				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
+				this.failure = { title: { unreadable: 'The journal of this run is damaged', no_run: 'There is no such run', unreachable: 'No answer', ...TOKEN, storage: 'The storage cannot be read' }[e.code] || 'This run cannot be shown', text: e.message, more: e.do || '', missing: e.missing_text || '', points: e.points, uri: (this.storage ? this.storage + '/' : '') + this.name };
 			}
 		},
 		at(tab) { return this.run && !this.failure && this.tab === tab; },
@@ -314,11 +314,12 @@ document.addEventListener('alpine:init', () => {
 		routine: false, total: 0, all: 0, table: null, off: null,
 		init() {
 			const me = this, now = () => Date.now() / 1000 + me.offset;
-			const why = r => r.forked_from ? h('span', { class: 'row' }, icon('branch', 's accent'), r.forked_from.is_here ? h('a', { href: '#/run/' + encodeURIComponent(r.forked_from.run) + '/points?point=' + r.forked_from.point, title: r.forked_from.point }, 'Fork of ' + r.forked_from.run) : h('span', { title: r.forked_from.uri + ' at ' + r.forked_from.point }, 'Fork of ' + r.forked_from.run)) : h('span', { class: 'row' }, icon({ start: 'start', resume: 'resume', rewind: 'rewind', fork: 'branch', coordinator_restarted: 'coordinator' }[r.why] || 'warn', 's ' + (r.why === 'rewind' ? 'rewind' : 'muted')), WHY[r.why] || r.why);
+			const why = r => r.forked_from ? h('span', { class: 'row' }, icon('branch', 's accent'), r.forked_from.is_here ? h('a', { href: '#/run/' + encodeURIComponent(r.forked_from.run) + '/points?point=' + r.forked_from.point, title: r.forked_from.point }, 'Fork of ' + r.forked_from.run) : h('span', { class: 'trunc', title: r.forked_from.uri + ' at ' + r.forked_from.point + ': not in this storage folder' }, 'Fork of ' + r.forked_from.uri)) : h('span', { class: 'row' }, icon({ start: 'start', resume: 'resume', rewind: 'rewind', fork: 'branch', coordinator_restarted: 'coordinator' }[r.why] || 'warn', 's ' + (r.why === 'rewind' ? 'rewind' : 'muted')), WHY[r.why] || r.why);
 			const ended = r => r.newest && !r.outcome ? h('span', { class: 'ok' }, ALIVE.has(me.run.state) ? 'the newest attempt' : 'no end written') : r.outcome ? h('span', { title: r.reason, class: r.outcome === 'failed' ? 'fault' : '' }, r.outcome + (r.ended_by ? ', ' + r.ended_by : '')) : r.next_why === 'coordinator_restarted' ? h('span', { class: 'faint' }, 'coordinator restarted') : h('span', { class: 'fault' }, 'died, no end written');
 			const changes = r => r.changes.length ? r.changes.map(d => d.field.split('.').pop() + ' ' + (Array.isArray(d.old) ? 'changed' : f.val(d.old) + ' → ' + f.val(d.new))).join(', ') : '';
 			const fates = r => Object.entries(r.aside_by_fate), spanned = r => r.first_step === r.last_step ? int(r.last_step) : int(r.first_step) + ' – ' + int(r.last_step);
 			const aside = r => r.aside ? h('span', { title: fates(r).map(([fate, n]) => int(n) + ' ' + fate).join(', ') }, fates(r).map(([fate, n], i) => [i ? ', ' : '', h('span', { class: fate === 'rewound' ? 'rewind' : 'fault' }, int(n) + ' ' + fate)])) : h('span', { class: 'faint' }, '0');
+			const forked = x => x.is_here ? h('a', { href: '#/run/' + encodeURIComponent(x.run) + '/lineage' }, icon('branch', 's'), ' forked at step ' + int(x.step) + ': ' + x.run + ' ') : h('span', { title: x.path + ': not in this storage folder; the pin on ' + x.point + ' names it' }, icon('branch', 's'), ' forked at step ' + int(x.step) + ': ', h('span', { class: 'mono' }, x.path), ' ');
 			this.table = keep(new VTable(this.$refs.table, {
 				label: 'Attempts, newest first', page: 200, rowHeight: 34, compactHeight: 54, compactColumns: '64px minmax(0,1fr)',
 				columns: [
@@ -327,9 +328,9 @@ document.addEventListener('alpine:init', () => {
 					{ title: 'Steps', width: '150px', num: true, term: 'label', cell: r => r.first_step == null ? '–' : spanned(r) },
 					{ title: 'Workers', min: 1180, width: '92px', term: 'world', cell: r => r.worlds.length > 5 ? r.worlds[0] + '→…→' + r.worlds[r.worlds.length - 1] : r.worlds.join('→') },
 					{ title: 'Trained', min: 1340, width: '66px', num: true, cell: r => int(r.trained) }, { title: 'Set aside', width: '132px', num: true, term: 'orphan', cell: aside },
-					{ title: 'How it ended', min: 980, width: 'minmax(130px,.8fr)', cell: ended }, { title: 'Changed', width: 'minmax(160px,1.4fr)', cell: r => [r.forks.map(x => h('a', { href: '#/run/' + encodeURIComponent(x.run) + '/lineage' }, icon('branch', 's'), ' forked at step ' + int(x.step) + ': ' + x.run + ' ')), h('span', { class: 'mono', title: changes(r) }, changes(r))] },
+					{ title: 'How it ended', min: 980, width: 'minmax(130px,.8fr)', cell: ended }, { title: 'Changed', width: 'minmax(160px,1.4fr)', cell: r => [r.forks.map(forked), h('span', { class: 'mono', title: changes(r) }, changes(r))] },
 				],
-				compact: r => [rail(r), h('div', {}, h('div', { class: 'card1' }, h('b', {}, r.attempt), why(r), h('span', { class: 'faint grow num' }, past(r.t0, now()))), h('div', { class: 'card2' }, r.first_step == null ? 'no step' : spanned(r), r.aside ? aside(r) : null, h('span', { class: 'trunc' }, changes(r))))],
+				compact: r => [rail(r), h('div', {}, h('div', { class: 'card1' }, h('b', {}, r.attempt), why(r), h('span', { class: 'faint grow num' }, past(r.t0, now()))), h('div', { class: 'card2' }, r.first_step == null ? 'no step' : spanned(r), r.aside ? aside(r) : null, r.forks.map(forked), h('span', { class: 'trunc' }, changes(r))))],
 				fetch: q => me.get('/attempts', q), loaded: d => { me.total = d.total; me.all = d.all; }, failed: e => me.say(e.message),
 				open: r => { location.hash = me.link('events', 'attempt', r.attempt).slice(1); }, dim: r => !r.on_history,
 			}));

@@ -1,0 +1,34 @@
+"""What is seen to be gone of a run's folder, as `status` says it (`monitor.missing`), from what the views
+have read: these know the whole journal, so they see at least as much.
+"""
+
+from __future__ import annotations
+
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.tail import Tail
+from orchestrator.monitor.views.facts import Facts
+
+_FATES = (EventKind.POINT_COMMITTED, EventKind.DELETING_POINTS, EventKind.POINTS_DELETED)
+
+
+def missing_now(facts: Facts, lost: frozenset[str]) -> tuple[str, ...]:
+    """The paths that are gone or not as written, a few words each. It lists all of the run's folders. `lost`
+    are the points that lost their COMMIT, and that the journal does not call deleted. Raises `StorageError`.
+    """
+    store, begun = facts.files.store, facts.files.begun or 0
+    names, there, tail = read_names(store), [*facts.files.points], _as_tail(facts)
+    lost &= lost_points(tail, names, facts.parent(begun), there)
+    if lost:
+        lost -= store.deletions()
+    torn = {number for number in facts.files.cut_off if number > begun}
+    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), len(facts.columns) > 0)
+
+
+def _as_tail(facts: Facts) -> Tail:
+    """A tail that reaches back to the beginning."""
+    newest = max((attempt for attempt, _ in facts.columns.index), default=0)
+    return Tail(
+        generation={"attempt": newest} if newest else None,
+        fates=[(event.kind, event.fields) for event in facts.events(*_FATES)],
+    )
