@@ -27,7 +27,6 @@ from orchestrator.cluster.machine import machine_id, this_process
 from orchestrator.history.busy import Busy
 from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, has_ended
-from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 
 PREFIX = ".replay-"
@@ -56,8 +55,10 @@ def scratch(store: RunStore, say: Callable[[str], None]) -> Iterator[str]:
     """A run's folder to be, on the run's own file system; afterwards it is gone. After a SIGKILL it stays,
     until `remove_left`.
     """
+    from orchestrator.launch.start import check_writable
+
     storage, name = os.path.split(store.storage.root)
-    starting.check_writable(Path(storage))
+    check_writable(Path(storage))
     _, pid, start = this_process()
     folder = tempfile.mkdtemp(prefix=f"{PREFIX}{name}-{_machine()}-{pid}-{start}-", dir=storage)
     try:
@@ -100,13 +101,15 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
 
 def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool:
     """Whether the launch of a driver that was killed may still write there."""
+    from orchestrator.launch.start import BUSY_WATCH_S
+
     for name in os.listdir(folder):
         inner = RunStore(store.storage.beside(os.path.join(folder, name)))
         ended = AllEnded(inner, partial(journal_process, inner.storage))
         newest = inner.newest_claim()
         if newest is not None and inner.read_end(newest.number) is None and not ended(newest):
-            say(f"{folder}: checking for {starting.BUSY_WATCH_S:.0f} s whether its launch still runs")
-        found = inner.watch_busy(starting.BUSY_WATCH_S, time.monotonic, time.sleep, ended)
+            say(f"{folder}: checking for {BUSY_WATCH_S:.0f} s whether its launch still runs")
+        found = inner.watch_busy(BUSY_WATCH_S, time.monotonic, time.sleep, ended)
         if isinstance(found, Busy):
             return True
     return False
