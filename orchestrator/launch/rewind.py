@@ -102,13 +102,16 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
 
 
 def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
-    """The plan for a run as it lies in storage. Raises as `which_point.find` does."""
+    """The plan for a run as it lies in storage. Raises as `which_point.find` and `PinFiles.require_kept`."""
     seen = survey(store)
     require_journals(store, seen)
     found = find(store, seen, wanted)
     newest = store.newest_claim()
     ended = newest is not None and store.read_end(newest.number) is not None
-    return rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+    plan = rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+    if not plan.stands_there:
+        store.require_kept(plan.point)
+    return plan
 
 
 def rewind(
