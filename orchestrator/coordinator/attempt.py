@@ -339,6 +339,13 @@ def wanted_point(seen: Survey, config: JobConfig) -> str:
     return "latest" if all(before.get(path) == now[path] for path in decisive) else wanted
 
 
+def kept_point(store: RunStore, seen: Survey, config: JobConfig) -> str:
+    """`wanted_point`. Raises `WantedPointError` for a named one that somebody has begun to delete."""
+    if (wanted := wanted_point(seen, config)) != "latest":
+        store.require_kept(wanted)
+    return wanted
+
+
 def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str:
     """What `resume.from` means for this start, which continues `point`: what leaves the history, or that it
     was done already; empty if there is nothing to say.
@@ -438,10 +445,8 @@ def begin_launch(
     if run.forked_from is not None and seen.lineage.attempt is None:
         point, origin = take_over(store, run, number)
     else:
-        if (wanted := wanted_point(seen, config)) != "latest":
-            store.require_kept(wanted)
         began = time.monotonic()
-        point, damages = choose_point(store, seen, wanted)
+        point, damages = choose_point(store, seen, kept_point(store, seen, config))
         verified_s = time.monotonic() - began
         _mark(store, damages, point, f"attempt {number}")
     plan = decide(store, config, point, (run.identity, data.identity()), origin)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
@@ -18,51 +18,28 @@ from orchestrator.history.claims import ClaimParent, ForkedFrom
 from orchestrator.launch import start as starting
 from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
-from orchestrator.launch.which_point import Found, Wanted, count, find, place
+from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, planned
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ForkPlan:
-    """What a fork begins with; tokens are positions, as in the cursor.
-
-    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
-    `damages` are why newer points were passed over. `stands_there`: the fork exists already, so that nothing
-    is to be done. `done`: it exists now.
+class ForkPlan(PointPlan):
+    """What the run `fork` begins with. `stands_there`: it exists already, so that nothing is to be done.
+    `done`: it exists now.
     """
 
-    run: str
     fork: str
-    wanted: str
-    point: str
-    step: int
-    consumed_samples: int
-    consumed_tokens: int
-    steps_before: int
-    tokens_before: int
     weights_digest: str
     bytes: int
-    damages: tuple[str, ...]
     stands_there: bool
     done: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `fork --json`."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """For people: what it would begin with, what is done to the run, and how to go on."""
-        before = ""
-        if self.steps_before or self.tokens_before:
-            steps = count(self.steps_before, "step")
-            before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
-        lines = [
-            f"{self.fork}: would be a run of its own that begins with {self.point} of {self.run}{before}",
-            f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
-        ]
-        lines += [f"  passed over: {damage}" for damage in self.damages]
+        begins = f"would be a run of its own that begins with {self.point} of {self.run}"
+        lines = self.point_lines(f"{self.fork}: {begins}")
         if self.stands_there:
             return [*lines, "  it exists already: nothing is to be done"]
         storage, name = os.path.split(self.fork)
@@ -122,20 +99,11 @@ def fork_plan(
     run: str, new_uri: str, found: Found, wanted: Wanted, origin: ForkedFrom, stands_there: bool
 ) -> ForkPlan:
     """The plan of a fork that begins with `found`."""
-    at = place(found.point)
     return ForkPlan(
-        run=run,
+        **planned(run, found, wanted),
         fork=new_uri,
-        wanted=str(wanted),
-        point=found.point.name,
-        step=at.step,
-        consumed_samples=at.samples,
-        consumed_tokens=at.tokens,
-        steps_before=found.steps_before,
-        tokens_before=found.tokens_before,
         weights_digest=origin.weights_digest,
         bytes=found.point.num_bytes,
-        damages=tuple(map(str, found.damages)),
         stands_there=stands_there,
     )
 

@@ -7,7 +7,7 @@ at once, so that the next start continues from there. Nothing is deleted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
@@ -28,7 +28,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
-from orchestrator.launch.which_point import Found, Wanted, count, find, place
+from orchestrator.launch.which_point import Found, PointPlan, Wanted, count, find, place, planned
 from orchestrator.planning.schedule import budgets_for
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
@@ -38,49 +38,26 @@ END_WRITTEN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewindPlan:
-    """What a rewind goes back to, and what leaves the history by it; tokens are positions, as in the cursor.
+class RewindPlan(PointPlan):
+    """What a rewind goes back to, and what leaves the history by it.
 
-    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
     `orphans` are the points that leave the history: they are kept, and `points --prune` deletes them.
-    `damages` are why newer points were passed over. `attempt` is the newest attempt that it was made from.
-    `stands_there`: the run ends at the point already, so that nothing is to be done. `done`: the run is
-    rewound, or was before.
+    `attempt` is the newest attempt that it was made from. `stands_there`: the run ends at the point already,
+    so that nothing is to be done. `done`: the run is rewound, or was before.
     """
 
-    run: str
     attempt: int
-    wanted: str
-    point: str
-    step: int
-    consumed_samples: int
-    consumed_tokens: int
-    steps_before: int
-    tokens_before: int
     steps_aside: int
     first_step_aside: int | None
     last_step_aside: int | None
     tokens_aside: int
     orphans: tuple[str, ...]
-    damages: tuple[str, ...]
     stands_there: bool
     done: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `rewind --json`."""
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """For people: where it would go back to, what that sets aside, and how to go on."""
-        before = ""
-        if self.steps_before or self.tokens_before:
-            steps = count(self.steps_before, "step")
-            before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
-        lines = [
-            f"{self.run}: would go back to {self.point}{before}",
-            f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
-        ]
-        lines += [f"  passed over: {damage}" for damage in self.damages]
+        lines = self.point_lines(f"{self.run}: would go back to {self.point}")
         if self.stands_there:
             return [*lines, "  the run stands there already: nothing is to be done"]
         if self.steps_aside:
@@ -112,35 +89,29 @@ def rewind_plan(run: str, seen: Survey, found: Found, wanted: Wanted, ended: boo
     aside = [record for record in seen.lineage.records if record.key > point.key]
     there = (*seen.points, *seen.lost)
     orphans = tuple(name for name in there if name not in up_to(there, point))
-    tokens = place(point).tokens
     return RewindPlan(
-        run=run,
+        **planned(run, found, wanted),
         attempt=seen.lineage.attempt or 0,
-        wanted=str(wanted),
-        point=point.name,
-        step=point.key.step,
-        consumed_samples=place(point).samples,
-        consumed_tokens=tokens,
-        steps_before=found.steps_before,
-        tokens_before=found.tokens_before,
         steps_aside=len(aside),
         first_step_aside=aside[0].step if aside else None,
         last_step_aside=aside[-1].step if aside else None,
-        tokens_aside=aside[-1].consumed_tokens - tokens if aside else 0,
+        tokens_aside=aside[-1].consumed_tokens - place(point).tokens if aside else 0,
         orphans=orphans,
-        damages=tuple(map(str, found.damages)),
         stands_there=ended and not aside and not orphans,
     )
 
 
 def look(store: RunStore, wanted: Wanted, run: str = "") -> RewindPlan:
-    """The plan for a run as it lies in storage. Raises as `which_point.find` does."""
+    """The plan for a run as it lies in storage. Raises as `which_point.find` and `PinFiles.require_kept`."""
     seen = survey(store)
     require_journals(store, seen)
     found = find(store, seen, wanted)
     newest = store.newest_claim()
     ended = newest is not None and store.read_end(newest.number) is not None
-    return rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+    plan = rewind_plan(run or store.storage.root, seen, found, wanted, ended)
+    if not plan.stands_there:
+        store.require_kept(plan.point)
+    return plan
 
 
 def rewind(

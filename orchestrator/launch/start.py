@@ -34,12 +34,12 @@ from orchestrator.coordinator.attempt import (
     decide,
     deleted_now,
     has_its_steps,
+    kept_point,
     moved_on,
     require_frozen,
     require_journals,
     rewind_sentence,
     survey,
-    wanted_point,
 )
 from orchestrator.coordinator.forking import (
     fork_to_begin,
@@ -190,8 +190,9 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
             spec = prepare(job, Path(store.storage.root), freeze=False)
         require_frozen(seen, spec)
         require_journals(store, seen)
+        wanted = kept_point(store, seen, job)
         try:
-            point, damages = choose_point(store, seen, wanted_point(seen, job), fast=fast)
+            point, damages = choose_point(store, seen, wanted, fast=fast)
         except ResumePointError:
             if not deleted_now(store, seen.points):
                 raise

@@ -7,7 +7,8 @@ It reads a run and changes nothing; what is done with the point, its callers kno
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from orchestrator.coordinator.attempt import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
@@ -74,6 +75,57 @@ class Found:
     steps_before: int
     tokens_before: int
     damages: tuple[Damage, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PointPlan:
+    """What somebody is shown who has asked for a point of `run`; tokens are positions, as in the cursor.
+
+    `wanted` is what was asked for, `steps_before` and `tokens_before` how far before it the point stands.
+    `damages` are why newer points were passed over.
+    """
+
+    run: str
+    wanted: str
+    point: str
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    steps_before: int
+    tokens_before: int
+    damages: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of the command's `--json`."""
+        return asdict(self)
+
+    def point_lines(self, would: str) -> list[str]:
+        """For people: `would` happen, with which point."""
+        before = ""
+        if self.steps_before or self.tokens_before:
+            steps = count(self.steps_before, "step")
+            before = f", {steps} ({self.tokens_before:,} tokens) before {self.wanted}"
+        return [
+            f"{would}{before}",
+            f"  step {self.step:,}, {self.consumed_samples:,} samples, {self.consumed_tokens:,} tokens",
+            *(f"  passed over: {damage}" for damage in self.damages),
+        ]
+
+
+def planned(run: str, found: Found, wanted: Wanted) -> dict[str, Any]:
+    """The fields of `PointPlan` for the point that was found."""
+    at = place(found.point)
+    return {
+        "run": run,
+        "wanted": str(wanted),
+        "point": found.point.name,
+        "step": at.step,
+        "consumed_samples": at.samples,
+        "consumed_tokens": at.tokens,
+        "steps_before": found.steps_before,
+        "tokens_before": found.tokens_before,
+        "damages": tuple(map(str, found.damages)),
+    }
 
 
 def place(point: Point) -> Position:

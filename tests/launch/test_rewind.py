@@ -69,6 +69,25 @@ def test_a_start_that_had_rewound_by_its_configuration_goes_on_after_a_rewind(tr
     assert runner.plan(**back).point == first.point_name, "the same command continues from there"
 
 
+def test_a_point_that_somebody_has_begun_to_delete_is_refused_before_anything_is_claimed(
+    trained: Trained,
+) -> None:
+    runner, (first, second, _) = trained  # noqa: F811
+    assert runner.store.may_delete(first.point_name, "attempt 3", "resume.keep_latest", "")
+    before = files(runner.folder)
+    hold = f"{runner.folder}/pins/{first.point_name}.json"
+    for act in (
+        lambda: Run(runner.folder).rewind(first.point_name),
+        lambda: runner.plan(resume={"from": first.point_name}),
+    ):
+        with pytest.raises(RefusedError, match=f"attempt 3 has begun to delete it .*delete {hold}"):
+            act()
+    assert files(runner.folder) == before
+    assert runner.plan(resume={"from": second.point_name}).point == second.point_name
+    Path(hold).unlink()
+    assert Run(runner.folder).rewind(first.point_name).done, "as the message says"
+
+
 PLACES: list[tuple[dict[str, int], int, int]] = [
     ({"step": 20}, 20, 0),
     ({"step": 29}, 20, 9),
