@@ -37,6 +37,10 @@ VIEWS = {
     "/plan": ".lay",
 }
 AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], "resultTypes": ["violations"]}
+SETTLED = (
+    "Promise.all(document.getAnimations()"
+    ".filter(each => each.effect.getComputedTiming().endTime < Infinity).map(each => each.finished))"
+)
 COLOURS = {**AXE, "runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 
 
@@ -121,6 +125,7 @@ def accessible(watched: Watched, options: dict[str, Any] = AXE) -> None:
     page = watched.page
     if not page.evaluate("!!window.axe"):
         page.evaluate(AXE_SCRIPT)
+    page.evaluate(SETTLED)  # what fades in has colours of its own until then
     found = page.evaluate("options => axe.run(options).then(result => result.violations)", options)
     said = [f"{each['id']}: {[node['html'][:200] for node in each['nodes'][:3]]}" for each in found]
     assert said == [], page.url
