@@ -401,6 +401,7 @@ def test_a_point_whose_address_is_opened_has_its_actions_though_their_list_comes
 ) -> None:
     point = job.run.list_points()[0]["name"]
     page, held = opened().open(f"/run/tiny/points?point={point}"), list[Any]()
+    page.wait_for_selector(".drawer h3")  # what is asked for from here on is the reload's
     page.route("**/api/runs", lambda request: held.append(request))  # noqa: PLW0108  it is marked there
     with page.expect_response(lambda response: f"/points/{point}" in response.url):
         page.reload(wait_until="commit")
