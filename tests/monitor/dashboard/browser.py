@@ -91,6 +91,7 @@ class Watched:
 
     def again(self) -> None:
         """As if it had just been opened, but for what the browser keeps of files and of the tab's token."""
+        self.page.unroute_all(behavior="ignoreErrors")
         self.page.goto("about:blank")
         self.complaints, self.allowed = [], ""
         self.page.goto(self.link)

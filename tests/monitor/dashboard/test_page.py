@@ -20,6 +20,7 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.monitor.dashboard.plans import WhatIf
 from orchestrator.monitor.dashboard.reading import Planner
 from orchestrator.monitor.dashboard.runs import Runs
+from orchestrator.monitor.missing import missing_text
 from tests.monitor.dashboard.browser import Watched, chromium, serving
 from tests.monitor.dashboard.serving import SCRIPT, client, confirmed, make_hostile
 from tests.system.harness import LIMIT_S, Job
@@ -37,6 +38,10 @@ VIEWS = {
     "/plan": ".lay",
 }
 AXE = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], "resultTypes": ["violations"]}
+SETTLED = (
+    "Promise.all(document.getAnimations()"
+    ".filter(each => each.effect.getComputedTiming().endTime < Infinity).map(each => each.finished))"
+)
 COLOURS = {**AXE, "runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 
 
@@ -121,6 +126,7 @@ def accessible(watched: Watched, options: dict[str, Any] = AXE) -> None:
     page = watched.page
     if not page.evaluate("!!window.axe"):
         page.evaluate(AXE_SCRIPT)
+    page.evaluate(SETTLED)  # what fades in has colours of its own until then
     found = page.evaluate("options => axe.run(options).then(result => result.violations)", options)
     said = [f"{each['id']}: {[node['html'][:200] for node in each['nodes'][:3]]}" for each in found]
     assert said == [], page.url
@@ -209,6 +215,27 @@ def test_a_run_that_has_only_claimed_is_shown_in_every_view(opened: Open, storag
         page = watched.open(f"/run/begun{view}")
         page.wait_for_selector("nav.tabs a[aria-current]")
         assert not re.search(r"null|undefined|NaN|2\d{4} d", page.inner_text("main")), view
+
+
+def test_pieces_that_are_gone_and_forks_that_lie_elsewhere_are_named_on_the_page(
+    opened: Open, storage: Path
+) -> None:
+    made = write_run(storage / "gaps", steps=60, points=6, attempts=3)
+    (storage / "gaps" / "tokenizer" / "tokenizer.json").unlink()
+    elsewhere = f"/elsewhere/{SCRIPT.replace('/', '')}/fork"
+    made.store.pin(made.points[-1], "me", f"parent of fork {elsewhere}", made.run.id)
+    told = missing_text(orchestrator.open(storage / "gaps").status(0).missing)
+    assert told.startswith("missing or damaged in its folder: tokenizer/tokenizer.json")
+    watched = opened()
+    watched.page.wait_for_selector("table.runs tr:has-text('gaps') >> text=Missing or damaged")
+    page = watched.open("/run/gaps")
+    page.wait_for_selector(f".scroll >> text={told[1:]}")
+    page = watched.open("/run/gaps/points")
+    page.wait_for_selector(f".runhead [role=alert] >> text={told[1:]}")
+    page = watched.open("/run/gaps/lineage")
+    page.wait_for_selector(".vt-row")
+    assert elsewhere in page.inner_text(".bar .paths")
+    assert page.locator(".vt-row a, .vt-row img, .bar a, .bar img").count() == 0
 
 
 def test_motion_stops_for_who_wants_none(opened: Open) -> None:
@@ -374,6 +401,7 @@ def test_a_point_whose_address_is_opened_has_its_actions_though_their_list_comes
 ) -> None:
     point = job.run.list_points()[0]["name"]
     page, held = opened().open(f"/run/tiny/points?point={point}"), list[Any]()
+    page.wait_for_selector(".drawer h3")  # what is asked for from here on is the reload's
     page.route("**/api/runs", lambda request: held.append(request))  # noqa: PLW0108  it is marked there
     with page.expect_response(lambda response: f"/points/{point}" in response.url):
         page.reload(wait_until="commit")

@@ -104,7 +104,7 @@ document.addEventListener('alpine:init', () => {
 				gaps: !!r.missing_text, line: bad ? r.reason : r.missing_text ? r.missing_text : r.state === 'running' ? 'attempt ' + r.attempt + (r.progress.eta_s ? ' · ' + span(r.progress.eta_s) + ' to go' : '') : r.reason,
 				step: bad ? '–' : 'step ' + int(p.step), stepMore: bad || p.share == null ? '' : pct(p.share, p.share < 1 ? 1 : 0), workers: bad || !alive ? '–' : wanted(r) ? r.world_size + ' of ' + wanted(r) : 'being started',
 				goodput: bad ? '–' : pct(r.goodput.share), cells: (r.ribbon || []).map(c => c === null ? { cls: 'none', style: {} } : { cls: c[0] > .9 ? '' : c[0] > .5 ? 'part' : 'bad', style: { height: Math.max(6, c[0] * 100) + '%' } }),
-				risk: bad ? '–' : r.state === 'done' || r.state === 'stopped' ? 'nothing' : count(r.risk.tokens), riskMore: bad || !r.risk?.steps || r.state === 'done' || r.state === 'stopped' ? '' : span(r.risk.seconds) + ' of work',
+				risk: bad ? '–' : r.risk.tokens ? count(r.risk.tokens) : 'nothing', riskMore: bad || !r.risk?.steps ? '' : span(r.risk.seconds) + ' of work',
 				point: bad ? '–' : r.point ? 'step ' + int(r.point.step) : 'none yet', pointMore: !bad && r.point?.t != null ? past(r.point.t, now) + ' · ' + when(r.point.t, now) : '',
 				sign: past(sign, now), signAbs: sign == null ? '' : when(sign, now) };
 		},
@@ -256,7 +256,7 @@ document.addEventListener('alpine:init', () => {
 		worldText() { const r = this.run; if (!this.alive) return r.state === 'starting' ? 'being started' : 'none alive'; return !r.world_wanted ? '' : r.world_size < r.world_wanted[1] ? (r.world_wanted[1] - r.world_size) + ' missing' : 'for ' + span(this.now() - r.world_since); },
 		pips() { const n = Math.min(16, this.run.world_wanted?.[1] || 0); return Array.from({ length: n }, (_, i) => ({ i, off: i < this.run.world_size ? '' : 'off' })); },
 		speedText() { const x = this.run.speed; return x.step_s == null ? 'no step yet' : span(x.step_s) + ' a step · data wait ' + pct(x.data_wait_share, 1); },
-		riskText() { const k = this.run.risk; if (this.run.state === 'done' || this.run.state === 'stopped') return 'saved at its end'; return k.steps ? int(k.steps) + ' steps · ' + span(k.seconds) + ' of work' : this.run.point ? 'nothing since the newest point' : 'nothing is trained yet'; },
+		riskText() { const k = this.run.risk; if (!k.steps && (this.run.state === 'done' || this.run.state === 'stopped')) return 'saved at its end'; return k.steps ? int(k.steps) + ' steps · ' + span(k.seconds) + ' of work' : this.run.point ? 'nothing since the newest point' : 'nothing is trained yet'; },
 		copiesText() { const n = this.run.risk.copies; return n == null ? '' : n > 1 ? 'one worker dead: nothing lost' : 'the same if this one worker dies'; },
 		riskShare() { const k = this.run.risk; return k.every_steps ? k.steps / k.every_steps : 0; },
 		riskTitle() { const k = this.run.risk; return k.next_in_steps != null ? 'next save in ' + k.next_in_steps + ' steps' : ''; },
@@ -311,7 +311,7 @@ document.addEventListener('alpine:init', () => {
 	// ------------------------------------------------------------ lineage
 	const WHY = { start: 'Start', fork: 'Fork', resume: 'Resume', rewind: 'Rewind', coordinator_restarted: 'Coordinator restarted', unreadable: 'Claim unreadable' };
 	Alpine.data('lineageTab', () => ({
-		routine: false, total: 0, all: 0, table: null, off: null,
+		routine: false, total: 0, all: 0, elsewhere: '', table: null, off: null,
 		init() {
 			const me = this, now = () => Date.now() / 1000 + me.offset;
 			const why = r => r.forked_from ? h('span', { class: 'row' }, icon('branch', 's accent'), r.forked_from.is_here ? h('a', { href: '#/run/' + encodeURIComponent(r.forked_from.run) + '/points?point=' + r.forked_from.point, title: r.forked_from.point }, 'Fork of ' + r.forked_from.run) : h('span', { class: 'trunc', title: r.forked_from.uri + ' at ' + r.forked_from.point + ': not in this storage folder' }, 'Fork of ' + r.forked_from.uri)) : h('span', { class: 'row' }, icon({ start: 'start', resume: 'resume', rewind: 'rewind', fork: 'branch', coordinator_restarted: 'coordinator' }[r.why] || 'warn', 's ' + (r.why === 'rewind' ? 'rewind' : 'muted')), WHY[r.why] || r.why);
@@ -331,7 +331,7 @@ document.addEventListener('alpine:init', () => {
 					{ title: 'How it ended', min: 980, width: 'minmax(130px,.8fr)', cell: ended }, { title: 'Changed', width: 'minmax(160px,1.4fr)', cell: r => [r.forks.map(forked), h('span', { class: 'mono', title: changes(r) }, changes(r))] },
 				],
 				compact: r => [rail(r), h('div', {}, h('div', { class: 'card1' }, h('b', {}, r.attempt), why(r), h('span', { class: 'faint grow num' }, past(r.t0, now()))), h('div', { class: 'card2' }, r.first_step == null ? 'no step' : spanned(r), r.aside ? aside(r) : null, r.forks.map(forked), h('span', { class: 'trunc' }, changes(r))))],
-				fetch: q => me.get('/attempts', q), loaded: d => { me.total = d.total; me.all = d.all; }, failed: e => me.say(e.message),
+				fetch: q => me.get('/attempts', q), loaded: d => { me.total = d.total; me.all = d.all; if (d.offset === 0) me.elsewhere = elsewhere(d.rows); }, failed: e => me.say(e.message),
 				open: r => { location.hash = me.link('events', 'attempt', r.attempt).slice(1); }, dim: r => !r.on_history,
 			}));
 			this.table.load({}); this.$watch('routine', v => this.table.load(v ? { routine: 1 } : {}));
@@ -340,6 +340,10 @@ document.addEventListener('alpine:init', () => {
 		destroy() { this.table.destroy(); this.off(); },
 		text() { return this.all ? (this.routine ? int(this.all) + ' attempts, newest first' : int(this.total) + ' of ' + int(this.all) + ' attempts, newest first; restarts of the coordinator left out') : ''; },
 	}));
+	function elsewhere(rows) {
+		const forks = rows.flatMap(r => r.forks).filter(x => !x.is_here).map(x => 'step ' + int(x.step) + ' in ' + x.path);
+		return forks.length ? 'Forks outside this storage folder, as the pins of their points say: ' + forks.join('; ') + '.' : '';
+	}
 	function rail(r) {
 		const H = innerWidth < 720 ? 54 : 34, X = l => 9 + Math.min(l, 4) * 13, v = s('svg', { class: 'rail', width: 72, height: H, viewBox: `0 0 72 ${H}`, role: 'img', 'aria-label': r.on_history ? 'on the history' : 'orphan branch' });
 		const line = (d, main) => v.append(s('path', { d, fill: 'none', stroke: main ? 'var(--accent-g)' : 'var(--orphan)', 'stroke-width': main ? 2 : 1.6, ...(main ? {} : { 'stroke-dasharray': '3 2' }) }));
