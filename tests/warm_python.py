@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
+import marshal
 import os
 import re
 import runpy
@@ -71,16 +71,18 @@ READ_LATER = {JOB, "RAY_ADDRESS"}
 Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
 
+# It begins some hundred times: what it imports is part of the interpreter.
 LAUNCHER = f"""#!{{python}} -IS
-import json, os, signal, socket, sys
+import _signal, _socket, marshal, os, sys
 words = sys.argv[1:]
 program = words[:2] in {PROGRAMS}
 if not program and words[:3] != {TRIAL} and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
     os.execv({{python!r}}, [{{python!r}}, *words])
-link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 link.connect({{address!r}})
 task = {{{{"words": words, "environment": dict(os.environ), "folder": os.getcwd()}}}}
-socket.send_fds(link, [json.dumps(task).encode()], [0, 1, 2])
+files = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+link.sendmsg([marshal.dumps(task)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
 if program and (forked := int(link.recv(8) or 0)):
     def pass_on(number, _):
         try:
@@ -88,8 +90,8 @@ if program and (forked := int(link.recv(8) or 0)):
         except ProcessLookupError:
             pass
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+        _signal.signal(number, pass_on)
 sys.exit(int(link.recv(8) or 137))
 """
 
@@ -125,7 +127,7 @@ def serve(address: str) -> None:
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         link, _ = listener.accept()
         message, files = _received(link)
-        task = json.loads(message)
+        task = marshal.loads(message)  # noqa: S302  from our own launcher
         if _needs_ray(task["words"]):
             settings = _settings(task["environment"])
             if settings not in with_ray:
@@ -187,7 +189,7 @@ def _serve_with_ray(link: socket.socket, settings: Settings) -> None:
         message, (*files, asking) = received
         if os.fork() == 0:
             link.close()
-            task = json.loads(message)
+            task = marshal.loads(message)  # noqa: S302  from our own launcher
             if place is not None:
                 ctypes.memmove(place, task["environment"][JOB].encode(), len(SOME_JOB))
             _become(task, files, socket.socket(fileno=asking))
