@@ -153,9 +153,9 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     def fault(place: str, step: int, rank: int) -> None:
         if place == "connecting" and next(unreached, None) is not None:
             raise RuntimeError("the network does not answer")
-        for name, moment in (("hold", plan.hold), ("hold again", plan.hold_again)):
-            if moment == (place, step) and name not in done:
-                done.add(name)
+        for what, moment in (("hold", plan.hold), ("hold again", plan.hold_again)):
+            if moment == (place, step) and what not in done:
+                done.add(what)
                 calls.hold(place)
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
