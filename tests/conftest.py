@@ -11,8 +11,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_thresh
 TOKENIZER_VOCAB = 1000
 CORPUS_FILES = 3
 CORPUS_BYTES = 1_500_000
+WARM = "ORCHESTRATOR_TESTS_WARM_PYTHON"
 
 TinyConfig = Callable[..., dict[str, Any]]
 
@@ -65,6 +67,15 @@ FORKED = {
     "tests/trainer/test_precision.py",
     "tests/trainer/test_worlds.py",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Several processes of tests share one server of Python processes."""
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        shared = ExitStack()
+        config.add_cleanup(shared.close)
+        folder = Path(shared.enter_context(TemporaryDirectory(prefix="warm-")))
+        os.environ[WARM] = shared.enter_context(warm_python.launcher(folder))
 
 
 def _file(nodeid: str) -> str:
@@ -191,6 +202,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A `python` for Ray's nodes and for drivers: their workers, and trials of models, begin with everything
     imported.
     """
+    if WARM in os.environ:
+        yield os.environ[WARM]
+        return
     with warm_python.launcher(tmp_path_factory.mktemp("warm")) as program:
         yield program
 
@@ -211,6 +225,7 @@ def only_what_a_launch_needs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         for name in ("start_log_monitor", "start_monitor", "start_api_server"):
             changed.setattr(Node, name, lambda *_, **__: None)
+        changed.setenv("REPORTER_UPDATE_INTERVAL_MS", "3600000")  # nobody asks what the node's processes use
         yield
 
 

@@ -1,9 +1,8 @@
 """Every ```sh and ```python block of README and docs/ is run: in order, in one folder per document.
 
-The folder has `jobs/`, a small corpus that says it is the sample corpus, and the project's `configs/` with a
-smaller model in each, which may read that corpus more than once, train longer, and report more often;
-`cluster.address: null` joins the tests' Ray. A comment before a block says what a
-reader sees from the text:
+The folder has `jobs/`, a small corpus that says it is the sample corpus, and the project's `configs/` as
+tests/small_configs.py makes them; `cluster.address: null` joins the tests' Ray. A comment before a block says
+what a reader sees from the text:
 
 - `<!-- not run: REASON -->`: it cannot run here; `NOT_RUN` has all of these.
 - `<!-- in a terminal of its own -->`: the blocks after it run meanwhile, until the next of its kind.
@@ -27,18 +26,16 @@ from typing import Any
 
 import orjson
 import pytest
-import yaml
 
 from orchestrator.data.sample_corpus import MARKER, VERSION, CorpusReport
 from orchestrator.records import encode
 from tests.conftest import TOKENIZER_VOCAB
-from tests.test_deployments import JOBS
+from tests.small_configs import write_small_configs
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 240.0
 FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SMALL = {"vocab_size": TOKENIZER_VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 
 # the run that how-tos begin with is made once: this block then finds a copy of it, done
 COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
@@ -126,7 +123,7 @@ def programs(warm: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for PATH with `orchestrator`, and `python` as the documents' reader has it."""
     folder = tmp_path_factory.mktemp("bin")
     command = folder / "orchestrator"
-    command.write_text(f'#!/bin/sh\nexec {warm} -X forked -m orchestrator.cli.commands "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {warm} -m orchestrator.cli.commands "$@"\n')
     command.chmod(0o755)
     (folder / "python").symlink_to(sys.executable)
     return folder
@@ -157,14 +154,7 @@ def folder(sample: Path, tmp_path: Path) -> Path:
     """What a document's reader stands in."""
     shutil.copytree(sample, tmp_path / "corpus")
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    (tmp_path / "configs").mkdir()
-    for path in JOBS:
-        job = yaml.safe_load(path.read_text())
-        job["model"]["config"].update(SMALL)
-        job["data"]["num_epochs"] = None
-        job["train"]["max_steps"] *= 10  # what a document says it has time for, also where steps are short
-        job["monitor"] = {"progress_s": 0.2}
-        (tmp_path / "configs" / path.name).write_text(yaml.safe_dump(job))
+    write_small_configs(tmp_path / "configs")
     return tmp_path
 
 
@@ -232,7 +222,7 @@ def shells(head: Any, warm: str, programs: Path, folder: Path) -> Iterator[Any]:
         else:
             script = folder / f".block-{len(made)}.py"
             script.write_text(block.text)
-            words = [warm, "-X", "forked", str(script)]
+            words = [warm, "-X", "forked-with-ray", str(script)]
         made.append(Terminal(block, words, folder, environment))
         return made[-1]
 

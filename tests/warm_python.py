@@ -2,22 +2,26 @@
 server that has: a worker of Ray takes 2 CPU seconds to start instead of 9.
 
 `python -m tests.warm_python SOCKET` is the server. `launcher` writes a program that stands where Ray and the
-driver look for `python`: what begins a worker, tries a model, or says that it may be forked (`-X forked -m
-orchestrator.cli.commands …` or `-X forked SCRIPT`), it passes on to the server, and all else to the real
-Python. Ray itself is imported in each process, since it reads its environment then. What may be forked ends
-when the program that passed it on does; it gets no signals of that.
+driver look for `python`: what begins a worker, tries a model, is a command of ours, a notebook's kernel, or a
+script that says that it may be forked (`-X forked SCRIPT`, or `-X forked-with-ray SCRIPT`), it passes on to
+the server, and all else to the real Python. Ray reads its environment when it is imported: those that need it
+are forked from one process for each such environment. What is no worker gets the signals of the program that
+passed it on, and ends when that does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import json
+import marshal
 import os
+import re
 import runpy
 import select
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,6 +43,7 @@ MODULES = (
     "orchestrator.launch.api",
     "orchestrator.launch.remote_membership",
     "orchestrator.monitor.audit",
+    "orchestrator.torchrun.run",
     "orchestrator.trainer.loop",
     "orchestrator.trainer.trial",
     "pandas",
@@ -57,21 +62,36 @@ RAY_MODULES = (
     "ray.train.torch",
 )
 TRIAL = ["-P", "-m", "orchestrator.trainer.trial"]
-FORKED, COMMAND = ["-X", "forked"], ["-m", "orchestrator.cli.commands"]
-JOBS = 3  # so many jobs of Ray have a process to fork from
+COMMAND, KERNEL = ["-m", "orchestrator.cli.commands"], ["-m", "ipykernel_launcher"]
+SCRIPT, RAY_SCRIPT = ["-X", "forked"], ["-X", "forked-with-ray"]
+PROGRAMS = (COMMAND, KERNEL, SCRIPT, RAY_SCRIPT)
+ENVIRONMENTS = 6  # so many have a process with Ray to fork from
+JOB, SOME_JOB = "RAY_JOB_ID", "fedcba98"
+READ_LATER = {JOB, "RAY_ADDRESS"}
 Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
 
+# It begins some hundred times: what it imports is part of the interpreter.
 LAUNCHER = f"""#!{{python}} -IS
-import json, os, socket, sys
+import _signal, _socket, marshal, os, sys
 words = sys.argv[1:]
-ours = words[:3] == {TRIAL} or words[:2] == {FORKED}
-if not ours and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
+program = words[:2] in {PROGRAMS}
+if not program and words[:3] != {TRIAL} and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
     os.execv({{python!r}}, [{{python!r}}, *words])
-link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 link.connect({{address!r}})
 task = {{{{"words": words, "environment": dict(os.environ), "folder": os.getcwd()}}}}
-socket.send_fds(link, [json.dumps(task).encode()], [0, 1, 2])
+files = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+link.sendmsg([marshal.dumps(task)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
+if program and (forked := int(link.recv(8) or 0)):
+    def pass_on(number, _):
+        try:
+            os.kill(forked, number)
+        except ProcessLookupError:
+            pass
+
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
+        _signal.signal(number, pass_on)
 sys.exit(int(link.recv(8) or 137))
 """
 
@@ -91,32 +111,35 @@ def launcher(folder: Path) -> Iterator[str]:
 
 
 def serve(address: str) -> None:
-    """Forks for every connection, until stdin is closed."""
-    for module in MODULES:
-        import_module(module)
-    assert "ray" not in sys.modules
-    gc.collect()
-    gc.freeze()
+    """Forks for every connection, until stdin is closed. It imports when the first one comes."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
     listener.listen(64)
     with_ray: dict[Settings, socket.socket] = {}
     print("ready", flush=True)
+    if sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        for module in MODULES:
+            import_module(module)
+        assert "ray" not in sys.modules
+        gc.collect()
+        gc.freeze()
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         link, _ = listener.accept()
         message, files = _received(link)
-        task = json.loads(message)
-        if _is_for_ray(task["words"]):
+        task = marshal.loads(message)  # noqa: S302  from our own launcher
+        if _needs_ray(task["words"]):
             settings = _settings(task["environment"])
             if settings not in with_ray:
-                if len(with_ray) == JOBS:
+                if len(with_ray) == ENVIRONMENTS:
                     with_ray.pop(next(iter(with_ray))).close()
                 with_ray[settings], other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 if os.fork() == 0:
                     for mine in (listener, link, *with_ray.values()):
                         mine.close()
-                    _serve_job(other, settings)
+                    for file in files:
+                        os.close(file)
+                    _serve_with_ray(other, settings)
                 other.close()
             socket.send_fds(with_ray[settings], [message], [*files, link.fileno()])
         elif os.fork() == 0:
@@ -127,13 +150,17 @@ def serve(address: str) -> None:
             os.close(file)
 
 
-def _is_for_ray(words: list[str]) -> bool:
-    return words[:3] != TRIAL and words[:2] != FORKED
+def _needs_ray(words: list[str]) -> bool:
+    if words[:2] == COMMAND:
+        return words[2:3] == ["train"]
+    return words[:3] != TRIAL and words[:2] not in (KERNEL, SCRIPT)
 
 
 def _settings(environment: dict[str, str]) -> Settings:
-    """What Ray reads when it is imported."""
-    return tuple(sorted(item for item in environment.items() if item[0].startswith("RAY_")))
+    """What Ray reads when it is imported. It reads the job's id, too, which is changed in a fork."""
+    names = {name for name in environment if name.startswith("RAY_")} - READ_LATER
+    changed = {JOB: SOME_JOB} if JOB in environment else {}
+    return tuple(sorted({**{name: environment[name] for name in names}, **changed}.items()))
 
 
 def _received(link: socket.socket) -> tuple[bytes, list[int]]:
@@ -141,8 +168,8 @@ def _received(link: socket.socket) -> tuple[bytes, list[int]]:
     return message, list(files)
 
 
-def _serve_job(link: socket.socket, settings: Settings) -> None:
-    """In a process of its own: forks for the workers of one Ray job, until the link is closed."""
+def _serve_with_ray(link: socket.socket, settings: Settings) -> None:
+    """In a process of its own: forks for what has these settings, until the link is closed."""
     os.environ.update(settings)
     import ray
     import ray.actor
@@ -155,16 +182,34 @@ def _serve_job(link: socket.socket, settings: Settings) -> None:
         import_module(module)
     ray.actor.ActorClassID = drawn
     assert _drawn_in_fork() != _drawn_in_fork(), "an import has drawn an id of Ray's"
+    place = _place_of_job() if JOB in os.environ else None
     gc.collect()
     gc.freeze()
     while (received := _received(link))[0]:
         message, (*files, asking) = received
         if os.fork() == 0:
             link.close()
-            _become(json.loads(message), files, socket.socket(fileno=asking))
+            task = marshal.loads(message)  # noqa: S302  from our own launcher
+            if place is not None:
+                ctypes.memmove(place, task["environment"][JOB].encode(), len(SOME_JOB))
+            _become(task, files, socket.socket(fileno=asking))
         for file in (*files, asking):
             os.close(file)
     os._exit(0)
+
+
+def _place_of_job() -> int:
+    """Where Ray's library keeps the job's id: a C++ string on the heap, behind its length and capacity."""
+    size = struct.pack("<QQ", len(SOME_JOB), len(SOME_JOB))
+    kept = re.compile(re.escape(size) + b".{8}" + SOME_JOB.encode(), re.DOTALL)
+    found: list[int] = []
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for span in [line.split()[0] for line in maps if line.endswith("[heap]\n")]:
+            begin, end = (int(each, 16) for each in span.split("-"))
+            memory.seek(begin)
+            found += [begin + match.end() for match in kept.finditer(memory.read(end - begin))]
+    (behind,) = found
+    return behind - len(SOME_JOB)
 
 
 def _drawn_in_fork() -> bytes:
@@ -191,10 +236,11 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
         os.chdir(task["folder"])
         os.environ.clear()
         os.environ.update(task["environment"])
-        if task["words"][:2] == FORKED:
-            _obey(task["words"][2:], link)
+        words = task["words"]
+        if words[:2] in PROGRAMS:
+            _obey(words, link)
         else:
-            (_work_for_ray if _is_for_ray(task["words"]) else _try_model)(task["words"])
+            (_try_model if words[:3] == TRIAL else _work_for_ray)(words)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -208,24 +254,28 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
 
 
 def _obey(words: list[str], link: socket.socket) -> None:
-    """A command of ours, or a script."""
+    """A command of ours, a kernel, or a script."""
 
     def leave() -> None:
         link.recv(1)
         os._exit(1)
 
+    link.send(str(os.getpid()).encode())
     threading.Thread(target=leave, daemon=True).start()
     # what it starts itself begins as it has
     sys.executable = str(Path(link.getsockname()).with_name("python"))
     sys.path[0:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.argv = words[1:]
     if words[:2] == COMMAND:
         from orchestrator.cli.commands import main
 
-        sys.argv = ["orchestrator", *words[2:]]
+        sys.argv[0] = "orchestrator"
         main(words[2:])
-        return
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+    elif words[:2] == KERNEL:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words[2:]
+        runpy.run_path(words[2], run_name="__main__")
 
 
 def _try_model(words: list[str]) -> None:

@@ -116,13 +116,13 @@ def test_more_epochs_continue_exactly_behind_the_last_token(made: Path, tiny_con
 
 def test_counts_do_not_depend_on_where_the_stream_was_opened(made: Path, tiny_config: Make) -> None:
     spec = spec_of(job(tiny_config, made, num_epochs=2))
-    whole = samples(spec, 64)
+    whole = samples(spec, 160)
     counted = whole[-1].cursor.sources["made"]
     assert counted.empty_documents > 0
     assert counted.special_texts > 0
     cursor = Cursor()
     for _ in whole:  # opened again for every sample
-        cursor = next(open_samples(spec, cursor, 64)).cursor
+        cursor = next(open_samples(spec, cursor, 160)).cursor
     assert cursor == whole[-1].cursor
 
 
@@ -244,7 +244,7 @@ def test_cursors_without_that_digest_are_read_and_agree_with_those_that_have_it(
 ) -> None:
     spec = spec_of(job(tiny_config, made), chunk_tokens=chunk_tokens)
     whole = samples(spec, 50)
-    for cursor in inside_later_pieces(spec)[::3]:
+    for cursor in inside_later_pieces(spec)[::7]:
         old, rest = without_earlier(cursor), whole[cursor.consumed_samples :]
         assert old != cursor
         assert old.agrees_with(cursor)

@@ -22,12 +22,21 @@ pytestmark = pytest.mark.system
 ENDLESS = {"train__max_steps": 100_000, "data__num_epochs": 100}
 ROOT = Path(__file__).resolve().parents[2]
 
+# `orchestrator`, which starts Python as the first word says
+PROGRAM = """
+import sys
+from orchestrator.cli.commands import main
+
+sys.executable = sys.argv.pop(1)
+main()
+"""
+
 
 def start(job: Job, cluster: Any, folder: Path) -> subprocess.Popen[str]:
     """`orchestrator train` as a process of its own on the module's cluster, with no end."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job.config(cluster__address=cluster.address, **ENDLESS).to_json()))
-    command = [sys.executable, "-m", "orchestrator.cli.commands", "train", str(path), "--json"]
+    command = [sys.executable, "-c", PROGRAM, sys.executable, "train", str(path), "--json"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

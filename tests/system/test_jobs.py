@@ -50,10 +50,11 @@ class JobServer:
     its own.
 
     Another Ray on this machine neither finds it nor is found by it. `close` ends every process of it. Workers
-    are started by `python`, until another program is named.
+    begin as a user's do until another program is named; commands and the drivers of jobs begin by `warm`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm: str) -> None:
+        self._warm = warm
         # a short path: Ray puts sockets there, and a socket's path has at most 107 characters
         self._folder = Path(tempfile.mkdtemp(prefix="jobs-"))
         self._python = str(self._folder / "python")
@@ -61,11 +62,11 @@ class JobServer:
         (self._folder / "token").write_text(token)
         self.environment = {
             **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
-            # a job's `python` is the one that runs the tests
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PATH": os.pathsep.join((str(Path(warm).parent), os.environ["PATH"])),  # a job's `python`
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._folder / "token"),
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            "RAY_metrics_report_interval_ms": "1000",
         }
         self.workers_begin_as(sys.executable)
         gcs, dashboard, agent, metrics = free_ports(4)
@@ -126,7 +127,7 @@ class JobServer:
         self, config: JobConfig, *options: str, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """`orchestrator submit`, in the folder of the package."""
-        words = [sys.executable, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
+        words = [self._warm, "-m", "orchestrator.cli.commands", "submit", str(_written(config)), *options]
         return subprocess.run(
             [*words, f"--address={self.url}", "--stop-wait=300"],
             check=False,
@@ -182,8 +183,8 @@ def _written(config: JobConfig) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[JobServer]:
-    made = JobServer()
+def server(warm: str) -> Iterator[JobServer]:
+    made = JobServer(warm)
     try:
         made.connect()
         yield made

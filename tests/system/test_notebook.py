@@ -10,6 +10,8 @@ import nbclient
 import nbformat
 import pytest
 
+from tests.small_configs import write_small_configs
+
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +20,7 @@ def test_the_example_notebook_runs(
     cluster: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "corpus").symlink_to(corpus)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    write_small_configs(tmp_path / "configs")
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.read(ROOT / "docs/notebook.ipynb", as_version=4)

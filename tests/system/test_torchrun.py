@@ -46,16 +46,19 @@ def start(
     faults: FaultPlan | None = None,
     restarts: int = 0,
     rendezvous: Sequence[str] = ("--standalone",),
+    python: Sequence[str] = (),
     **changes: Any,
 ) -> Any:
     """`torchrun` as a process of its own, which starts a failed group again `restarts` times. `rendezvous`:
-    its options for where the machines meet.
+    its options for where the machines meet; `python`: what its ranks begin with.
     """
     path = folder / f"job-{len(list(folder.glob('job-*')))}.yaml"
     path.write_text(yaml.safe_dump(job.config(**changes).to_json()))
     program = [str(ROOT / "jobs" / "torchrun_train.py")]
     if faults is not None:
         program = [str(ROOT / "tests" / "system" / "torchrun_rank.py"), faults.to_json()]
+    if python:
+        program = ["--no-python", *python, *program]
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--max-restarts", str(restarts)]
     return subprocess.Popen(
         [*launcher, "--nproc-per-node", str(world_size), *program, str(path)],
@@ -156,13 +159,14 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
 
 
 def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
-    job: Job, unbroken: Job, tmp_path: Path
+    job: Job, unbroken: Job, tmp_path: Path, warm: str
 ) -> None:
     # rank 1 dies in training, and once more before it meets rank 0, whose agent does not count that
     plan = job.faults().kill("applied", step=6, rank=1).kill("started", rank=1, after=0)
     rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}")
     rendezvous += ("--local-addr=127.0.0.1", "--rdzv-id=two-machines")
-    agents = [start(job, tmp_path, 1, plan, restarts=2, rendezvous=rendezvous) for _ in range(2)]
+    forked = (warm, "-X", "forked")
+    agents = [start(job, tmp_path, 1, plan, 2, rendezvous, forked) for _ in range(2)]
     for code, err in map(end, agents):
         assert code == 0, err
     assert plan.struck() == [0, 1]

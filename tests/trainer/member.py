@@ -42,6 +42,7 @@ class Plan:
 
     kill: Moment | None = None
     hold: Moment | None = None
+    hold_again: Moment | None = None
     unreachable: int = 0  # how often it cannot reach the store of rank 0, before any of the above
     lose_summary: int | None = None
     kill_forming: int | None = None  # the how many-th process group, when all its members have met
@@ -152,9 +153,10 @@ def member_main(address: Any, name: str, root: str, job: TrainJob, feed: Formula
     def fault(place: str, step: int, rank: int) -> None:
         if place == "connecting" and next(unreached, None) is not None:
             raise RuntimeError("the network does not answer")
-        if plan.hold == (place, step) and "hold" not in done:
-            done.add("hold")
-            calls.hold(place)
+        for what, moment in (("hold", plan.hold), ("hold again", plan.hold_again)):
+            if moment == (place, step) and what not in done:
+                done.add(what)
+                calls.hold(place)
         if plan.kill == (place, step):
             os.kill(os.getpid(), signal.SIGKILL)
         if place == "summary_received" and plan.lose_summary == step and "summary" not in done:

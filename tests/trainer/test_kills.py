@@ -248,10 +248,13 @@ def test_two_generations_fail_before_their_first_step_and_then_a_member_dies_on_
 
 
 def test_a_newcomer_that_reaches_the_coordinator_but_not_rank_0_stops_nobody(tmp_path):
-    plans = {"a": Plan(hold=("step_begin", 4))}
+    plans = {"a": Plan(hold=("step_begin", 4), hold_again=("step_begin", 8))}
     with members(tmp_path, ["a"], plans, job=tiny_job(train__max_steps=100_000)) as group:
         let_in(group, "b", Plan(unreachable=1), held="a")
         launch = group.launch
+        launch.wait_for(lambda: [view.world_size for view in launch.views] == [1, 2, 1])
+        launch.wait_for(lambda: launch.held("a") is not None and launch.waits("b"))
+        launch.release("a")
         launch.wait_for(lambda: [view.world_size for view in launch.views] == [1, 2, 1, 2])
         launch.request_stop()
         group.finish()

@@ -10,6 +10,7 @@ import signal
 
 import pytest
 
+from orchestrator.coordinator import launch_machine
 from orchestrator.records import MemberInfo
 from tests.trainer.launch import WAIT_S, Launch
 from tests.trainer.member import Members, Plan, members, run_to_end, tiny_job
@@ -17,6 +18,12 @@ from tests.trainer.test_kills import assert_same_training, killed, let_in
 
 # no collective's own time-out ends within a test: who goes on was called off
 PATIENT = dataclasses.replace(tiny_job(), collective_limit_s=10 * WAIT_S)
+
+
+@pytest.fixture(autouse=True)
+def dead_are_asked_for_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lives is asked after half a second in which nobody was heard of."""
+    monkeypatch.setattr(launch_machine, "SILENCE_S", 0.5)
 
 
 @pytest.fixture(scope="module")
