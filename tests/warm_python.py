@@ -11,17 +11,14 @@ passed it on, and ends when that does.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import marshal
 import os
-import re
 import runpy
 import select
 import shlex
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -66,8 +63,7 @@ COMMAND, KERNEL = ["-m", "orchestrator.cli.commands"], ["-m", "ipykernel_launche
 SCRIPT, RAY_SCRIPT = ["-X", "forked"], ["-X", "forked-with-ray"]
 PROGRAMS = (COMMAND, KERNEL, SCRIPT, RAY_SCRIPT)
 ENVIRONMENTS = 6  # so many have a process with Ray to fork from
-JOB, SOME_JOB = "RAY_JOB_ID", "fedcba98"
-READ_LATER = {JOB, "RAY_ADDRESS"}
+READ_LATER = {"RAY_ADDRESS"}
 Settings = tuple[tuple[str, str], ...]
 WORKER, SETUP = "default_worker.py", "setup_worker.py"  # the latter sets the environment for the former
 
@@ -157,10 +153,9 @@ def _needs_ray(words: list[str]) -> bool:
 
 
 def _settings(environment: dict[str, str]) -> Settings:
-    """What Ray reads when it is imported. It reads the job's id, too, which is changed in a fork."""
+    """What Ray reads when it is imported."""
     names = {name for name in environment if name.startswith("RAY_")} - READ_LATER
-    changed = {JOB: SOME_JOB} if JOB in environment else {}
-    return tuple(sorted({**{name: environment[name] for name in names}, **changed}.items()))
+    return tuple(sorted((name, environment[name]) for name in names))
 
 
 def _received(link: socket.socket) -> tuple[bytes, list[int]]:
@@ -182,7 +177,6 @@ def _serve_with_ray(link: socket.socket, settings: Settings) -> None:
         import_module(module)
     ray.actor.ActorClassID = drawn
     assert _drawn_in_fork() != _drawn_in_fork(), "an import has drawn an id of Ray's"
-    place = _place_of_job() if JOB in os.environ else None
     gc.collect()
     gc.freeze()
     while (received := _received(link))[0]:
@@ -190,26 +184,10 @@ def _serve_with_ray(link: socket.socket, settings: Settings) -> None:
         if os.fork() == 0:
             link.close()
             task = marshal.loads(message)  # noqa: S302  from our own launcher
-            if place is not None:
-                ctypes.memmove(place, task["environment"][JOB].encode(), len(SOME_JOB))
             _become(task, files, socket.socket(fileno=asking))
         for file in (*files, asking):
             os.close(file)
     os._exit(0)
-
-
-def _place_of_job() -> int:
-    """Where Ray's library keeps the job's id: a C++ string on the heap, behind its length and capacity."""
-    size = struct.pack("<QQ", len(SOME_JOB), len(SOME_JOB))
-    kept = re.compile(re.escape(size) + b".{8}" + SOME_JOB.encode(), re.DOTALL)
-    found: list[int] = []
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for span in [line.split()[0] for line in maps if line.endswith("[heap]\n")]:
-            begin, end = (int(each, 16) for each in span.split("-"))
-            memory.seek(begin)
-            found += [begin + match.end() for match in kept.finditer(memory.read(end - begin))]
-    (behind,) = found
-    return behind - len(SOME_JOB)
 
 
 def _drawn_in_fork() -> bytes:
