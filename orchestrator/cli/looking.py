@@ -45,6 +45,8 @@ def points(
     """
     from orchestrator.monitor.run import open_run
 
+    if prune and tree:
+        raise typer.BadParameter("give --prune or --tree, not both")
     if prune:
         from orchestrator.cli.tables import pruned_lines
 

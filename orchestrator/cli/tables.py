@@ -77,20 +77,15 @@ def points_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _trouble(row: Mapping[str, Any]) -> str:
     """What is wrong with a point; empty if nothing is."""
     if not row["healthy"]:
-        return f"{row['name']}: {_state(row)}: {row['reason']}"
+        return f"{row['name']}: damaged{'' if row['on_lineage'] else ', orphan'}: {row['reason']}"
     if row["quarantined"]:
-        return f"{row['name']}: quarantined, though every byte of it is right now: `verify` lifts that"
+        return f"{row['name']}: quarantined, though every byte is right now; this process may not lift that"
     return ""
 
 
-def _state(row: Mapping[str, Any]) -> str:
-    states = ["damaged"] if not row["healthy"] else ["healthy"] if row["on_lineage"] else []
-    states += ["quarantined"] if row["quarantined"] else []
-    return ", ".join(states if row["on_lineage"] else [*states, "orphan"])
-
-
 def _point_row(row: Mapping[str, Any]) -> list[str]:
-    state = _state(row) + (", pinned" if row["pin"] else "")
+    state = "damaged" if not row["healthy"] else "healthy" if row["on_lineage"] else "orphan"
+    state += ", pinned" if row["pin"] else ""
     counts = ["-" if row[key] is None else str(row[key]) for key in _COUNTS.values()]
     sizes = [f"{row['bytes'] / 2**20:.1f}", f"{row['save_s']:.2f}"] if row["healthy"] else ["-", "-"]
     return [row["name"], state, *counts, *sizes, str(row["weights_digest"])[:16] or "-"]

@@ -119,9 +119,12 @@ def replay_lines(found: Replayed) -> list[str]:
 
 def export_lines(document: dict[str, Any]) -> list[str]:
     """What was written, for people."""
+    from orchestrator.resume.points import Damage
+
     numbers = document["dtype"] or "as trained"
     return [
         f"{document['out']}: the weights of {document['point']}, numbers {numbers}, "
         f"{document['bytes'] / 2**20:,.1f} MiB in {len(document['files'])} files",
         f"  weights digest of the point {document['weights_digest']}",
+        *(f"  passed over: {Damage(**each)}" for each in document["damages"]),
     ]

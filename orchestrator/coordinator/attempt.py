@@ -98,7 +98,7 @@ class Attempt:
     `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
     which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
     `verified_s` is how long it took to read back the points down to the one that it continues (None: it was
-    not).
+    not), `lifted` whether that lifted its mark as damaged.
     """
 
     number: int
@@ -111,6 +111,7 @@ class Attempt:
     encoders: tuple[EncoderSpan, ...]
     damages: tuple[Damage, ...] = ()
     verified_s: float | None = None
+    lifted: bool = False
     unreadable: tuple[UnreadableFile, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     previous: PreviousGeneration | None = None
@@ -441,14 +442,14 @@ def begin_launch(
     require_frozen(seen, data)
     require_journals(store, seen)
     point: Point | None
-    origin, damages, verified_s = None, tuple[Damage, ...](), None
+    origin, damages, verified_s, lifted = None, tuple[Damage, ...](), None, False
     if run.forked_from is not None and seen.lineage.attempt is None:
         point, origin = take_over(store, run, number)
     else:
         began = time.monotonic()
         point, damages = choose_point(store, seen, kept_point(store, seen, config))
         verified_s = time.monotonic() - began
-        _mark(store, damages, point, f"attempt {number}")
+        lifted = _mark(store, damages, point, f"attempt {number}")
     plan = decide(store, config, point, (run.identity, data.identity()), origin)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
@@ -481,6 +482,7 @@ def begin_launch(
         encoders=encoders,
         damages=damages,
         verified_s=verified_s,
+        lifted=lifted,
         unreadable=seen.unreadable,
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
@@ -493,12 +495,13 @@ def begin_launch(
     return attempt, plan
 
 
-def _mark(store: RunStore, damages: Sequence[Damage], chosen: Point | None, by: str) -> None:
-    """Every byte of the chosen point was right, and these damages were found in newer ones."""
+def _mark(store: RunStore, damages: Sequence[Damage], chosen: Point | None, by: str) -> bool:
+    """Every byte of the chosen point was right, and these damages were found in newer ones; whether that
+    lifted the mark of the chosen one.
+    """
     for name in dict.fromkeys(damage.point for damage in damages):
         store.note_reading(name, [damage for damage in damages if damage.point == name], by)
-    if chosen is not None:
-        store.note_reading(chosen.name, (), by)
+    return chosen is not None and store.note_reading(chosen.name, (), by)
 
 
 def note_beginning(
@@ -629,6 +632,7 @@ def continue_launch(
         inherited=seen.points,
         damages=(),
         verified_s=None,
+        lifted=False,
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
         forked_from=None,

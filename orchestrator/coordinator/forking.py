@@ -9,6 +9,7 @@ pinned first.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -161,6 +162,20 @@ def found_run(store: RunStore, name: str, fork: ForkedFrom, by: str, pinned: boo
         other.pin(fork.point, by, f"{PARENT_OF_FORK}{store.storage.root}", run.id)
     copy_frozen(other.storage, store.storage)
     return store.create_run(name, run.identity, run.first_weights, fork)
+
+
+def forks_beside(store: RunStore, run_id: str) -> dict[str, list[str]]:
+    """The folders of the forks that lie beside this run, by the point with which they begin; not those whose
+    run.json cannot be read.
+    """
+    storage, found = os.path.dirname(store.storage.root), dict[str, list[str]]()
+    for name in store.storage.beside(storage).list(""):
+        folder = os.path.join(storage, name)
+        with suppress(OrchestratorError):
+            run = RunStore(store.storage.beside(folder)).read_run()
+            if run is not None and run.forked_from is not None and run.forked_from.run_id == run_id:
+                found.setdefault(run.forked_from.point, []).append(folder)
+    return found
 
 
 def without_its_pin(store: RunStore, pin: Hold) -> str:

@@ -443,6 +443,8 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
             f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
         )
+    if attempt.lifted and attempt.point is not None:
+        say(f"note: every byte of {attempt.point.name} is right again: it is quarantined no more")
     if plan.rewind:
         say(plan.rewind)
     for file in attempt.unreadable:

@@ -91,12 +91,16 @@ class Run:
         """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see `monitor.tree`.
         `rows`: those of `points`, which reads all of them, if you have them.
         """
+        from orchestrator.coordinator.forking import forks_beside
         from orchestrator.monitor.tree import attempt_facts, tree_lines
 
         rows = self.list_points() if rows is None else rows
         seen, store = survey(self._store, with_steps=False), self._store
         ends = {number: store.read_end(number) for number in store.claim_numbers()}
-        return tree_lines(self.uri, attempt_facts(seen, store.claims(), store.parents()[0], ends, rows))
+        forks = forks_beside(store, self._run_id())
+        rows = [{**row, "forks": forks.pop(row["name"], [])} for row in rows]
+        lines = tree_lines(self.uri, attempt_facts(seen, store.claims(), store.parents()[0], ends, rows))
+        return lines + [f"├─ {name}, deleted since  fork: {', '.join(forks[name])}" for name in sorted(forks)]
 
     def verify(
         self, point: str | None = None, *, resume: bool = False, progress: Progress | None = None
@@ -599,7 +603,10 @@ class Run:
             point = self._store.read_point(name)
         except ResumePointError as error:
             unread = error
-        if damages := self._store.verify_point(name):
+        damages = self._store.verify_point(name)
+        with suppress(StorageError):  # who may not write there reads nevertheless
+            self._store.note_reading(name, damages, asker())
+        if damages:
             return None, damages
         if unread is not None:
             raise unread  # it was repaired between the two
@@ -607,7 +614,6 @@ class Run:
 
     def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
         rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
-        marked = self._store.quarantined()
         for name in self._names(seen):
             key = parse_point_name(name)
             assert key is not None, "point_names gives names of points"
@@ -621,7 +627,7 @@ class Run:
             on_lineage = seen.lineage.on_lineage(key)
             pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
             row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
-            rows.append({**row, "quarantined": name in marked, "export": exports.get(name)})
+            rows.append({**row, "quarantined": self._store.is_quarantined(name), "export": exports.get(name)})
         return rows
 
     def _note_part(self, result: dict[str, Any]) -> None:

@@ -157,7 +157,8 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines += [f"│    ● {each['name']}" for each in plain]
         plain = []
         if row is not None:
-            lines.append(f"│    {'●' if row['on_lineage'] else '○'} {row['name']}  {', '.join(_marks(row))}")
+            whole = row["on_lineage"] and row["healthy"]
+            lines.append(f"│    {'●' if whole else '○'} {row['name']}  {', '.join(_marks(row))}")
     return lines
 
 
@@ -171,4 +172,5 @@ def _marks(row: Mapping[str, Any]) -> list[str]:
     pin = row["pin"]
     if pin is not None:
         marks.append(f"pinned by {pin['by']}" + (f": {pin['reason']}" if pin["reason"] else ""))
-    return marks
+    named = pin["reason"] if pin is not None else ""
+    return marks + [f"fork: {folder}" for folder in row["forks"] if folder not in named]

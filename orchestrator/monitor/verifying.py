@@ -112,7 +112,7 @@ class Verifying:
             with suppress(StorageError):  # who may not write there reads nevertheless
                 self.store.note_reading(name, damages, self.by)
         damaged = [{"file": damage.file, "reason": damage.reason} for damage in damages]
-        marked = self.store.read_mark(name) is not None
+        marked = self.store.is_quarantined(name)
         return {"name": name, "healthy": not damages, "damaged": damaged, "quarantined": marked}
 
     def _looked(self, look: Callable[[FileEntry], Damage | None], file: FileEntry) -> Damage | None:

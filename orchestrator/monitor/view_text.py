@@ -25,7 +25,7 @@ def status_lines(view: RunView) -> list[str]:
     when = moment(view.newest_point_at, view.newest_point_age_s)
     lines.append(f"  last point  {point}  {when}".rstrip())
     if view.quarantined:
-        lines.append(f"  quarantined {', '.join(view.quarantined)}: damaged, so that none of them counts")
+        lines.append(f"  damaged     {', '.join(view.quarantined)}: quarantined, and not counted")
     lines += skipped_lines(view.skipped_documents, "  skipped     ")
     if view.last_fault is not None:
         lines.append(f"  last fault  {view.last_fault}  {moment(view.last_fault_at, None)}")

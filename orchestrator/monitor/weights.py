@@ -5,12 +5,14 @@ itself is `resume.export`'s.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from orchestrator.coordinator.attempt import choose_point, survey
 from orchestrator.errors import RefusedError
 from orchestrator.resume.export import export_point
+from orchestrator.resume.points import Damage
 from orchestrator.resume.store import RunStore
 
 
@@ -20,7 +22,7 @@ def export(
     """The document of `export --json`. Raises `RefusedError` for a run without points and a point that it has
     not, and as `export_point` does.
     """
-    name = which_point(uri, store, point)
+    name, damages = which_point(uri, store, point)
     exported = export_point(store, name, out, dtype)
     return {
         "run": uri,
@@ -30,19 +32,22 @@ def export(
         "weights_digest": exported.weights_digest,
         "bytes": exported.num_bytes,
         "files": [entry.path for entry in exported.files],
+        "damages": [asdict(damage) for damage in damages],
     }
 
 
-def which_point(uri: str, store: RunStore, point: str | None) -> str:
-    """The named point, also one off the history; without a name the newest healthy one on it, by sizes."""
+def which_point(uri: str, store: RunStore, point: str | None) -> tuple[str, tuple[Damage, ...]]:
+    """The named point, also one off the history; without a name the newest healthy one on it, by sizes, and
+    why newer ones were passed over.
+    """
     if point is not None:
         names = store.point_names()
         if point not in names:
             raise RefusedError(f"{uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
-        return point
-    found, _ = choose_point(store, survey(store, with_steps=False), "latest", fast=True)
+        return point, ()
+    found, damages = choose_point(store, survey(store, with_steps=False), "latest", fast=True)
     if found is None:
         raise RefusedError(
             f"{uri} has no resume point yet; `orchestrator save` asks a running launch for one"
         )
-    return found.name
+    return found.name, damages

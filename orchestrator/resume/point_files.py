@@ -105,13 +105,12 @@ class PointFiles(QuarantineFiles):
         """What is wrong with a committed point; empty if it is whole.
 
         Every file's digest is computed; `fast` reads only the documents and compares the sizes of the others,
-        and takes the word of who marked the point as damaged (`quarantine`).
+        but for a point that somebody has marked as damaged (`quarantine`): there bytes decide again.
         `each` looks at the files, as `map` does, one after the other or several at a time. A file that COMMIT
         does not list belongs to no point: it is not looked at and never loaded. No file's content is ever
         executed.
         """
-        if fast and (mark := self.read_mark(name)) is not None:
-            return [mark.damage]
+        fast = fast and not self.is_quarantined(name)
         try:
             commit = self._commit(name)
         except verify.DamageError as error:
@@ -137,9 +136,9 @@ class PointFiles(QuarantineFiles):
     ) -> tuple[Point | None, tuple[Damage, ...]]:
         """The newest healthy one of the named points (those on the lineage), and the damages of newer ones.
 
-        The caller must report the damages; `fast` trusts sizes and marks. (None, ()) if no point is named.
-        Raises `ResumePointError` if there are points and none is healthy: training from nothing is then not a
-        thing to do unasked.
+        The caller must report the damages; `fast` trusts the sizes of points without a mark. (None, ()) if
+        no point is named. Raises `ResumePointError` if there are points and none is healthy: training from
+        nothing is then not a thing to do unasked.
         """
         skipped: list[Damage] = []
         candidates = points.newest_first(names)

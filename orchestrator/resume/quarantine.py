@@ -1,12 +1,13 @@
-"""Marks on damaged points: a quick look, which trusts sizes, takes none that somebody found damaged when its
-bytes were read.
+"""Marks on damaged points: whoever otherwise trusts sizes reads all bytes of such a point, or does not count
+on it.
 
     quarantine/00000480-a0003-g0007.json   sealed; Mark. Created exclusively, deleted by who lifts it
 
-Nothing of the point is deleted or moved. A mark is what the newest reading of all bytes found: `verify`, a
-start and the run's own reading back make it, and lift it where they find every byte right, so that a point
-whose files were restored needs no more than `verify`. It decides nothing that bytes can decide: whoever reads
-them all (a start, `rewind`, `fork`) goes by these. So a mark that came too late or is lost costs a look, and
+Nothing of the point is deleted or moved. A mark is what the newest reading of all bytes found: `verify`,
+`points`, a start and the run's own reading back make it, and lift it where they find every byte right. It
+decides nothing that bytes can decide: whoever chooses a point (a start, `plan`, `rewind`, `fork`, `export`)
+reads all of a marked one, so that all of them say the same, also when its files were restored. Who only shows
+(`status`, the page) and retention go by the mark. So a mark that came too late or is lost costs a look, and
 never a point.
 """
 
@@ -37,18 +38,6 @@ class Mark:
     by: str
     created: str
 
-    @property
-    def damage(self) -> Damage:
-        """The first of the damages, how many more there are, and that it is a mark that says so."""
-        first, more = self.damages[0], len(self.damages) - 1
-        others = f", and {more} more file{'' if more == 1 else 's'}" if more else ""
-        since = f" on {self.created[:19]}" if self.created else ""
-        reason = (
-            f"{first.reason}{others}; quarantined by {self.by or 'somebody'}{since} until `verify` finds it "
-            "whole"
-        )
-        return Damage(point=self.point, file=first.file, reason=reason)
-
 
 class QuarantineFiles:
     """The marks of one run. Every method may raise `StorageError`."""
@@ -60,6 +49,10 @@ class QuarantineFiles:
         """The points with a mark; also such as are gone."""
         matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
         return frozenset(match[1] for match in matches if parse_point_name(match[1]))
+
+    def is_quarantined(self, point: str) -> bool:
+        """Whether a point has a mark."""
+        return self.storage.exists(_path(point))
 
     def read_mark(self, point: str) -> Mark | None:
         """The mark on a point; None: it has none. One that is not as it was written is a mark."""

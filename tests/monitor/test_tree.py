@@ -39,17 +39,19 @@ def test_a_rewind_a_fork_and_what_became_of_points_are_seen(
         f"├─ attempt 3  rewind to {first.point_name}: stopped",
         f"├─ attempt 4  resume from {first.point_name}: stopped, steps 11 to 20",
     ]
-    assert f"● {third.point_name}  damaged: model/" in lines[-1]
+    assert f"○ {third.point_name}  damaged: model/" in lines[-1]
     assert Run(fork.fork).tree() == [
         fork.fork,
         f"├─ attempt 1  fork of {runner.folder} at {first.point_name}: stopped",
         "│    ● 00000010-a0000-g0001",
     ]
+    run.unpin(first.point_name)
+    assert f"│    ● {first.point_name}  fork: {fork.fork}" in run.tree(), "its run.json says so, too"
 
 
 def point(attempt: int, step: int, **what: Any) -> Mapping[str, Any]:
     name = f"{step:08}-a{attempt:04}-g0001"
-    return {"name": name, "on_lineage": True, "healthy": True, "reason": "", "pin": None, **what}
+    return {"name": name, "on_lineage": True, "healthy": True, "reason": "", "pin": None, "forks": (), **what}
 
 
 def facts(number: int, **what: Any) -> AttemptFacts:

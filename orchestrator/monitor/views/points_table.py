@@ -74,8 +74,8 @@ def table(facts: Facts) -> list[Row]:
 
 def by_name(facts: Facts) -> dict[str, Row]:
     """The rows of `table` by name."""
-    rows = table(facts)
-    return facts.kept("points by name", id(rows), lambda: {row["name"]: row for row in rows})
+    key = facts.shape, facts.points_seen
+    return facts.kept("points by name", key, lambda: {row["name"]: row for row in table(facts)})
 
 
 def newest_healthy(facts: Facts) -> Row | None:

@@ -362,6 +362,7 @@ def test_a_start_marks_what_it_finds_damaged_and_lifts_the_mark_of_what_it_conti
     live.kill()
     live.launch()
     assert live.first.parent == parse_point_name(newest), "its bytes are right again"
+    assert live.first.lifted
     assert states() == {older: ("healthy", False), newest: ("healthy", False)}
     put(damaged)
     live.kill()
