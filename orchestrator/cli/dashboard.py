@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.shared import app, print_lines, say
+from orchestrator.cli.shared import Json, app, print_json, print_lines, say
 
 
 @app.command()
@@ -20,6 +20,7 @@ def dashboard(
             "--host", help="address to listen on; another than this machine's own is reached by others"
         ),
     ] = "127.0.0.1",
+    json: Json = False,
     open_page: Annotated[bool, typer.Option("--open", help="open the page in a browser")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
@@ -34,7 +35,7 @@ def dashboard(
         )
 
     def announce(link: str) -> None:
-        print_lines([link])
+        print_json({"link": link}) if json else print_lines([link])
         if open_page:
             import webbrowser
 

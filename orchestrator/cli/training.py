@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -62,8 +63,10 @@ def sample_corpus(
         Path | None,
         typer.Option("--from", help="folder of text files; the Python standard library without it"),
     ] = None,
+    json: Json = False,
 ) -> None:
     """Make a real corpus (jsonl) and an 8k byte-level BPE tokenizer from text that is on this machine."""
     from orchestrator.data.sample_corpus import build_sample_corpus
 
-    say(str(build_sample_corpus(out, source)))
+    report = build_sample_corpus(out, source)
+    print_json(asdict(report)) if json else say(str(report))
