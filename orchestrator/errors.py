@@ -85,6 +85,11 @@ class TrainingError(OrchestratorError):
     """
 
 
+# An environment variable: the file into which a command that ends with an error of ours writes its `class` and
+# `text` as JSON, for the process that started it
+ERROR_FILE = "ORCHESTRATOR_ERROR_FILE"
+
+
 def text_of(error: BaseException) -> str:
     """An error as people read it: one of ours says in its text all that there is to say; of any other, which
     nobody wrote for them, the class belongs to it.

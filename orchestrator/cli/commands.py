@@ -6,8 +6,11 @@ sets the exit code.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from orchestrator.cli import (
     branching,
@@ -24,7 +27,7 @@ from orchestrator.cli.examples import add_examples
 from orchestrator.cli.exit_codes import add_exit_codes
 from orchestrator.cli.shared import app, say
 from orchestrator.cluster.connection import leaving_ray_behind
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import ERROR_FILE, OrchestratorError
 from orchestrator.launch.screen import let_go
 
 # the modules declare the commands
@@ -51,13 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code.
 
     An error of ours is printed to stderr without a traceback. A standard stream that is closed early changes
-    no exit code that a command has.
+    no exit code that a command has. Who started the process may have named a file for the error
+    (`errors.ERROR_FILE`).
     """
+    error_file = os.environ.pop(ERROR_FILE, "")
     with leaving_ray_behind():
         try:
             app(args=arguments)
         except OrchestratorError as error:
             say(f"error: {error}")
+            if error_file:
+                Path(error_file).write_text(
+                    json.dumps({"class": type(error).__name__, "text": str(error)}), encoding="utf-8"
+                )
             sys.exit(error.exit_code)
         finally:
             for stream in (sys.stdout, sys.stderr):

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from orchestrator import errors
 from orchestrator.config.schema import JobConfig
 from orchestrator.errors import OrchestratorError
 
-_ERROR = re.compile(r"^(\w+Error): ", re.MULTILINE)
 _TAIL_BYTES = 64 << 10
 
 
@@ -35,9 +34,15 @@ class LocalLaunch:
             config = self.folder / "config.yaml"  # JSON is YAML, too
             config.write_text(json.dumps(document, indent=2), encoding="utf-8")
         command = [sys.executable, "-m", "orchestrator.cli.commands", "train", str(config), *overrides]
+        environment = {**os.environ, errors.ERROR_FILE: str(self.folder / "error.json")}
         with (self.folder / "stderr.log").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own command
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
             )
 
     def __str__(self) -> str:
@@ -61,12 +66,14 @@ class LocalLaunch:
         return True
 
     def error(self) -> OrchestratorError:
-        """Why it ended, after it has: the error that it printed last, of the class it had there."""
+        """Why it ended, after it has: its own error, else what it printed last."""
+        with suppress(FileNotFoundError, ValueError):
+            said = json.loads((self.folder / "error.json").read_text(encoding="utf-8"))
+            kind: type[OrchestratorError] = getattr(errors, said["class"], OrchestratorError)
+            return kind(said["text"])
         log = self.folder / "stderr.log"
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES), os.SEEK_SET)
             text = file.read().decode(errors="replace")
-        found = list(_ERROR.finditer(text))
-        kind = getattr(errors, found[-1][1], OrchestratorError) if found else OrchestratorError
-        told = text[found[-1].end() :].strip() if found else text.strip()[-2000:] or "it said nothing"
-        return kind(told if found else f"{self} ended with {self._process.returncode}: {told} (all in {log})")
+        told = text.strip()[-2000:] or "it said nothing"
+        return OrchestratorError(f"{self} ended with {self._process.returncode}: {told} (all in {log})")
