@@ -85,8 +85,8 @@ class TrainingError(OrchestratorError):
     """
 
 
-# An environment variable: the file into which a command that ends with an error of ours writes its `class` and
-# `text` as JSON, for the process that started it
+# An environment variable: the file into which a command that ends with an error of ours writes its `class`
+# and `text` as JSON, for the process that started it
 ERROR_FILE = "ORCHESTRATOR_ERROR_FILE"
 
 
