@@ -69,7 +69,7 @@ def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_
     assert found.expected_digest == found.weights_digest == recorded[SAVED[2]]
     assert found.equal is True
     # the label 6 occurs twice
-    with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give a number of tokens instead of the step"):
+    with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give a number of tokens"):
         orchestrator.open(example).replay(6)
     found = orchestrator.open(example).replay(tokens=576)
     assert (found.step, found.weights_digest, found.equal) == (6, recorded[SAVED[0]], True)
