@@ -60,12 +60,6 @@ def rewind(
 ) -> None:
     """Go back to an older resume point: the next start continues from there. Shows what that sets aside, and
     asks. Nothing is deleted, and no launch may be at work on the run.
-
-    For example:
-
-    orchestrator rewind runs/quickstart --to 00000100-a0001-g0001
-
-    orchestrator rewind runs/quickstart --step 120 --yes
     """
     from orchestrator.monitor.run import open_run
 
@@ -91,12 +85,6 @@ def fork(
 ) -> None:
     """Make a new run that begins with a resume point of another one. Shows the plan, and asks. The other run
     stays as it is, also while a launch works on it; its point is pinned there.
-
-    For example:
-
-    orchestrator fork runs/quickstart runs/higher-lr --at latest
-
-    orchestrator fork runs/quickstart runs/higher-lr --step 120 --yes
     """
     from orchestrator.monitor.run import open_run
 

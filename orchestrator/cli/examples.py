@@ -22,15 +22,21 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "points": ("runs/quickstart", "runs/quickstart --prune --dry-run"),
     "pin": ('runs/quickstart 00000100-a0001-g0001 --why "before the loss spike"',),
     "unpin": ("runs/quickstart 00000100-a0001-g0001",),
-    "verify": ("runs/quickstart", "runs/quickstart 00000100-a0001-g0001"),
+    "verify": ("runs/quickstart", "runs/quickstart --resume"),
     "audit": ("runs/quickstart", "runs/quickstart --steps 100:250"),
-    "rewind": ("runs/quickstart --to 00000100-a0001-g0001",),
-    "fork": ("runs/quickstart runs/higher-lr --at latest",),
+    "rewind": ("runs/quickstart --to 00000100-a0001-g0001", "runs/quickstart --step 120 --yes"),
+    "fork": (
+        "runs/quickstart runs/higher-lr --at latest",
+        "runs/quickstart runs/higher-lr --step 120 --yes",
+    ),
     "replay": (
         "runs/quickstart --step 120",
         "runs/quickstart --step 120 --to-point runs/at-120 cluster.num_workers=2",
     ),
-    "export": ("runs/quickstart exported/",),
+    "export": (
+        "runs/quickstart ./my-model",
+        "runs/quickstart 00000100-a0001-g0001 ./my-model --dtype bfloat16",
+    ),
 }
 
 

@@ -84,10 +84,7 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Read every byte of the resume points and compare the digests; names each damaged file.
-
-    Example: orchestrator verify runs/quickstart --resume
-    """
+    """Read every byte of the resume points and compare the digests; names each damaged file."""
     from orchestrator.cli.verify_progress import shown
     from orchestrator.monitor.run import open_run
 

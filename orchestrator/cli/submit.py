@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,7 +67,8 @@ def submit(
         try:
             asyncio.run(_show(server, found.job))
         except KeyboardInterrupt:
-            say(f"job {found.job} runs on; `orchestrator stop {found.run_uri}` saves and stops it")
+            uri = shlex.quote(found.run_uri)
+            say(f"job {found.job} runs on; `orchestrator stop {uri}` saves and stops it")
             raise typer.Exit(INTERRUPTED) from None
         found = submitting.submitted(made, server)
         if not json:

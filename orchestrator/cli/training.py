@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,7 @@ def train(
         except (OSError, ValueError) as error:  # the run has ended as it has, whoever reads that
             say(
                 f"cannot write the result to stdout ({error}); the run is {result.outcome}, and "
-                f"`orchestrator status {result.run_uri} --json` says so, too"
+                f"`orchestrator status {shlex.quote(result.run_uri)} --json` says so, too"
             )
     if result.outcome == "failed":  # the reason was shown when the run ended
         raise typer.Exit(1)

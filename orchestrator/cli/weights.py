@@ -35,12 +35,6 @@ def export(
 ) -> None:
     """Write a resume point's weights, configuration and tokenizer as a folder that
     transformers.AutoModelForCausalLM.from_pretrained opens; of a model.factory plain safetensors.
-
-    For example:
-
-    orchestrator export runs/quickstart ./my-model
-
-    orchestrator export runs/quickstart 00000100-a0001-g0001 ./my-model --dtype bfloat16
     """
     from orchestrator.monitor.run import open_run
     from orchestrator.resume.points import parse_point_name
@@ -80,8 +74,6 @@ def replay(
     """Train up to any step once more, from the newest resume point at or before it, and compare losses, data
     and weights with what the run recorded, to the last bit. One worker, in this process; with cluster.* or
     --to-point a launch on Ray. The run is only read; a fork pins its point there.
-
-    Example: orchestrator replay runs/quickstart --step 120
     """
     from orchestrator.monitor.run import open_run
 

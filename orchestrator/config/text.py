@@ -160,7 +160,7 @@ def apply_overrides(reading: Reading, overrides: Sequence[str]) -> None:
             )
         elif not text.strip():
             reading.complain(
-                path, f"override {override!r} has no value; write {key}=null or {key}='' if that is meant"
+                (), f"override {override!r} has no value; write {key}=null or {key}='' if that is meant"
             )
         elif path in seen:
             reading.complain(path, f"is given twice, {seen[path]!r} and {override!r}; keep one")
@@ -183,7 +183,7 @@ def _override(reading: Reading, path: Path, override: str, text: str) -> None:
         reading.complain(path, f"is too large for a configuration: {error}")
         return
     except yaml.YAMLError as error:
-        reading.complain(path, f"override {override!r} is not YAML: {_one_line(error)}")
+        reading.complain((), f"override {override!r} is not YAML: {_one_line(error)}")
         return
     at: Any = reading.value
     for depth, part in enumerate(path[:-1]):

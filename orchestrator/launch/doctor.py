@@ -36,7 +36,8 @@ class StorageFacts:
     """What was tried in a folder. `trouble` is why nothing could be, "" if all was. `kind` is the file
     system's, `exclusive` whether of several who create one name exactly one did, `hard_links` whether it has
     them, `grows` whether a file that is open for reading shows what another handle appends, `skew_s` the
-    storage's clock minus this machine's.
+    storage's clock minus this machine's. `missing` are the folders of its path that do not exist, the
+    outermost first: it was tried in the one around them.
     """
 
     folder: str
@@ -48,6 +49,7 @@ class StorageFacts:
     fsync_s: float = 0.0
     skew_s: float = 0.0
     free_bytes: int = 0
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,14 +275,7 @@ def _storage(found: StorageFacts) -> Iterator[Check]:
         value = f"{found.folder}: {found.trouble}"
         yield Check(name="storage", state="bad", value=value, limit="writable", advice=advice)
         return
-    volatile = found.kind in ("tmpfs", "ramfs")
-    yield Check(
-        name="storage",
-        state="warn" if volatile else "ok",
-        value=f"{found.folder} can be written ({found.kind or 'unknown file system'})",
-        limit="survives a restart of the machine" if volatile else "writable",
-        advice="it lies in memory: take a folder on a disk or a shared file system" if volatile else "",
-    )
+    yield _folder(found)
     why = "two launches could work on one run and spoil it; take another file system for run.storage"
     yield Check(
         name="exclusive create",
@@ -330,6 +325,22 @@ def _storage(found: StorageFacts) -> Iterator[Check]:
         "and ages in `status` are wrong by that much"
         if ahead
         else "",
+    )
+
+
+def _folder(found: StorageFacts) -> Check:
+    """One folder is made by the first run; that the one around it is missing, too, is rather a typo."""
+    volatile, alien = found.kind in ("tmpfs", "ramfs"), len(found.missing) > 1
+    state = "can be made and written, it does not exist yet" if found.missing else "can be written"
+    advice = ["it lies in memory: take a folder on a disk or a shared file system"] if volatile else []
+    if alien:
+        advice.insert(0, f"{found.missing[0]} does not exist either: correct the path, mount it, or make it")
+    return Check(
+        name="storage",
+        state="warn" if volatile or alien else "ok",
+        value=f"{found.folder} {state} ({found.kind or 'unknown file system'})",
+        limit="survives a restart of the machine" if volatile else "writable",
+        advice="; ".join(advice),
     )
 
 

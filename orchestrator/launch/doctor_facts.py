@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from orchestrator.launch.doctor import (
     Gpu,
     StorageFacts,
 )
-from orchestrator.storage.files import Storage
+from orchestrator.storage.files import Storage, require_local
 
 STORAGE_S = 10.0  # how long storage is waited for
 _GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
@@ -75,17 +76,17 @@ def look_at_storage(folder: str, make: Callable[[str], Storage] = Storage) -> St
 
 
 def _try_storage(folder: str, make: Callable[[str], Storage]) -> StorageFacts:
-    if "://" in folder:
-        raise ConfigError("it is a URI, this version stores runs in local or shared folders only")
-    parent = Path(os.path.abspath(os.path.expanduser(folder)))
+    require_local(folder, "it")
+    parent, missing = Path(os.path.abspath(os.path.expanduser(folder))), list[str]()
     while not parent.exists():
+        missing.insert(0, str(parent))
         parent = parent.parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} is no folder")
     tried = parent / f".doctor-{secrets.token_hex(4)}"
     tried.mkdir()
     try:
-        return _tried(folder, tried, make(str(tried)))
+        return replace(_tried(folder, tried, make(str(tried))), missing=tuple(missing))
     finally:
         for file in tried.iterdir():
             file.unlink()

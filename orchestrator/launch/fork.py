@@ -5,6 +5,7 @@ takes the point over.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, plan
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import require_local
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,8 @@ class ForkPlan(PointPlan):
         if self.stands_there:
             return [*lines, "  it exists already: nothing is to be done"]
         storage, name = os.path.split(self.fork)
-        start = f"orchestrator train CONFIG run.name={name} run.storage={storage or '.'}"
+        words = shlex.join([f"run.name={name}", f"run.storage={storage or '.'}"])
+        start = f"orchestrator train CONFIG {words}"
         return [
             *lines,
             f"  {self.run} would stay as it is, with its point pinned",
@@ -74,6 +77,7 @@ def fork(
     history does not have, `ResumePointError` for a point that is damaged, `BusyError` if somebody is at work
     on the fork.
     """
+    require_local(new_uri)
     folder = os.path.abspath(os.path.expanduser(new_uri))
     new = RunStore(store.storage.beside(folder))
     seen = survey(store)

@@ -5,6 +5,7 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -279,6 +280,7 @@ def next_commands(uri: str, *, trained: bool) -> list[str]:
     """What to try next; nothing where nothing was trained, or is left, for there is nothing to look at."""
     if not trained:
         return []
+    uri = shlex.quote(uri)
     return [
         "next:",
         f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",

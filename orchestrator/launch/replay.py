@@ -7,6 +7,7 @@ had; the journal and the points say whether it is.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from orchestrator.coordinator.attempt import Survey, require_frozen, survey
 from orchestrator.errors import ResumePointError, TrainingError
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.launch.which_point import Position, Wanted, place, wanted_place
+from orchestrator.launch.which_point import Position, Wanted, count, place, wanted_place
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.records import BatchSlice, Cursor, StepRange, StepRecord
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # what of a step's record must come out again, to the last bit
 COMPARED = ("consumed_samples", "consumed_tokens", "target_tokens", "digest", "loss", "grad_norm", "lr")
+SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,15 @@ class StateAt:
     cursor: Cursor
     weights_digest: str
     from_point: str | None
+
+    def __repr__(self) -> str:
+        """Without the tensors themselves."""
+        moments = [each for each in self.optimizer_state.values() if isinstance(each, dict)]
+        tensors = len(self.model.state_dict()) + sum(map(len, moments))
+        return (
+            f"StateAt(step={self.step:,}, tokens={self.cursor.consumed_tokens:,}, "
+            f"weights_digest={self.weights_digest!r}, from_point={self.from_point!r}, {tensors} tensors)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,11 +254,15 @@ class _Walk:
             self.state.filled()
             self.state.cursor = begin.cursor
 
-    def go(self) -> None:
-        """Trains up to the target."""
-        for record in self._history.records:
+    def go(self, say: Callable[[str], None]) -> None:
+        """Trains up to the target; says how far it is, at most every `SAY_EVERY_S`."""
+        records, target, said = self._history.records, self._history.target.step, time.monotonic()
+        for done, record in enumerate(records, 1):
             self._change_to(record.attempt)
             self._step(record)
+            if done < len(records) and time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                say(f"step {record.step:,} of {target:,}, {count(done, 'step')} trained again so far")
 
     def digest(self) -> str:
         """Of the weights now."""
@@ -391,10 +406,11 @@ def _walked(history: History, say: Callable[[str], None]) -> Iterator[_Walk]:
     set_determinism(True, device)
     try:
         begin = history.begin.name if history.begin else "the first weights"
-        say(f"training {len(history.records)} steps again, from {begin} to step {history.target.step}")
+        steps = count(len(history.records), "step")
+        say(f"training {steps} again, from {begin} to step {history.target.step:,}")
         walk = _Walk(history, device)
         try:
-            walk.go()
+            walk.go(say)
             yield walk
         finally:
             walk.close()

@@ -22,6 +22,7 @@ from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import require_local
 
 # a launch of the replay saves at its end alone, and serves nothing beside it
 _QUIET = {
@@ -78,6 +79,7 @@ def replay_as_run(
     if to_point is None:
         with scratch(store, say) as folder:
             return _replayed(history, folder, overrides, run, say, stays=None)
+    require_local(to_point)
     folder = os.path.abspath(os.path.expanduser(to_point))
     return _replayed(history, folder, overrides, run, say, stays=to_point)
 

@@ -6,6 +6,7 @@ at once, so that the next start continues from there. Nothing is deleted.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +69,9 @@ class RewindPlan(PointPlan):
             lines.append("  would set aside no step")
         lines += [f"  would leave the history, and be kept: {name}" for name in self.orphans]
         if self.orphans:
-            lines.append(f"  `orchestrator points {self.run} --prune` deletes what is off the history")
+            lines.append(
+                f"  `orchestrator points {shlex.quote(self.run)} --prune` deletes what is off the history"
+            )
         return [*lines, "  afterwards the command that trained the run continues it from there"]
 
     def outcome(self) -> str:
@@ -129,8 +132,8 @@ def rewind(
     did not say its end), `RefusedError` and `ResumePointError` as `which_point.find` does, and `RefusedError`
     if the run has moved on since `agree` heard of it.
     """
+    plan = look(store, wanted, run)  # first: a wish that cannot be met needs no watch
     with starting.watching(store, say) as watched:
-        plan = look(store, wanted, run)
         newest = watched()
         again = look(store, wanted, run)  # a launch that ended during the watch has trained until then
         plan = again if again.sets_aside() != plan.sets_aside() else replace(plan, attempt=again.attempt)

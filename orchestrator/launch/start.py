@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import threading
@@ -73,6 +74,7 @@ from orchestrator.planning.schedule import Budgets
 from orchestrator.records import StepRecord
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import require_local
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -88,11 +90,7 @@ _RNG = (  # what `trainer.model.seed_micro_batch` does
 
 def run_folder(job: JobConfig) -> Path:
     """The run's folder, absolute. Raises `ConfigError` for a URI, and for a folder that Ray would delete."""
-    if "://" in job.run.storage:
-        raise ConfigError(
-            f"run.storage={job.run.storage}: this version stores runs in local or shared folders only; "
-            "give a path"
-        )
+    require_local(job.run.storage, f"run.storage={job.run.storage}")
     folder = Path(os.path.abspath(job.run.run_uri))
     if JOB_COPIES in folder.parts:
         raise ConfigError(
@@ -292,7 +290,7 @@ def refuse_busy(store: RunStore, say: Callable[[str], None], over: threading.Eve
         raise BusyError(
             f"run {store.storage.root} is busy: attempt {claim.number} of launch {claim.launch} on host "
             f"{claim.host} is alive; wait until it has ended, stop it (`orchestrator stop "
-            f"{store.storage.root}`, Ctrl-C there, or `ray job stop`), or take another run.name"
+            f"{shlex.quote(store.storage.root)}`, Ctrl-C there, or `ray job stop`), or take another run.name"
         )
 
 

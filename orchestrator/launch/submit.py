@@ -133,10 +133,11 @@ def submit(made: Submission, server: JobServer) -> Submitted:
     that reason, for no run has two launches. So does one of two that are submitted at the same moment.
     """
     if (other := running_job(server.jobs(), made.run_uri)) is not None:
+        uri = shlex.quote(made.run_uri)
         raise BusyError(
             f"run {made.run_uri}: job {other.id} works on it ({other.status.lower()}), so nothing was "
-            f"submitted. Follow it (`orchestrator watch {made.run_uri}`), or stop it first, which saves "
-            f"(`orchestrator stop {made.run_uri}`); submitting again then continues the run"
+            f"submitted. Follow it (`orchestrator watch {uri}`), or stop it first, which saves "
+            f"(`orchestrator stop {uri}`); submitting again then continues the run"
         )
     server.submit(
         job_id=made.job_id,
@@ -163,10 +164,11 @@ def submitted(made: Submission, server: JobServer) -> Submitted:
 
 def commands(job: Submitted) -> list[str]:
     """What to do with a submitted job, for people."""
+    uri = shlex.quote(job.run_uri)
     return [
         f"job {job.job} is submitted to {job.address}: it starts or continues {job.run_uri}",
-        f"  orchestrator watch {job.run_uri}     where the run stands",
+        f"  orchestrator watch {uri}     where the run stands",
         f"  ray job logs --address {job.address} --follow {job.job}     what the job prints",
-        f"  orchestrator stop {job.run_uri}     save and stop; submitting again continues",
+        f"  orchestrator stop {uri}     save and stop; submitting again continues",
         f"  ray job stop --address {job.address} {job.job}     the same, for one that does not answer",
     ]

@@ -6,8 +6,10 @@ It reads a run and changes nothing; what is done with the point, its callers kno
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 from orchestrator.coordinator.attempt import Survey
@@ -36,7 +38,13 @@ class Wanted:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `RefusedError` unless exactly one is given."""
+        """Raises `RefusedError` unless exactly one is given, and for what is no whole number."""
+        for name in ("step", "samples", "tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise RefusedError(
+                    f"{name} is {value!r}, which is no whole number; give one, e.g. {name}=100"
+                )
         given = [name for name in ("point", "step", "samples", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             raise RefusedError(
@@ -158,7 +166,7 @@ def wanted_place(wanted: Wanted, records: Sequence[StepRecord], points: Sequence
         tokens = " and ".join(f"{place.tokens:,}" for place in alike)
         raise RefusedError(
             f"{wanted} occurs {len(alike)} times in the run's history, because the batch size or seq_len "
-            f"changed: at {tokens} tokens; give --tokens instead"
+            f"changed: at {tokens} tokens; give a number of tokens instead of the step"
         )
     first, last = places[0], places[-1]
     beyond = (wanted.samples or 0) > last.samples or (wanted.tokens or 0) > last.tokens
@@ -209,8 +217,8 @@ def _named(store: RunStore, name: str, among: Sequence[str]) -> Found:
     if name not in among and name in store.point_names() and not store.is_foreign(name):
         raise RefusedError(
             f"resume point {name} of {store.storage.root} is off the run's history (an orphan); the run goes "
-            f"back within its history alone. `orchestrator fork {store.storage.root} NEW_RUN --at {name}` "
-            "makes a new run that begins with it"
+            f"back within its history alone. `orchestrator fork {shlex.quote(store.storage.root)} NEW_RUN "
+            f"--at {name}` makes a new run that begins with it"
         )
     if name not in among:
         listed = ", ".join(sorted(among)) or "none"

@@ -100,11 +100,20 @@ TABLES: Mapping[str, Table] = {
     "events": EVENTS,
     "sources": SOURCES,
 }
+# whole numbers in every table: pandas' Int64, which has a missing value
+WHOLE = frozenset(
+    (
+        *("attempt", "generation", "step", "generations", "first_step", "last_step", "trained", "aside"),
+        *("consumed_samples", "consumed_tokens", "target_tokens", "peak_memory_bytes", "bytes"),
+        *("world_size", "global_batch_size", "seq_len", "samples", "tokens", "documents", "empty", "bad"),
+        *("epoch", "block", "num_blocks"),
+    )
+)
 
 
 def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """Rows as a DataFrame with the table's columns; a column called `time`, `started` or `ended` takes
-    seconds since 1970. What a row does not say is missing.
+    seconds since 1970, one of `WHOLE` has whole numbers. What a row does not say is missing.
     """
     import pandas as pd
 
@@ -113,7 +122,7 @@ def frame(table: Table, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     for name, (unit, _) in table.items():
         if unit == "UTC":
             made[name] = _times(made[name])
-    return made
+    return _whole(made)
 
 
 def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
@@ -130,7 +139,7 @@ def steps_frame(columns: Columns, path: Path) -> pd.DataFrame:
             values[name] = columns[name][rows]
     values["digest"] = [f"{digest:016x}" for digest in columns["digest"][rows].tolist()]
     values["time"] = _times(pd.Series(columns["t"][rows], dtype="float64"))
-    return pd.DataFrame(values, columns=list(STEPS))
+    return _whole(pd.DataFrame(values, columns=list(STEPS)))
 
 
 def columns_table() -> str:
@@ -155,6 +164,10 @@ def with_pins(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def attempt_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the page's table of attempts with this table's names."""
     return {**row, "started": row["t0"], "ended": row["t1"]}
+
+
+def _whole(made: pd.DataFrame) -> pd.DataFrame:
+    return made.astype({name: "Int64" for name in made.columns if name in WHOLE})
 
 
 def _times(seconds: pd.Series) -> pd.Series:

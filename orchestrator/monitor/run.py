@@ -41,7 +41,7 @@ from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage
+from orchestrator.storage.files import Storage, require_local
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,6 +69,7 @@ class Run:
 
     def __init__(self, run_uri: str | Path) -> None:
         self.uri = str(run_uri)
+        require_local(self.uri)
         self._store = RunStore(Storage(os.path.abspath(self.uri)))
         self._require_run()
 
@@ -379,13 +380,15 @@ class Run:
 
     def looks(self, every_s: float = 2.0) -> Iterator[RunView]:
         """`status` again and again, until nothing will change by itself any more. Counts for how long no step
-        came, on this process's own clock.
+        came, on this process's own clock: since it began to look, or since it saw the newest generation or
+        step, whichever was last.
         """
         at, since = None, time.monotonic()
 
-        def quiet_s(view: RunView) -> float:
+        def quiet_s(view: RunView, generation: int | None) -> float:
             nonlocal at, since
-            if (found := (view.state, view.attempt, view.step, view.last_step_at)) != at:
+            found = (view.state, view.attempt, generation, view.step, view.last_step_at)
+            if found != at:
                 at, since = found, time.monotonic()
                 return 0.0
             return time.monotonic() - since
@@ -457,9 +460,9 @@ class Run:
         """The configuration of the newest attempt."""
         return self._configs(survey(self._store))[-1][1]
 
-    def audit(self, steps: str | None = None) -> dict[str, Any]:
+    def audit(self, steps: str | int | None = None) -> dict[str, Any]:
         """Recomputes the stream from the files and compares every step of the effective history, or `steps`
-        (`A:B`, both included), with the journal; the document of `audit --json`. See
+        (`A:B`, both included, or one), with the journal; the document of `audit --json`. See
         `monitor.audit.audit_history`.
 
         The files are looked for where the newest attempt's configuration names them, and where they lay when
@@ -479,7 +482,8 @@ class Run:
         except DataIdentityError as error:
             raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
         require_frozen(seen, spec)
-        report = audit_history(spec.made_by(seen.encoders), seen, steps, points)
+        wanted = None if steps is None else str(steps)
+        report = audit_history(spec.made_by(seen.encoders), seen, wanted, points)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     # ------------------------------------------------------------ inside

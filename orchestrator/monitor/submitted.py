@@ -19,6 +19,7 @@ from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verdict import FAILED, STARTING
 from orchestrator.monitor.view import Quiet, RunView
+from orchestrator.storage.files import require_local
 
 _LOOK_S = 0.5
 
@@ -126,7 +127,10 @@ def _not_begun(view: RunView, launch: str, alive: bool, error: str) -> RunView:
 
 
 def runs(storage: str | Path) -> list[Run]:
-    """The runs that lie in a storage folder, by name. Raises `RefusedError` if there is no such folder."""
+    """The runs that lie in a storage folder, by name. Raises `RefusedError` if there is no such folder,
+    `ConfigError` for a URI.
+    """
+    require_local(str(storage))
     if not os.path.isdir(storage):
         raise RefusedError(f"{storage}: there is no such folder; give the one that `run.storage` names")
     found = []

@@ -110,12 +110,12 @@ class RunView:
         return asdict(self)
 
 
-Quiet = Callable[[RunView], float | None]
+Quiet = Callable[[RunView, int | None], float | None]  # with the number of the newest generation
 
 
-def not_watched(view: RunView) -> float | None:
+def not_watched(view: RunView, generation: int | None) -> float | None:
     """What who looks once knows of `quiet_s`."""
-    del view
+    del view, generation
     return None
 
 
@@ -123,7 +123,7 @@ def view_of(
     run: str, facts: AttemptFacts, tail: Tail, now: datetime, quiet_s: Quiet = not_watched
 ) -> RunView:
     """The run at a glance. `quiet_s`: what `RunView` has under this name, by who watches: given the view
-    before its sentence is made, which is to say the same.
+    before its sentence is made, which is to say the same, and the newest generation.
     """
     newest = max(tail.steps, key=lambda s: (s["attempt"], s["generation"], s["step"]), default=None)
     rate = _tokens_per_s(tail.steps)
@@ -161,7 +161,8 @@ def view_of(
         missing=facts.missing,
         quarantined=facts.quarantined,
     )
-    view = replace(view, quiet_s=quiet_s(view))
+    generation = tail.generation["generation"] if tail.generation is not None else None
+    view = replace(view, quiet_s=quiet_s(view, generation))
     return replace(view, verdict=verdict(_standing(view, facts, _risk(point, newest))))
 
 

@@ -50,6 +50,15 @@ _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
+def require_local(path: str, called: str = "") -> None:
+    """Raises `ConfigError` for a URI. `called`: how the message names it, if not by itself."""
+    if "://" in path:
+        raise ConfigError(
+            f"{called or path} is a URI; this version stores runs in local or shared folders only: mount the "
+            "storage, and give a path, e.g. ./runs"
+        )
+
+
 class Storage:
     """The folder of one run. Paths are relative to it, with `/`; nothing outside can be reached. Pickles;
     safe to use from threads.
@@ -65,13 +74,11 @@ class Storage:
         """`root` is a local path (made absolute here, so that a process with another current folder means the
         same); it need not exist.
 
-        Raises `ConfigError` for a URI.
+        Raises `ConfigError` for a URI, and for an empty text.
         """
-        if "://" in root or not root:
-            raise ConfigError(
-                f"run.storage={root!r} is a URI, this version supports only local paths (also of a shared "
-                "file system); use one, e.g. ./runs"
-            )
+        require_local(root)
+        if not root:
+            raise ConfigError("the path of a run's storage is empty; give a folder, e.g. ./runs")
         self.root = os.path.abspath(os.path.expanduser(root))
         self._disk = disk or OsDisk()
         self._sleep = sleep

@@ -26,6 +26,7 @@ def test_the_help_of_a_command_shows_its_examples_each_on_a_line(
         main([name, "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out.splitlines()
+    assert sum("example:" in line.lower() or "examples:" in line.lower() for line in shown) == 1
     assert EXAMPLES[name], f"give {name} an example in cli/examples.py"
     for example in EXAMPLES[name]:
         assert f"  orchestrator {name} {example}" in [line.removeprefix("  ") for line in shown]

@@ -240,6 +240,15 @@ def test_the_same_override_twice_is_refused() -> None:
     assert lines[0].startswith("train.lr is given twice, 'train.lr=1' and 'train.lr=2'; keep one")
 
 
+def test_an_override_that_cannot_be_read_is_named_once_and_nothing_else_is_blamed_for_it() -> None:
+    said = "override 'train.lr=' has no value; write train.lr=null or train.lr='' if that is meant"
+    assert refusal("train.lr=") == [said]
+    assert said in refusal("train=5", "train.lr=")
+    (line,) = refusal("train.lr=[1")
+    assert line.startswith("override 'train.lr=[1' is not YAML: ")
+    assert "(override" not in line
+
+
 def test_all_problems_are_told_at_once_with_their_places(tmp_path: Path) -> None:
     text = refusal_of_text(
         "run: {name: .x}\n"

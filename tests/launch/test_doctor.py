@@ -164,11 +164,23 @@ class TakesAnyName(OsDisk):
 
 def test_a_sound_folder_is_found_sound_and_left_as_it_was(tmp_path: Path) -> None:
     found = look_at_storage(str(tmp_path / "not" / "yet"))
+    assert found.missing == (str(tmp_path / "not"), str(tmp_path / "not" / "yet"))
     assert (found.trouble, found.exclusive, found.hard_links, found.grows) == ("", True, True, True)
     assert found.free_bytes > 0
     assert found.fsync_s > 0
     assert found.kind
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_does_not_exist_is_said_and_one_in_a_folder_that_does_not_is_a_warning() -> None:
+    one = replace(STORED, folder="/data/runs", missing=("/data/runs",))
+    new = next(check for check in diagnose(replace(SOUND, storage=one)) if check.name == "storage")
+    assert (new.state, new.advice) == ("ok", "")
+    assert new.value == "/data/runs can be made and written, it does not exist yet (ext4)"
+    typo = the_one(replace(SOUND, **stored(folder="/dta/runs", missing=("/dta", "/dta/runs"))))
+    assert (typo.name, typo.state) == ("storage", "warn")
+    assert typo.value == "/dta/runs can be made and written, it does not exist yet (ext4)"
+    assert typo.advice == "/dta does not exist either: correct the path, mount it, or make it"
 
 
 def test_a_file_system_that_gives_a_name_twice_is_found_out(tmp_path: Path) -> None:

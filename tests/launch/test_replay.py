@@ -16,6 +16,7 @@ from orchestrator.cli.commands import main
 from orchestrator.errors import ConfigError, RefusedError, ResourceError, ResumePointError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import replay as replaying
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model import loss_sum
 
@@ -68,7 +69,7 @@ def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_
     assert found.expected_digest == found.weights_digest == recorded[SAVED[2]]
     assert found.equal is True
     # the label 6 occurs twice
-    with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give --tokens instead"):
+    with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give a number of tokens"):
         orchestrator.open(example).replay(6)
     found = orchestrator.open(example).replay(tokens=576)
     assert (found.step, found.weights_digest, found.equal) == (6, recorded[SAVED[0]], True)
@@ -110,11 +111,40 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(
         run.replay(9)
 
 
+@pytest.mark.parametrize(("every_s", "told"), [(0.0, True), (3600.0, False)])
+def test_a_replay_says_how_far_it_is_and_not_at_every_step(
+    example: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, told: bool
+) -> None:
+    monkeypatch.setattr(replaying, "SAY_EVERY_S", every_s)
+    said: list[str] = []
+    found = orchestrator.open(example).replay(10, say=said.append)
+    assert found.steps_compared == 0, "a point stands there"
+    shutil.rmtree(example / "points" / SAVED[2])
+    said.clear()
+    orchestrator.open(example).replay(10, say=said.append)
+    begin = f"training 2 steps again, from {SAVED[1]} to step 10"
+    assert said == [begin, *["step 9 of 10, 1 step trained again so far"] * told]
+
+
+def test_a_step_that_is_no_whole_number_is_refused(example: Path) -> None:
+    run: Any = orchestrator.open(example)
+    for wrong in ("x", 9.0, True):
+        with pytest.raises(RefusedError, match=f"step is {wrong!r}, which is no whole number"):
+            run.at(step=wrong)
+    with pytest.raises(RefusedError, match="tokens is '9', which is no whole number"):
+        run.rewind(tokens="9")
+
+
 def test_the_state_after_a_step_can_be_looked_into_with_the_batch_that_follows(example: Path) -> None:
     run = orchestrator.open(example)
     state = run.at(step=8)
     assert (state.from_point, state.weights_digest) == (SAVED[1], digests(example)[SAVED[1]])
     assert state.cursor.consumed_tokens == 768
+    tensors = len(state.model.state_dict()) + 2 * len(state.optimizer_state["exp_avg"])
+    assert repr(state) == (
+        f"StateAt(step=8, tokens=768, weights_digest={state.weights_digest!r}, from_point={SAVED[1]!r}, "
+        f"{tensors} tensors)"
+    )
     assert state.optimizer_state["steps"] == 10
     assert state.optimizer_state["exp_avg"].keys() == dict(state.model.named_parameters()).keys()
     record = next(record for record in run.records() if record.step == 9)

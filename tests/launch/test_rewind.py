@@ -156,6 +156,15 @@ def test_a_damaged_point_is_passed_over_by_place_and_refused_by_name(trained: Tr
     assert file in passed
 
 
+def test_a_wish_that_cannot_be_met_is_refused_without_a_watch(trained: Trained) -> None:
+    runner, _ = trained  # noqa: F811
+    runner.begin()  # it may be alive: a watch would say that it looks
+    said: list[str] = []
+    with pytest.raises(RefusedError, match="no resume point of the run's history lies at or before it"):
+        Run(runner.folder).rewind(step=5, say=said.append)
+    assert said == []
+
+
 def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, (first, _, _) = trained  # noqa: F811
     attempt = runner.begin()

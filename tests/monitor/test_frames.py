@@ -45,6 +45,16 @@ def test_the_points_are_the_listed_ones_with_their_pins(run: Run) -> None:
     assert [row["pinned_by"] for row in frames.with_pins(pinned)] == ["ann@desk", ""]
 
 
+def test_whole_numbers_stay_whole_where_a_value_is_missing(run: Run) -> None:
+    rows = [{"attempt": 1, "first_step": 1, "last_step": 8}, {"attempt": 2}]
+    attempts = frames.frame(frames.ATTEMPTS, rows)
+    assert str(attempts.loc[0, "last_step"]) == "8"
+    assert attempts["first_step"].isna().tolist() == [False, True]
+    for name, table in frames.TABLES.items():
+        types = getattr(run, name)().dtypes
+        assert {str(types[column]) for column in table if column in frames.WHOLE} == {"Int64"}, name
+
+
 def test_goodput_adds_up(run: Run) -> None:
     goodput = run.goodput()
     assert sum(goodput["parts"].values()) == pytest.approx(goodput["wall_s"])

@@ -315,6 +315,25 @@ def test_who_watches_sees_the_run_go_on_and_stand_still_and_end(
         assert [view.state for view in views] == ["done"]
 
 
+def test_the_time_without_a_step_counts_from_the_newest_generation(
+    runner: Runner,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "WATCH_S", LONG_S)
+    attempt = Attempt(runner)
+    attempt.begin()
+    with attempt.alive():
+        views = run_of(runner).looks(every_s=0.01)
+        before = [next(views) for _ in range(2)]
+        again = replace(start(2, None, attempt.number), world_size=2, members=("a", "b"))
+        attempt.journal.generation(again)
+        attempt.journal.flush()
+        after = next(views)
+    assert [view.state for view in (*before, after)] == ["running"] * 3
+    assert [view.step for view in (*before, after)] == [None] * 3
+    assert [view.quiet_s == 0.0 for view in (*before, after)] == [True, False, True]
+
+
 def test_the_command_prints_the_verdict_first_or_one_document_and_ends_with_1_if_somebody_should_look(
     runner: Runner,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

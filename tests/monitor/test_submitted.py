@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import orchestrator
+from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.errors import ConfigError, RefusedError, ResourceError
 
@@ -18,6 +19,22 @@ def test_what_plan_refuses_starts_no_process(tiny_config: Any) -> None:
         orchestrator.submit(tiny_config({}), ["pack.seq_len=0"])
     with pytest.raises(RefusedError, match="there is no such folder"):
         orchestrator.runs("nowhere")
+
+
+def test_whoever_is_given_a_uri_says_that_there_are_local_folders_only(
+    tiny_config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "s3://x/y is a URI; this version stores runs in local or shared folders only: mount the storage, "
+    for ask in (orchestrator.open, orchestrator.runs):
+        with pytest.raises(ConfigError, match=said):
+            ask("s3://x/y")
+    with pytest.raises(ConfigError, match=f"run.storage={said}"):
+        orchestrator.plan(tiny_config({"run.storage": "s3://x/y"}))
+    for command in (["status"], ["points"], ["dashboard"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "s3://x/y"])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_launch_that_is_refused_says_so_wherever_it_is_asked(tiny_config: Any) -> None:

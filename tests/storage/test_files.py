@@ -215,9 +215,11 @@ def test_a_close_that_fails_without_hard_links_is_an_error_of_the_storage(tmp_pa
 
 
 def test_only_local_paths_are_supported_and_they_are_made_absolute(tmp_path, monkeypatch) -> None:
-    for uri in ("s3://bucket/run", "gs://bucket/run", ""):
-        with pytest.raises(ConfigError, match="supports only local paths"):
+    for uri in ("s3://bucket/run", "gs://bucket/run"):
+        with pytest.raises(ConfigError, match=f"{uri} is a URI; this version stores runs in local or shared"):
             Storage(uri)
+    with pytest.raises(ConfigError, match="is empty"):
+        Storage("")
     monkeypatch.chdir(tmp_path)
     storage = pickle.loads(pickle.dumps(Storage("runs/a")))
     monkeypatch.chdir("/")
