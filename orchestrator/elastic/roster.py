@@ -76,8 +76,8 @@ class Roster:
     def formed(
         self, attempt: int, generation: int, members: Sequence[str], step: int, step_before: int, now: float
     ) -> GroupChange:
-        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`. The pause
-        before it counts from the last step of the one before, else from when that was formed.
+        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`.
+        The pause before it counts from the last step of the one before, else from when that was formed.
         """
         old, lost = self._ranks, tuple(self._lost.values())
         self._ranks = {member: rank for rank, member in enumerate(members)}
