@@ -612,3 +612,4 @@ class RunStatus:
     changes: tuple[GroupChange, ...] = ()  # generations that were formed
     lost: tuple[Loss, ...] = ()  # since the newest generation was formed
     notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop
+    pid: int = 0  # of the coordinator's process
