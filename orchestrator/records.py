@@ -548,9 +548,9 @@ class GroupChange:
 
     `wanted`: how many workers the launch aims at. `step` is the label of the last step done, `step_before` of
     the newest that was known to be done before: if that is greater, the steps between are trained again.
-    `paused_s` counts from the newest finished step to the forming; None where nobody trained before. `reason`
-    says why the generation before ended, as a survivor saw it ("": nobody trained before). `restarted`: by a
-    coordinator that was restarted.
+    `paused_s` counts from the newest step that the generation before finished, else from when that one was
+    formed, to the forming; None where nobody trained before. `reason` says why the generation before ended,
+    as a survivor saw it ("": nobody trained before). `restarted`: by a coordinator that was restarted.
     """
 
     attempt: int
@@ -612,3 +612,4 @@ class RunStatus:
     changes: tuple[GroupChange, ...] = ()  # generations that were formed
     lost: tuple[Loss, ...] = ()  # since the newest generation was formed
     notices: tuple[str, ...] = ()  # what else the user must hear: who asked for a save or a stop
+    pid: int = 0  # of the coordinator's process

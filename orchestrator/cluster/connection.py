@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.cluster import ray_inventory
 from orchestrator.cluster.machine import shared_memory_bytes
 from orchestrator.cluster.private_ray import replace
-from orchestrator.errors import ResourceError
+from orchestrator.errors import ElasticError, ResourceError
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _CONNECT_S = 5.0
+SLOW_START_S = 10.0  # a local Ray that takes longer to start is told
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
 _SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # and what is left of that, when its processes are killed
@@ -71,14 +73,16 @@ class ClusterConnection:
         num_cpus_needed: float,
         object_store_needed_bytes: int,
         heard: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Connects to `cluster.address` or $RAY_ADDRESS, else uses the Ray that this process is connected to,
         else starts a local one.
 
         A local one gets as many logical CPUs as the job needs, if the machine has fewer cores: they are
         shares, not cores. What Ray would print meanwhile is given to `heard` instead, and what a Ray that is
-        not the tested one lacks. Raises `ResourceError` within seconds if nothing answers at the address,
-        /dev/shm is too small for a local one, or no run can do without what is lacking.
+        not the tested one lacks; `say` hears that a local one takes long. Raises `ResourceError` within
+        seconds if nothing answers at the address, /dev/shm is too small for a local one, or no run can do
+        without what is lacking, and `ElasticError` if a local one does not start.
         """
         import ray
 
@@ -103,15 +107,20 @@ class ClusterConnection:
                 ) from error
             return
         os.environ.update({name: os.environ.get(name, value) for name, value in _HEALTH.items()})
-        with _without_helpers(), _hangups_ignored():
-            ray.init(
-                # without the word it would join any cluster that runs on this machine
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
-                include_dashboard=False,
-                object_store_memory=_local_object_store(object_store_needed_bytes),
-                **quiet,
-            )
+        store_bytes = _local_object_store(object_store_needed_bytes)
+        try:
+            with _starting(say), _without_helpers(), _hangups_ignored():
+                ray.init(
+                    # without the word it would join any cluster that runs on this machine
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, int(num_cpus_needed + 0.999)),
+                    include_dashboard=False,
+                    object_store_memory=store_bytes,
+                    **quiet,
+                )
+        except ElasticError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Disconnects, within about `SHUTDOWN_S`; a Ray that was started here ends."""
@@ -125,6 +134,31 @@ class ClusterConnection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _starting(say: Callable[[str], None]) -> Iterator[None]:
+    """While a local Ray starts: says so once if that takes long, and what went wrong in one sentence. Ray
+    itself waits 30 s for its node, and raises whatever it likes.
+    """
+    began = time.monotonic()
+    slow = threading.Timer(
+        SLOW_START_S,
+        say,
+        ["waiting for Ray, which is being started on this machine: it takes longer where that is busy"],
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        yield
+    except Exception as error:
+        raise ElasticError(
+            f"Ray did not start on this machine within {time.monotonic() - began:.0f} s "
+            f"({' '.join(str(error).split())}); nothing was written: run the same command again, when the "
+            "machine is less busy"
+        ) from error
+    finally:
+        slow.cancel()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ It decides nothing itself, knows neither model nor data, and is not on the step 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -373,6 +374,7 @@ class Coordinator:
             changes=tuple(change for at, change in self._changes if at in news),
             lost=self._roster.losses,
             notices=tuple(text for at, text in self._notices if at in news),
+            pid=os.getpid(),
         )
 
     async def expect(self, num_workers: int) -> None:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
     from orchestrator.data.spec import DataSpec
 
+_HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driver, which killed it"
 LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
 
 
@@ -97,6 +98,7 @@ class Attempt:
     the number of blocks of each source; `forked_from` is the point of another run that it takes over;
     `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
     which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
+    `died` is the process (pid and host; 0: not known) of the coordinator whose place a restarted one takes.
     `verified_s` is how long it took to read back the points down to the one that it continues (None: it was
     not), `lifted` whether that lifted its mark as damaged.
     """
@@ -128,6 +130,7 @@ class Attempt:
     losses: Mapping[str, float | None] = field(default_factory=dict)
     history: int = 1
     history_saved_to: int = 0
+    died: tuple[int, str] | None = None
 
     @property
     def parent(self) -> StateKey | None:
@@ -542,6 +545,9 @@ def note_beginning(
             healthy=True,
             seconds=attempt.verified_s,
         )
+    if attempt.died is not None:
+        pid, host = attempt.died
+        journal.event(EventKind.COORDINATOR_DIED, pid=pid, host=host, reason=_HOW_IT_DIED)
     for damage in attempt.damages:
         journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
     for file in attempt.unreadable:
@@ -639,8 +645,17 @@ def continue_launch(
         losses=mean_losses(seen),
         history=saved.number,
         history_saved_to=saved.saved_to,
+        died=_process_of(store, seen.journal, number - 1),
         **_read_back(seen.journal, first.number),
     )
+
+
+def _process_of(store: RunStore, journal: Journal, attempt: int) -> tuple[int, str]:
+    """The process of an attempt's coordinator, as its journal says; one without knows no pid (0)."""
+    for event in journal.events:
+        if event.attempt == attempt and event.kind == EventKind.ATTEMPT:
+            return event.fields.get("pid", 0), event.fields.get("host", "")
+    return 0, store.read_claim(attempt).host
 
 
 def _read_back(journal: Journal, first: int) -> dict[str, Any]:

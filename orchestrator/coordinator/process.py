@@ -8,6 +8,7 @@ so nothing here waits for storage but a thread, and every call is answered meanw
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -176,6 +177,7 @@ class CoordinatorProcess:
             failures=(),
             warnings=tuple(self._warnings[num_seen:]),
             stopping=any(method == "stop" for method, _ in self._later),
+            pid=os.getpid(),
         )
 
     async def expect(self, num_workers: int) -> None:

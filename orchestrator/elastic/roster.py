@@ -6,6 +6,7 @@ clock), no sentences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from orchestrator.elastic.cause import Cause, first_cause, next_cause
@@ -31,6 +32,7 @@ class Roster:
         self._storage_failed = False
         self._first: Cause | None = first_cause(why)  # until a generation was formed
         self._reason = ""
+        self._formed_at = -math.inf  # the newest generation; not known of one before this coordinator
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -74,7 +76,9 @@ class Roster:
     def formed(
         self, attempt: int, generation: int, members: Sequence[str], step: int, step_before: int, now: float
     ) -> GroupChange:
-        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`."""
+        """A generation was formed of `members`, by rank; `step` and `step_before` as in `GroupChange`.
+        The pause before it counts from the last step of the one before, else from when that was formed.
+        """
         old, lost = self._ranks, tuple(self._lost.values())
         self._ranks = {member: rank for rank, member in enumerate(members)}
         trained = [self._stepped_at[member] for member in members if member in self._stepped_at]
@@ -87,7 +91,7 @@ class Roster:
             step_before=max(step, step_before),
             lost=lost,
             joined=tuple(self._named(member) for member in members if member not in old),
-            paused_s=now - max(trained) if trained else None,
+            paused_s=now - max(*trained, self._formed_at) if trained else None,
             reason=self._reason,
             restarted=self._restarted,
         )
@@ -95,6 +99,7 @@ class Roster:
             self._places.pop(member, None)
         self._lost, self._stepped_at, self._reason, self._restarted = {}, {}, "", False
         self._causes, self._first, self._storage_failed = {}, None, False
+        self._formed_at = now
         return change
 
     def _named(self, member: str) -> GroupMember:

@@ -32,6 +32,7 @@ from orchestrator.elastic.policy import (
 )
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ElasticError
+from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.records import GroupMember, Held, MemberInfo, RunStatus, Stall
 
@@ -87,6 +88,8 @@ class Supervisor:
         self._number = 0
         self._to_clean = False
         self._stop_by = ""
+        self._coordinator_pid = 0
+        self._killed = ""  # why a coordinator was killed, until one has answered that can journal it
 
     def ask_stop(self, by: str = "a signal") -> None:
         """Save and stop; may be called from a signal handler. `by` is who wants it."""
@@ -173,12 +176,14 @@ class Supervisor:
         while True:
             try:
                 answer = self._coordinator.status.remote(seen, STATUS_WAIT_S)
-                return ray.get(answer, timeout=FROZEN_S)  # type: ignore[no-any-return]
+                status: RunStatus = ray.get(answer, timeout=FROZEN_S)
             except GetTimeoutError as error:
                 unanswered += 1
                 # once is not enough: it may have been this process that stood still
                 if unanswered == 2:
                     since = time.monotonic()
+                    self._killed = sentences.coordinator_is_frozen(self._coordinator_pid, 2 * FROZEN_S)
+                    self._say(self._killed)
                     ray.kill(self._coordinator, no_restart=False)
                 last: Exception = error
             except RayActorError as error:
@@ -186,6 +191,12 @@ class Supervisor:
                     raise ElasticError(f"the coordinator could not begin: {reason}") from error
                 last = error
                 time.sleep(0.1)
+            else:
+                self._coordinator_pid = status.pid
+                if self._killed:
+                    self._note(EventKind.UNRESPONSIVE, reason=self._killed)
+                    self._killed = ""
+                return status
             if time.monotonic() - since > COORDINATOR_LIMIT_S:
                 raise ElasticError(
                     f"the coordinator did not answer for {COORDINATOR_LIMIT_S:.0f} s ({last}); "

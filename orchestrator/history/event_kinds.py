@@ -46,6 +46,8 @@ class EventKind(StrEnum):
     MEMBER_FINISHED = "member finished", "member", "reason", "step"
     LEFT_OUT = "left out", "member", "reason"
     UNRESPONSIVE = "unresponsive", "reason"
+    FEEDER_DIED = "feeder died", "pid", "host", "reason"
+    COORDINATOR_DIED = "coordinator died", "pid", "host", "reason"  # by the one that took its place
     GROUP_STARTED = "group started", "node", "num_workers"
     GROUP_STOPPED = "group stopped", "node", "reason"
     GROUP_ENDED = "group ended", "node", "reason"

@@ -106,6 +106,27 @@ def asked(what: str, by: str, outcome: str = "", text: str = "") -> str:
     return DOT.join([f"{who} asks for: {wanted}", *became])
 
 
+def part_died(part: str, pid: int, who: str) -> str:
+    """The line for a part of the launch whose process died, which `who` restarts."""
+    process = f" (pid {pid})" if pid else ""
+    return f"the {part}{process} died: {who} restarts it; the workers wait for it and go on"
+
+
+def died(part: str, pid: int, host: str, reason: str) -> str:
+    """The same with its reason, where that is looked at later; `pid` 0: it is not known."""
+    place = ", ".join([host] * bool(host) + [f"pid {pid}"] * bool(pid))
+    return f"the {part}{f' ({place})' if place else ''} died: {reason}"
+
+
+def coordinator_is_frozen(pid: int, silent_s: float) -> str:
+    """The line for a coordinator that is about to be killed because it does not answer."""
+    process = f" (pid {pid})" if pid else ""
+    return (
+        f"the coordinator{process} has not answered for {silent_s:.0f} s: it is killed and started anew; the "
+        "workers wait for it and go on"
+    )
+
+
 def stall(seen: Stall) -> list[str]:
     """The lines for a group without a step for long: the workers that cannot answer. If all seem to work, one
     line says so, after max(30 s, 5 × median step).

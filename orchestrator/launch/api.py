@@ -109,7 +109,8 @@ def _launch(
             _check_this_machine(needs, limits)
         require_model(job, plan, spec.vocab_size)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
-        with ClusterConnection(job, cpus, needs.object_store_bytes, partial(progress.foreign, "Ray")):
+        heard = partial(progress.foreign, "Ray")
+        with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
             newest = watched()
             limits = _preflight(job, needs, limits, folder, () if local else _memories())
             from orchestrator.launch.dashboard_beside import dashboard_beside

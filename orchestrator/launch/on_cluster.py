@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.ray_state import told_of
+from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
@@ -82,7 +82,7 @@ def supervise(
         _give_up(coordinator, error)
         raise
     progress.named("coordinator", partial(told_of, coordinator))
-    progress.named("feeder", partial(told_of, feeder))
+    progress.named("feeder", partial(told_of, feeder), partial(_note_feeder_death, coordinator))
     task = WorkerTask(
         launch=attempt.launch,
         coordinator=coordinator,
@@ -172,6 +172,12 @@ def _say_stall(progress: Progress, coordinator: Any, stall: Stall) -> None:
     for line in sentences.stall(stall):
         progress.say(line)
         coordinator.note.remote(EventKind.UNRESPONSIVE, {"reason": line})
+
+
+def _note_feeder_death(coordinator: Any, pid: int, host: str, text: str) -> None:
+    """`text` is Ray's message. Waits for nobody."""
+    reason = cause_of_death({"DeathCause": text})
+    coordinator.note.remote(EventKind.FEEDER_DIED, {"pid": pid, "host": host, "reason": reason})
 
 
 def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limits, here: Any) -> Any:

@@ -40,7 +40,7 @@ class Progress:
         self._group = (0, 0)
         self._marks: deque[tuple[float, int]] = deque(maxlen=50)
         self._last_text = ""
-        self._parts: dict[str, Callable[[str], bool]] = {}
+        self._parts: dict[str, tuple[Callable[[str], bool], Callable[[int, str, str], None]]] = {}
         self._lock = threading.RLock()  # a signal's handler says something, too
         self._log = RunLog(self._put)
         self._live = None
@@ -118,22 +118,30 @@ class Progress:
         """For the log file only."""
         self._log.write(text)
 
-    def named(self, part: str, is_death_of: Callable[[str], bool]) -> None:
+    def named(
+        self,
+        part: str,
+        is_death_of: Callable[[str], bool],
+        died: Callable[[int, str, str], None] = lambda pid, host, text: None,
+    ) -> None:
         """From now on a message of another program that says, as `is_death_of` finds, that this part of the
-        launch died is said in our words. It is restarted by Ray.
+        launch died is said in our words, and `died` is given its process and host (0 and "" where that is
+        not said) and the message. It is restarted by Ray.
         """
-        self._parts[part] = is_death_of
+        self._parts[part] = is_death_of, died
 
     def foreign(self, who: str, text: str) -> None:
         """What another program says: all of it goes into the log file, one line of it onto the screen."""
         self.note(f"{who}: {text}")
-        part = next((part for part, is_death_of in self._parts.items() if is_death_of(text)), None)
-        if part is None:
-            self._put(sentences.foreign(who, text, self._log.path))
-        else:
-            pid = re.search(r"Worker PID: (\d+)", text)
-            process = f" (pid {pid.group(1)})" if pid else ""
-            self.say(f"the {part}{process} died: {who} restarts it; the workers wait for it and go on")
+        for part, (is_death_of, died) in self._parts.items():
+            if is_death_of(text):
+                pid = re.search(r"Worker PID: (\d+)", text)
+                host = re.search(r"Worker IP address: (\S+)", text)
+                number = int(pid.group(1)) if pid else 0
+                self.say(sentences.part_died(part, number, who))
+                died(number, host.group(1) if host else "", text)
+                return
+        self._put(sentences.foreign(who, text, self._log.path))
 
     def close(self) -> None:
         """Nothing more will be shown."""

@@ -36,6 +36,8 @@ _FAULTS = (
     EventKind.GROUP_ENDED,
     EventKind.UNREADABLE_FILE,
     EventKind.UNRESPONSIVE,
+    EventKind.FEEDER_DIED,
+    EventKind.COORDINATOR_DIED,
 )
 
 
@@ -79,6 +81,8 @@ class Tail:
             return sentences.group_change(_change(line))
         if kind == EventKind.UNRESPONSIVE:
             return str(line["reason"])
+        if kind in (EventKind.FEEDER_DIED, EventKind.COORDINATOR_DIED):
+            return sentences.died(kind.removesuffix(" died"), line["pid"], line["host"], line["reason"])
         reason = sentences.first_sentence(str(line.get("reason") or line.get("text") or ""))
         if kind not in LOST:
             about = line.get("point") or line.get("file") or ""

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,18 @@ def test_an_outage_while_a_coordinator_restarts_is_waited_for_and_nothing_said_i
     run(launch)
     kinds = [event.kind for event in read_journal(store.storage).events if event.attempt == 2]
     assert kinds.count("wish") == kinds.count("group started") == 1
+
+
+def test_the_journal_of_a_coordinator_that_took_anothers_place_begins_with_that_ones_death(
+    store: RunStore,
+) -> None:
+    coordinator(store)
+    coordinator(store)
+    store.claim(3, LAUNCH, RESTARTED, "host-3")  # which died before it wrote anything
+    coordinator(store)
+    told = [e for e in read_journal(store.storage).events if e.kind == EventKind.COORDINATOR_DIED]
+    found = [(e.attempt, e.fields["pid"], e.fields["host"]) for e in told]
+    assert found == [(2, os.getpid(), socket.gethostname()), (4, 0, "host-3")]
 
 
 class NoParentFile(OsDisk):

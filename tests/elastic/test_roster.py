@@ -50,6 +50,13 @@ def test_a_lost_worker_is_named_by_the_rank_that_it_had_and_the_pause_counts_fro
     assert roster.losses == ()
 
 
+def test_where_nobody_finished_a_step_the_pause_counts_from_when_the_group_had_formed() -> None:
+    roster = two()  # at 10 s; its workers' processes began long before
+    roster.came(request("a", 1, leaves=(1, 1), idle_s=7.0), 11.0)
+    roster.gone("b", "its process died")
+    assert roster.formed(1, 2, ("a",), 0, 0, 11.25).paused_s == 1.25
+
+
 def test_the_first_reason_stands_for_a_worker_that_failed_and_then_died() -> None:
     roster = two()
     roster.gone("b", "ValueError: no such thing")

@@ -5,17 +5,21 @@ for.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from orchestrator.elastic import supervisor as module
 from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import NodeFacts
 from orchestrator.errors import ElasticError
+from orchestrator.history.event_kinds import EventKind
 from tests.coordinator.test_actor import JOIN
 from tests.elastic.in_process import Driver
 from tests.trainer.launch import LAUNCH, WAIT_S, Launch
@@ -36,6 +40,34 @@ def test_a_stop_is_asked_for_again_when_the_coordinator_that_knew_it_has_died(
     assert driver.ended().ended == "stopped"
     wishes = [event.attempt for event in launch.journal().events if event.kind == "wish"]
     assert wishes.count(2) == 1, "the first one's may not have been durable; the second was told once"
+
+
+def test_a_frozen_coordinator_is_named_when_it_is_killed_and_the_journal_of_the_next_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(tmp_path, 1)
+    driver = Driver(launch, monkeypatch)
+    driver.until(lambda status: status.pid == os.getpid())
+    answered = launch.ask
+
+    def unanswered(method: str, *arguments: object) -> Future[object]:
+        monkeypatch.setattr(module, "FROZEN_S", 0.01)
+        return Future()
+
+    def kill(handle: object, no_restart: bool) -> None:
+        monkeypatch.setattr(module, "FROZEN_S", WAIT_S)
+        monkeypatch.setattr(launch, "ask", answered)
+        launch.restart_coordinator()
+
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(launch, "ask", unanswered)
+    driver.until(lambda status: status.attempt == 2)
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    assert driver.ended().ended == "stopped"
+    events = [e for e in launch.journal().events if e.attempt == 2]
+    (killed,) = (e.fields["reason"] for e in events if e.kind == EventKind.UNRESPONSIVE)
+    assert killed in driver.said
+    assert re.match(rf"the coordinator \(pid {os.getpid()}\) has not answered for 0 s: it is killed", killed)
 
 
 class Nodes:

@@ -21,11 +21,14 @@ from orchestrator.cli import commands as cli
 from orchestrator.cluster.connection import _RayHeard
 from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
 from orchestrator.elastic.policy import Limits
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.launch import start as starting
-from orchestrator.launch.on_cluster import _shower
+from orchestrator.launch.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.progress import Progress
 from orchestrator.records import GroupMember, Loss, RunStatus
+from tests.elastic.in_process import Handle
 from tests.elastic.test_stall import status
+from tests.trainer.launch import Launch
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -258,9 +261,10 @@ def test_rays_word_of_a_death_is_of_the_actor_whose_process_that_was(pid: int, n
 def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    died: list[tuple[int, str, str]] = []
     with Progress.shown(0.0) as progress:
         progress.begin(tmp_path, 3, 2, None)
-        progress.named("feeder", lambda text: "Worker PID: 30080 " in text)
+        progress.named("feeder", lambda text: "Worker PID: 30080 " in text, lambda *of: died.append(of))
         progress.foreign("Ray", WORKER_DIED)
         progress.foreign("Ray", WORKER_DIED.replace("30080", "5"))
     shown = capsys.readouterr().err
@@ -268,6 +272,16 @@ def test_a_part_of_the_launch_that_died_is_named_and_what_follows_is_said(
     assert "process 30080" not in shown
     assert "Ray: process 5 on 10.0.0.7 died (SYSTEM_ERROR)" in shown
     assert log_of(tmp_path).count("Worker PID: 30080") == 1
+    assert died == [(30080, "10.0.0.7", WORKER_DIED)]
+
+
+def test_the_death_of_the_feeder_is_an_event_of_the_journal(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, 1)
+    _note_feeder_death(Handle(launch), 30080, "10.0.0.7", WORKER_DIED)
+    launch.run(launch.coordinator.end("stopped", "enough"))
+    (event,) = (event for event in launch.journal().events if event.kind == EventKind.FEEDER_DIED)
+    said = {name: event.fields[name] for name in EventKind.FEEDER_DIED.fields}
+    assert said == {"pid": 30080, "host": "10.0.0.7", "reason": NO_ERROR}
 
 
 @pytest.mark.parametrize(

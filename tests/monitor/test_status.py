@@ -159,6 +159,9 @@ def test_a_worker_that_died_since_is_not_counted_and_is_the_last_fault(runner: R
     )
     attempt.journal.flush()
     assert run_of(runner).status(0).last_fault == "worker 0 (10.0.0.7, pid 1) has not answered for 5.0 s"
+    attempt.journal.event(EventKind.FEEDER_DIED, pid=30080, host="10.0.0.7", reason="its process died")
+    attempt.journal.flush()
+    assert run_of(runner).status(0).last_fault == "the feeder (10.0.0.7, pid 30080) died: its process died"
     attempt.journal.event(EventKind.LEFT_OUT, member="a", reason="it did not answer")
     attempt.journal.flush()
     with attempt.alive():

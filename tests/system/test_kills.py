@@ -15,6 +15,7 @@ import ray
 from orchestrator.elastic import supervisor
 from orchestrator.errors import ElasticError, FencedError
 from orchestrator.faults import FREEZE
+from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.storage.files import Storage
 from tests.elastic.in_process import SPEC
@@ -98,8 +99,14 @@ def test_a_frozen_coordinator_is_replaced_and_no_step_is_lost(
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
     # one that takes long to begin is replaced, too: a new number each time
-    first, *_, last = read_journal(Storage(job.run.uri)).generations
+    journal = read_journal(Storage(job.run.uri))
+    first, *_, last = journal.generations
     assert first.attempt < last.attempt
+    killed = r"the coordinator \(pid \d+\) has not answered for 12 s: it is killed and started anew"
+    assert re.search(killed, log_text(job))
+    kinds = [event.kind for event in journal.events]
+    assert EventKind.COORDINATOR_DIED in kinds
+    assert [e for e in journal.events if e.kind == "unresponsive" and re.match(killed, e.fields["reason"])]
 
 
 def test_a_frozen_worker_is_named_and_the_feeder_killed_meanwhile_and_training_goes_on(
@@ -126,6 +133,8 @@ def test_a_frozen_worker_is_named_and_the_feeder_killed_meanwhile_and_training_g
     )
     (line,) = (line for line in log_text(job).splitlines() if re.search(named, line))
     assert "worker 0 (" not in line, "who waits for it is not named"
+    died = [e for e in read_journal(Storage(job.run.uri)).events if e.kind == EventKind.FEEDER_DIED]
+    assert [event.fields["pid"] for event in died] == killed
     assert_survivors_stayed(job)
     assert_same_training(job, unbroken)
 

@@ -162,7 +162,12 @@ def _failures(facts: Facts) -> Iterator[Check]:
     newest = facts.files.begun
     last = float(facts.history["t"][-1]) if len(facts.history) else 0.0
     recent = [
-        e for e in happenings(facts) if e["level"] == "fault" and e["attempt"] == newest and e["t"] >= last
+        e
+        for e in happenings(facts)
+        if e["level"] == "fault"
+        and e["kind"] not in ("coordinator", "feeder")  # restarted by Ray: no failure of the group
+        and e["attempt"] == newest
+        and e["t"] >= last
     ]
     limit = facts.config(newest).get("cluster.max_failures", 3)
     level = OK if not recent else WARN if len(recent) <= limit else BAD

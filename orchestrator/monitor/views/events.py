@@ -21,6 +21,7 @@ _LEVEL = {
     EventKind.MEMBER_DEAD: "fault", EventKind.MEMBER_FAILED: "fault", EventKind.LEFT_OUT: "fault",
     EventKind.UNRESPONSIVE: "fault", EventKind.FAILURE: "fault", EventKind.DAMAGED_POINT: "fault",
     EventKind.SAVE_GIVEN_UP: "fault", EventKind.UNREADABLE_FILE: "fault", "waiting": "fault",
+    EventKind.FEEDER_DIED: "fault", EventKind.COORDINATOR_DIED: "fault",
     EventKind.POINT_NOT_DELETED: "fault", GENERATION: "change", EventKind.ATTEMPT: "change",
     EventKind.END: "change", EventKind.CONTROL_REQUEST: "change", EventKind.REQUEST_ANSWERED: "change",
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
@@ -173,6 +174,8 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
             return f"Waiting for workers: {e['reason']}"
         case EventKind.UNRESPONSIVE | EventKind.FAILURE:
             return _upper(str(e["reason"]))
+        case EventKind.FEEDER_DIED | EventKind.COORDINATOR_DIED:
+            return _upper(sentences.died(kind.removesuffix(" died"), e["pid"], e["host"], e["reason"]))
         case EventKind.GROUP_STARTED:
             return f"{_workers(e['num_workers'])} started on node {e.get('host') or e['node'][:8]}"
         case EventKind.GROUP_ENDED | EventKind.GROUP_STOPPED:

@@ -28,7 +28,8 @@ from orchestrator.records import GroupChange, decode
 from orchestrator.resume.points import parse_point_name
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry
-_FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting")
+_FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting", "coordinator",
+           "feeder")  # fmt: skip
 _CHANGES = ("join", "resume", "resize", "change", "start", "fork", "done")
 _SHAPE = frozenset({"train.global_batch_size", "pack.seq_len"})
 _SKIP = frozenset({"resume.from", "run.storage"})
@@ -57,7 +58,8 @@ def waiting_now(facts: Facts) -> Entry | None:
     )
 
 
-_KINDS = (EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, EventKind.GROUP_FORMED, "waiting")
+_KINDS = (EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, EventKind.GROUP_FORMED,
+          EventKind.FEEDER_DIED, "waiting")  # fmt: skip
 
 
 def _happenings(facts: Facts) -> list[Entry]:
@@ -260,7 +262,8 @@ def _changes(facts: Facts) -> dict[GenerationId, GroupChange]:
 
 def _from_events(facts: Facts) -> list[Entry]:
     found = []
-    for event in facts.events(EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END):
+    kinds = EventKind.DAMAGED_POINT, EventKind.SAVE_GIVEN_UP, EventKind.END, EventKind.FEEDER_DIED
+    for event in facts.events(*kinds):
         fields = event.fields
         entry: Entry = {
             "t": event.t, "attempt": event.attempt, "generation": None, "step": None, "tokens": None,
@@ -270,6 +273,10 @@ def _from_events(facts: Facts) -> list[Entry]:
             if fields["outcome"] == "stopped":
                 continue
             found.append(entry | {"kind": fields["outcome"], "detail": fields["reason"]})
+            continue
+        if event.kind == EventKind.FEEDER_DIED:
+            detail = sentences.died("feeder", fields["pid"], fields["host"], fields["reason"])
+            found.append(entry | {"kind": "feeder", "detail": detail})
             continue
         key = parse_point_name(fields["point"])
         entry |= {"point": fields["point"], "step": key.step if key else None, "detail": fields["reason"]}
@@ -331,6 +338,8 @@ def _sentence(e: Entry) -> str:  # noqa: C901, PLR0912  a sentence for each kind
             return f"A worker failed: {sentences.first_sentence(e['detail'])}"
         case "coordinator":
             return f"The coordinator restarted; {_pause_text(e)}no step lost"
+        case "feeder":
+            return f"{e['detail'][:1].upper()}{e['detail'][1:]}; no step lost"
         case "join":
             more = (b or 0) - (a or 0)
             return f"{more} worker{'s' if more > 1 else ''} joined: {a} → {b}"

@@ -287,7 +287,7 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
     more["recent"] = [brief(entry) for entry in told[-RECENT:][::-1]]
     more["last_fault"] = brief(faults[-1]) if faults else None
     more["hour"] = {
-        "faults": sum(now - entry["t"] < 3600 for entry in faults),  # noqa: PLR2004  an hour
+        "faults": sum(now - entry["t"] < 3600 for entry in faults if entry["kind"] != "coordinator"),  # noqa: PLR2004  an hour
         "restarts": sum(now - entry["t"] < 3600 for entry in restarts),  # noqa: PLR2004
     }
     more["sources"] = [source["name"] for source in config.get("data.sources") or []]

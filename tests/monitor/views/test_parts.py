@@ -208,6 +208,18 @@ def test_a_worker_that_is_lost_and_replaced_is_one_happening(live: LiveRun) -> N
     assert ", back to 2 after " in told[0]["text"]
 
 
+def test_the_death_of_the_feeder_is_the_last_fault_and_no_failure_of_the_group(live: LiveRun) -> None:
+    live.train(live.live, 2)
+    live.live.journal.event(EventKind.FEEDER_DIED, pid=7, host="10.0.0.7", reason="it was killed")
+    live.live.journal.flush()
+    summary = views_of(live).summary()
+    assert summary["last_fault"]["text"] == "The feeder (10.0.0.7, pid 7) died: it was killed; no step lost"
+    assert summary["recent"][0]["kind"] == "feeder"
+    assert summary["hour"] == {"faults": 1, "restarts": 0}
+    (failures,) = (check for check in summary["checks"] if check["id"] == "failures")
+    assert failures["value"] == "0"
+
+
 def test_lost_steps_are_told_where_the_attempt_goes_on_and_drawn_with_their_fate(live: LiveRun) -> None:
     live.save(live.live)
     live.train(live.live, 4)

@@ -1,0 +1,67 @@
+"""A Ray that is started on this machine, and takes long, or does not come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import ray
+
+from orchestrator.cluster import connection
+from orchestrator.cluster.connection import ClusterConnection
+from orchestrator.config.schema import load_config
+from orchestrator.errors import ElasticError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the environment keep what a local Ray is given."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in connection._HEALTH.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_ray_that_does_not_start_is_one_sentence_with_what_ray_said_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen because of load.")  # noqa: TRY002  as Ray does
+
+    monkeypatch.setattr(ray, "init", init)
+    handlers = logging.getLogger("ray").handlers
+    with pytest.raises(ElasticError) as raised:
+        ClusterConnection(load_config(QUICKSTART), 1, 0, lambda _: None)
+    assert str(raised.value) == (
+        "Ray did not start on this machine within 0 s (The current node timed out during startup. This could "
+        "happen because of load.); nothing was written: run the same command again, when the machine is less "
+        "busy"
+    )
+    assert raised.value.exit_code == 1
+    assert logging.getLogger("ray").handlers is handlers, "nobody listens to it any more"
+
+
+def test_a_ray_that_takes_long_to_start_is_said_once_and_one_that_is_quick_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    waits = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    ClusterConnection(load_config(QUICKSTART), 1, 0, lambda _: None, say).close()
+    assert said == []
+    monkeypatch.setattr(connection, "SLOW_START_S", 0.01)
+    monkeypatch.setattr(ray, "init", lambda **_: waits.wait(LIMIT_S))
+    ClusterConnection(load_config(QUICKSTART), 1, 0, lambda _: None, say).close()
+    assert said == [
+        "waiting for Ray, which is being started on this machine: it takes longer where that is busy"
+    ]
