@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +20,7 @@ from orchestrator.coordinator.attempt import begin_launch, survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verifying import Verifying
@@ -28,6 +31,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage
 from tests.history.histories import MOVES, play
+from tests.monitor import live_run
 from tests.monitor.live_run import LiveRun
 from tests.monitor.views.written import write
 from tests.resume.samples import no_sleep
@@ -248,18 +252,22 @@ def test_while_a_start_follows_a_crash_what_is_trained_again_is_said_as_certain(
     [("done", "", True), ("stopped", "ann", True), ("stopped", "drain notice", False), ("failed", "", False)],
 )
 def test_the_time_after_a_wanted_end_is_off_in_goodput_and_on_the_timeline(
-    live: LiveRun, outcome: str, by: str, off: bool
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch, outcome: str, by: str, off: bool
 ) -> None:
+    def later() -> datetime:
+        return datetime.now(UTC) + timedelta(hours=1)
+
     live.live.journal.event(EventKind.END, outcome=outcome, reason="r", by=by)
     live.live.journal.close()
     live.kill()
+    monkeypatch.setattr(live_run, "JournalWriter", partial(JournalWriter, now=later))
     live.launch()
     live.train(live.live, 1)
     views = views_of(live.store)
     table = views.timeline()["attempts"]
     assert [row[table["columns"].index("then_off")] for row in table["rows"]] == [off, False]
     good = views.goodput()
-    assert (good["off_s"] > 0, good["parts"]["down"] > 0) == (off, not off)
+    assert (good["off_s"] > 3000, good["parts"]["down"] > 3000) == (off, not off)
 
 
 def test_a_run_before_its_first_attempt_is_starting(data: DataSpec) -> None:
