@@ -22,7 +22,7 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import REWIND
+from orchestrator.history.claim_files import RESUME, REWIND
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
@@ -554,6 +554,7 @@ class Run:
             watched_s=watch_s,
             skipped=self._skipped(point),
             quarantined=tuple(name for name in names if name in marked),
+            resumes=number is not None and store.read_claim(number).why == RESUME,
         )
 
     def _newest_point(self, parent: ClaimParent | None, names: list[str]) -> str | None:

@@ -20,8 +20,8 @@ STILL_S = 5.0  # the least time without a step that is worth mentioning
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Risk:
-    """What would be trained again if everything died now: since the newest resume point. `seconds` is None
-    where that is not known.
+    """What would be trained again if everything died now: since the newest resume point; while a start
+    continues that point, what is trained again. `seconds` is None where that is not known.
     """
 
     steps: int
@@ -34,8 +34,9 @@ class Standing:
     """How a run stands. None, or empty, is what is not known or does not apply.
 
     `reason`: of its end, or what is unreadable. `silent_s`: for how long nothing showed life, `quiet_s`: no
-    step came. `has_no_point`: it is known that no resume point was ever committed. `concerns`: what somebody
-    should look at, in few words, the worst first; `is_bad`: one of them is.
+    step came. `resumes`: the newest attempt is a start that continues the newest resume point, so that all
+    that came after it is gone. `has_no_point`: it is known that no resume point was ever committed.
+    `concerns`: what somebody should look at, in few words, the worst first; `is_bad`: one of them is.
     """
 
     state: str
@@ -51,6 +52,7 @@ class Standing:
     point: str | None = None
     has_no_point: bool = True
     risk: Risk | None = None
+    resumes: bool = False
     missing: tuple[str, ...] = ()
     concerns: tuple[str, ...] = ()
     is_bad: bool = False
@@ -63,7 +65,9 @@ def verdict(at: Standing) -> str:
     text = _state_text(at)
     if at.state == GONE and at.risk is not None and at.risk.steps and at.point is not None and not at.missing:
         text += f"; {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens) after it are trained again"
-    if at.state in (STARTING, RUNNING, WAITING) and (risk := _risk_text(at)):
+    if at.state == STARTING and at.resumes and at.risk is not None and at.risk.steps:
+        text += f". {_work(at.risk)} after {at.point or 'its beginning'} are trained again"
+    elif at.state in (STARTING, RUNNING, WAITING) and (risk := _risk_text(at)):
         text += f". {risk}"
     if at.concerns and at.state in (RUNNING, WAITING):
         text += f". Look at: {', '.join(at.concerns)}"
@@ -119,8 +123,9 @@ def _risk_text(at: Standing) -> str:
         return ""
     if not at.risk.steps:
         return "If everything died now, nothing would be lost"
-    work = f", {span(at.risk.seconds)} of work" if at.risk.seconds is not None else ""
-    return (
-        f"If everything died now, {steps(at.risk.steps)} ({count(at.risk.tokens)} tokens{work}) would be "
-        "trained again"
-    )
+    return f"If everything died now, {_work(at.risk)} would be trained again"
+
+
+def _work(risk: Risk) -> str:
+    work = f", {span(risk.seconds)} of work" if risk.seconds is not None else ""
+    return f"{steps(risk.steps)} ({count(risk.tokens)} tokens{work})"

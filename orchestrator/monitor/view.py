@@ -37,7 +37,8 @@ class AttemptFacts:
     attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched. `skipped` counts
     the documents that were skipped up to that point, by source; None if that is not known. `missing` is what
     is seen to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
-    `quarantined`: the points that are marked as damaged, of which none is `point`.
+    `quarantined`: the points that are marked as damaged, of which none is `point`. `resumes`: the attempt was
+    claimed by a start that continues that point.
     """
 
     number: int | None
@@ -53,6 +54,7 @@ class AttemptFacts:
     missing: tuple[str, ...] = ()
     has_no_point: bool = True
     quarantined: tuple[str, ...] = ()
+    resumes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +197,7 @@ def _standing(view: RunView, facts: AttemptFacts, risk: Risk | None) -> Standing
         point=view.newest_point,
         has_no_point=facts.has_no_point,
         risk=risk,
+        resumes=facts.resumes,
         missing=view.missing,
     )
 

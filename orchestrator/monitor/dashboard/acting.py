@@ -74,8 +74,8 @@ def add_actions(app: FastAPI, runs: Runs, clock: Callable[[], float]) -> None:
         begun = doings.known(body.token)
         if begun is None:
             sight = _sight(opened, action, asked)
-            if is_stale(action, asked, sight, secret, clock(), body.token):
-                raise RouteError(_stale(body.basis, sight.basis))
+            if is_stale(action, ACTIONS[action], asked, sight, secret, clock(), body.token):
+                raise RouteError(_stale(body.basis, ACTIONS[action].basis(sight)))
             begun = doings.begin(run, action, body.token, partial(_carry_out, opened, action, asked))
         if begun is None:
             raise RouteError(
@@ -115,7 +115,7 @@ def _stale(was: dict[str, Any], now: dict[str, Any]) -> Problem:
     return Problem(
         status=409,
         code="stale",
-        text="the run has moved on since this was planned, or the plan is too old; nothing was done",
+        text="what was planned has changed since, or the plan is too old; nothing was done",
         do="plan it again",
         more={"was": was, "now": now},
     )

@@ -16,7 +16,8 @@ from orchestrator.config.schema import NAME
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.finding_files import VERIFY, verify_result
 from orchestrator.history.request_files import asker
-from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight
+from orchestrator.monitor.dashboard.actions import ALIVE, Action, Asked, Effect, Sight, WrongFound, of_point
+from orchestrator.monitor.views.words import span
 
 if TYPE_CHECKING:
     from orchestrator.monitor.run import Run
@@ -37,15 +38,6 @@ def size_text(num_bytes: float | None) -> str:
         if (num_bytes or 0) >= size:
             return f"{(num_bytes or 0) / size:.3g} {unit}"
     return f"{num_bytes or 0:.0f} bytes"
-
-
-def span_text(seconds: float | None) -> str:
-    """A duration for people."""
-    s = seconds or 0.0
-    for limit, unit, each in ((90, "s", 1), (5400, "min", 60), (129_600, "h", 3600)):
-        if s < limit:
-            return f"{s / each:.3g} {unit}"
-    return f"{s / 86400:.3g} d"
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -82,7 +74,7 @@ def _stop_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
             ("save", "The group saves at the next step boundary, then all workers leave. Nothing is lost."),
             free,
         ]
-    lost = f"{risk['steps']:,} steps ({count(risk['tokens'])} tokens, {span_text(risk['seconds'])} of work)"
+    lost = f"{risk['steps']:,} steps ({count(risk['tokens'])} tokens, {span(risk['seconds'])} of work)"
     return [("risk", f"Nothing is saved: {lost} are trained again when the run is started again."), free]
 
 
@@ -112,7 +104,13 @@ def _verify_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
             "verify",
             f"Reads {size_text(sight.point.get('bytes'))} in {files} files and compares every digest.",
         ),
-        ("time", f"{_goes_on(sight)}Nothing is changed, whatever is found."),
+        ("time", f"{_goes_on(sight)}No byte of the point is changed, whatever is found."),
+        (
+            "damaged",
+            "It is marked as damaged now; the mark is lifted if every byte is right."
+            if sight.point.get("quarantined")
+            else "If a byte is wrong, the point is marked as damaged, and not used until it is found whole.",
+        ),
     ]
 
 
@@ -125,11 +123,15 @@ def _verify(run: Run, asked: Asked) -> str:
     if row["healthy"]:
         return f"{asked.point}: every digest is right."
     damages = "; ".join(f"{damage['file']} {damage['reason']}" for damage in row["damaged"])
-    return f"{asked.point} is damaged: {damages}"
+    return WrongFound(f"{asked.point} is damaged: {damages}")
 
 
 def _not_pinned(sight: Sight, asked: Asked) -> Sequence[str]:
     return () if sight.point.get("pinned") else (f"{asked.point} is not pinned",)
+
+
+def _why(asked: Asked) -> Sequence[str]:
+    return ("--why", asked.why) if asked.why else ()
 
 
 def _pin(run: Run, asked: Asked) -> str:
@@ -143,7 +145,7 @@ def _unpin(run: Run, asked: Asked) -> str:
 
 def _rewind_effects(sight: Sight, asked: Asked) -> Sequence[Effect]:
     aside = (sight.detail or {}).get("aside") or {"steps": 0, "tokens": 0, "seconds": 0.0}
-    amount = f"{count(aside['tokens'])} tokens, {span_text(aside['seconds'])} of work"
+    amount = f"{count(aside['tokens'])} tokens, {span(aside['seconds'])} of work"
     tokens = sight.point["consumed_tokens"]
     return [
         ("start", f"The next start continues from {asked.point}; nothing is started now."),
@@ -247,8 +249,9 @@ ACTIONS: dict[str, Action] = {
         verb="Pin",
         title=lambda sight, asked: f"Pin resume point {asked.point}",
         effects=_pin_effects,
-        command=lambda sight, asked: _command("pin", sight, asked.point),
+        command=lambda sight, asked: _command("pin", sight, asked.point, *_why(asked)),
         do=_pin,
+        basis=of_point,
         needs_point=True,
     ),
     "unpin": Action(
@@ -257,6 +260,7 @@ ACTIONS: dict[str, Action] = {
         effects=_unpin_effects,
         command=lambda sight, asked: _command("unpin", sight, asked.point),
         do=_unpin,
+        basis=of_point,
         refusals=_not_pinned,
         needs_point=True,
     ),
@@ -266,6 +270,7 @@ ACTIONS: dict[str, Action] = {
         effects=_verify_effects,
         command=lambda sight, asked: _command("verify", sight, asked.point),
         do=_verify,
+        basis=of_point,
         needs_point=True,
     ),
     "rewind": Action(

@@ -1,8 +1,9 @@
 """What can be done to a run from the page: plan, confirm, done. One entry of `ACTIONS` is one action.
 
 Pure, but for `Action.do`, which is called with the run when a plan was confirmed: effects, refusals and the
-basis of a plan are made from what the page shows. A plan's token holds only while that basis stands: attempt,
-generation, newest resume point, state. A finished step changes none of them.
+basis of a plan are made from what the page shows. A plan's token holds only while that basis stands: that of
+the run (`of_run`), or, for what concerns one point alone, that of the point (`of_point`). A finished step
+changes neither.
 """
 
 from __future__ import annotations
@@ -50,21 +51,37 @@ class Sight:
         row: Json = self.detail["point"]
         return row
 
-    @property
-    def basis(self) -> dict[str, Any]:
-        """What a plan depends on."""
-        newest = self.summary.get("point")
-        return {
-            **{name: self.summary.get(name) for name in ("attempt", "generation")},
-            "newest_point": newest["name"] if newest else None,
-            "state": self.summary["state"],
-        }
+
+class WrongFound(str):
+    """What to say of an action that was done, and found something wrong."""
+
+    __slots__ = ()
+
+
+def of_run(sight: Sight) -> dict[str, Any]:
+    """What a plan depends on that is about the run."""
+    newest = sight.summary.get("point")
+    return {
+        **{name: sight.summary.get(name) for name in ("attempt", "generation")},
+        "newest_point": newest["name"] if newest else None,
+        "state": sight.summary["state"],
+    }
+
+
+def of_point(sight: Sight) -> dict[str, Any]:
+    """What a plan depends on that is about one point alone: that it is there, and its pin."""
+    assert sight.detail is not None, "an action that needs a point is planned with one"
+    pin = sight.point.get("pin")
+    return {
+        "point": sight.point["name"] if sight.detail.get("files") else None,
+        "pin": f"by {pin['by']}, {pin['created']}" if pin else None,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """One action. `verb` stands on the button that confirms it; `is_grave` colours it. `do` carries it out
-    and returns what to say; it raises what a command would.
+    and returns what to say; it raises what a command would. `basis` is what a plan of it depends on.
     """
 
     verb: str
@@ -72,6 +89,7 @@ class Action:
     effects: Callable[[Sight, Asked], Sequence[Effect]]
     command: Callable[[Sight, Asked], str]
     do: Callable[[Run, Asked], str]
+    basis: Callable[[Sight], dict[str, Any]] = of_run
     refusals: Callable[[Sight, Asked], Sequence[str]] = lambda sight, asked: ()
     needs_point: bool = False
     needs_alive: bool = False
@@ -120,22 +138,24 @@ def plan(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, n
         effects=() if refusals else tuple(action.effects(sight, asked)),
         refusals=tuple(refusals),
         command=action.command(sight, asked),
-        basis=sight.basis,
-        token=None if refusals else _token(name, asked, sight, secret, now),
+        basis=action.basis(sight),
+        token=None if refusals else _token(name, action, asked, sight, secret, now),
     )
 
 
-def is_stale(name: str, asked: Asked, sight: Sight, secret: bytes, now: float, token: str) -> bool:
-    """Whether a plan's token does not hold any more: the run has moved on, the plan is too old, or it was
-    made for something else.
+def is_stale(
+    name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float, token: str
+) -> bool:
+    """Whether a plan's token does not hold any more: what it depends on has changed, the plan is too old, or
+    it was made for something else.
     """
     made, _, _ = token.partition(".")
     if not made.isdecimal() or len(made) > 12 or not 0 <= now - int(made) <= EXPIRES_S:
         return True
-    return not hmac.compare_digest(_token(name, asked, sight, secret, int(made)), token)
+    return not hmac.compare_digest(_token(name, action, asked, sight, secret, int(made)), token)
 
 
-def _token(name: str, asked: Asked, sight: Sight, secret: bytes, now: float) -> str:
+def _token(name: str, action: Action, asked: Asked, sight: Sight, secret: bytes, now: float) -> str:
     decisive = replace(asked, why="")  # a note
-    parts = json.dumps([name, sight.uri, asdict(decisive), sight.basis, int(now)], sort_keys=True)
+    parts = json.dumps([name, sight.uri, asdict(decisive), action.basis(sight), int(now)], sort_keys=True)
     return f"{int(now)}.{hmac.new(secret, parts.encode(), hashlib.sha256).hexdigest()}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.errors import OrchestratorError
+from orchestrator.monitor.dashboard.actions import WrongFound
 
 KEPT = 200  # actions that are remembered
 MOST_AT_ONCE = 8
@@ -19,17 +20,21 @@ MOST_AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doing:
-    """One action of one run; `state` is running, done or failed, `text` what to say then."""
+    """One action of one run; `state` is running, done or failed, `text` what to say then; `is_bad`: it was
+    done, and found something wrong.
+    """
 
     id: str
     run: str
     action: str
     state: str = "running"
     text: str = ""
+    is_bad: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The document."""
-        return {"id": self.id, "action": self.action, "state": self.state, "text": self.text}
+        found = {"id": self.id, "action": self.action, "state": self.state, "text": self.text}
+        return {**found, "is_bad": self.is_bad}
 
 
 class Doings:
@@ -76,4 +81,6 @@ class Doings:
         finally:
             with self._lock:
                 if begun.id in self._by_id:
-                    self._by_id[begun.id] = replace(begun, state=state, text=text)
+                    self._by_id[begun.id] = replace(
+                        begun, state=state, text=text, is_bad=isinstance(text, WrongFound)
+                    )

@@ -50,6 +50,11 @@ class End:
     reason: str
     by: str | None
 
+    @property
+    def is_wanted(self) -> bool:
+        """The time after it is not counted as lost: it was done, or somebody wanted it to stop."""
+        return self.outcome in ("done", "stopped") and DRAIN not in (self.by or "")
+
 
 class Along:
     """Steps in one order, by row; columns and pyramids are gathered when they are first asked for, and then

@@ -16,7 +16,7 @@ import numpy as np
 from orchestrator.history.claim_files import RESTARTED
 from orchestrator.history.claims import GenerationId
 from orchestrator.monitor.views.arrays import Array
-from orchestrator.monitor.views.facts import DRAIN, Facts
+from orchestrator.monitor.views.facts import Facts
 from orchestrator.monitor.views.path import HISTORY, REWOUND
 
 PARTS = (
@@ -195,10 +195,9 @@ def _measured(facts: Facts) -> Goodput:
 def _between(facts: Facts, clock: _Clock, before: int, begin: float, restarted: bool) -> None:
     """From the last line of one attempt to the first of the next."""
     end = facts.end_of(before)
-    wanted = end is not None and end.outcome in ("done", "stopped") and DRAIN not in (end.by or "")
     if restarted:
         clock.until(begin, "reforming")
-    elif wanted:
+    elif end is not None and end.is_wanted:
         clock.skip(begin)
     else:
         clock.until(begin, "down")

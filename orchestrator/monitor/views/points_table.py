@@ -122,7 +122,7 @@ def of_no_generation(facts: Facts) -> frozenset[str]:
 
 def _is(row: Row, state: str) -> bool:
     if state == PINNED:
-        return bool(row["pinned"] or row["held"])
+        return bool(row["pinned"])
     return state in (ALL, row["state"])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from orchestrator.config.redaction import redacted, redacted_text
+from orchestrator.history.claim_files import RESUME
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.monitor.missing import missing_text
 from orchestrator.monitor.verdict import (
@@ -24,7 +25,7 @@ from orchestrator.monitor.verdict import (
 )
 from orchestrator.monitor.views import goodput
 from orchestrator.monitor.views.checks import BAD, WARN, checks
-from orchestrator.monitor.views.facts import Facts, short
+from orchestrator.monitor.views.facts import Facts, short, stamp
 from orchestrator.monitor.views.happenings import brief, happenings, waiting_now
 from orchestrator.monitor.views.path import HISTORY
 from orchestrator.monitor.views.points_table import (
@@ -95,8 +96,9 @@ def standing(facts: Facts) -> tuple[str, str, float | None]:
             f"no end is written; watched for {facts.life.watched_s:.0f} of {facts.life.limit_s:.0f} s so far"
         )
         return OPEN, watched, last
-    if facts.head is None:
-        return STARTING, "workers are being started", facts.began(newest) or facts.created
+    if facts.head is None or facts.files.begun != newest:  # or it has claimed, and continues nothing yet
+        claimed = stamp(facts.files.claims[newest].created)
+        return STARTING, "workers are being started", facts.began(newest) or claimed or facts.created
     waits = waiting_now(facts)
     if waits is not None:
         return WAITING, f"{waits['there']} of at least {waits['needed']} workers are there", waits["t"]
@@ -297,7 +299,9 @@ def _more(facts: Facts, out: Row, now: float) -> Row:
 def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standing:
     concerns = sorted((c for c in checked if c["level"] in (BAD, WARN)), key=lambda c: c["level"] != BAD)
     wanted, risk = out["world_wanted"], out["risk"]
-    since = out["since"]
+    since, newest = out["since"], facts.files.newest
+    resumes = newest is not None and facts.files.claims[newest].why == RESUME
+    at_risk = Risk(steps=risk["steps"], tokens=risk["tokens"], seconds=risk["seconds"])
     return Standing(
         state=out["state"],
         attempt=out["attempt"],
@@ -310,11 +314,22 @@ def _standing(facts: Facts, out: Row, checked: list[Row], now: float) -> Standin
         silent_s=max(facts.life.watched_s, now - since if since else 0.0),
         point=out["point"]["name"] if out["point"] else None,
         has_no_point=not facts.events(EventKind.POINT_COMMITTED),
-        risk=Risk(steps=risk["steps"], tokens=risk["tokens"], seconds=risk["seconds"]),
+        risk=(_left_behind(facts) or at_risk) if resumes and out["state"] == STARTING else at_risk,
+        resumes=resumes,
         missing=facts.pieces,
         concerns=tuple(f"{c['label'].lower()} ({c['value']})" for c in concerns),
         is_bad=any(c["level"] == BAD for c in concerns),
     )
+
+
+def _left_behind(facts: Facts) -> Risk | None:
+    """What the newest attempt does not continue of what was trained; None: nothing, or it is not said yet."""
+    pieces = facts.path.dropped(facts.files.newest or 0)
+    if not pieces:
+        return None
+    rows, columns = np.concatenate([piece.rows for piece in pieces]), facts.columns
+    seconds = round(float(columns["step_s"][rows].sum()), 1)
+    return Risk(steps=len(rows), tokens=int(columns["width"][rows].sum()), seconds=seconds)
 
 
 def sentence(text: str) -> str:

@@ -13,7 +13,7 @@ from orchestrator.monitor.views.path import Piece
 from orchestrator.monitor.views.points_table import DAMAGED, DIGESTS, HEALTHY, ORPHAN, deleted, table
 
 SEGMENTS = ("attempt", "generation", "t0", "t1", "k0", "k1", "s0", "s1", "world", "fate", "by")
-ATTEMPTS = ("attempt", "why", "t0", "t1", "outcome", "on_history")
+ATTEMPTS = ("attempt", "why", "t0", "t1", "outcome", "on_history", "then_off")
 POINTS = ("name", "t", "k", "step", "state", "checked")
 HAPPENINGS = ("t", "k", "step", "kind", "level", "attempt", "lost_steps", "text")
 # of a point, as numbers: healthy, pinned, damaged, orphan, deleted
@@ -22,8 +22,9 @@ PINNED, DELETED = 1, 4
 
 
 def timeline(facts: Facts, px: int | None, now: float) -> dict[str, Any]:
-    """The document. `px`: how wide it is drawn; neighbours of one fate and world size that are both thinner
-    than a pixel, in time and in position, are one segment then, under the first one's attempt.
+    """The document. `then_off`: goodput leaves out the time after this attempt. `px`: how wide it is drawn;
+    neighbours of one fate and world size that are both thinner than a pixel, in time and in position, are one
+    segment then, under the first one's attempt.
     """
     segments = facts.kept("segments", facts.shape, lambda: [_segment(facts, p) for p in _by_time(facts)])
     segments = [
@@ -122,6 +123,7 @@ def _attempts(facts: Facts) -> list[list[Any]]:
                 round(written.last, 2),
                 end.outcome if end is not None else None,
                 number in facts.path.attempts,
+                end is not None and end.is_wanted,
             ]
         )
     return rows

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 
 def span(seconds: float | None) -> str:
-    """`4.2 s`, `12 min`, `5.2 h`, `8.3 d`; "?" for what is not known."""
+    """`0.79 s`, `4.2 s`, `2 min 58 s`, `12 min`, `5 h 12 min`, `8 d 7 h`, as `span` in the page's fmt.js; "?"
+    for what is not known.
+    """
     if seconds is None:
         return "?"
     s = max(0.0, seconds)
-    for size, unit, limit in ((1, "s", 90), (60, "min", 5400), (3600, "h", 36 * 3600)):
-        if s < 10 and unit == "s":
-            return f"{s:.1f} s"
-        if s < limit:
-            return f"{s / size:.1f} {unit}" if unit == "h" else f"{s / size:.0f} {unit}"
-    return f"{s / 86400:.1f} d"
+    if s < 10:  # noqa: PLR2004  the units, here and below
+        small = f"{s * 1000:.1f} ms" if 5e-5 <= s < 0.0095 else f"{s:.2f} s"  # noqa: PLR2004
+        return "0 s" if s < 5e-5 else small if s < 1 else f"{s:.1f} s"  # noqa: PLR2004
+    whole, minutes, hours = round(s), round(s / 60), round(s / 3600)
+    for limit, text in (
+        (90, f"{whole} s"),
+        (600, f"{whole // 60} min {whole % 60} s"),
+        (7200, f"{minutes} min"),
+        (172_800, f"{minutes // 60} h {minutes % 60} min"),
+    ):
+        if whole < limit:
+            return text
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def count(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,18 @@ SUMMARY = {
 }
 ROW = {"name": POINT, "step": 100, "state": "healthy", "consumed_tokens": 25_600, "pinned": True}
 ASIDE = {"steps": 9, "tokens": 2304, "seconds": 60.0}
-DETAIL = {"point": {**ROW, "bytes": 4_200_000_000}, "files": [{}, {}], "aside": ASIDE}
+PIN = {"by": "mira", "created": "2026-11-22T18:00:00+00:00", "reason": "a good one", "t": 0.0}
+OF_POINT = {"point": POINT, "pin": "by mira, 2026-11-22T18:00:00+00:00"}
+DETAIL = {"point": {**ROW, "pin": PIN, "bytes": 4_200_000_000}, "files": [{}, {}], "aside": ASIDE}
 SIGHT = Sight(uri="/runs/my run", summary=SUMMARY, detail=DETAIL)
 
 
 def planned(name: str, asked: Asked, sight: Sight, secret: bytes, now: float) -> Planned:
     return plan(name, ACTIONS[name], asked, sight, secret, now)
+
+
+def went_stale(name: str, asked: Asked, sight: Sight, secret: bytes, now: float, token: str) -> bool:
+    return is_stale(name, ACTIONS[name], asked, sight, secret, now, token)
 
 
 def token_of(name: str, asked: Asked, sight: Sight = SIGHT, now: float = 1000.0) -> str:
@@ -48,12 +55,8 @@ def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: s
     assert found.effects
     assert found.title
     assert found.command.startswith(f"orchestrator {name} '/runs/my run'")
-    assert found.basis == {
-        "attempt": 2,
-        "generation": 3,
-        "newest_point": POINT,
-        "state": sight.summary["state"],
-    }
+    of_run = {"attempt": 2, "generation": 3, "newest_point": POINT, "state": sight.summary["state"]}
+    assert found.basis == (OF_POINT if name in ("pin", "unpin", "verify") else of_run)
     assert found.token
     assert not found.refusals
 
@@ -70,18 +73,48 @@ def test_a_plan_says_what_it_would_do_and_the_command_that_does_the_same(name: s
         ({"point": {"name": "00000200-a0002-g0003"}}, True),
     ],
 )
-@pytest.mark.parametrize("name", ["save", "stop", "pin"])
+@pytest.mark.parametrize("name", ["save", "stop", "fork", "export"])
 def test_a_plan_holds_until_the_run_has_moved_on(name: str, change: dict[str, Any], stale: bool) -> None:
-    asked = Asked(point=POINT if name == "pin" else None)
+    asked = Asked(point=POINT if name in ("fork", "export") else None)
     moved = replace(SIGHT, summary={**SUMMARY, **change})
-    assert is_stale(name, asked, moved, SECRET, 1010.0, token_of(name, asked)) is stale
+    assert went_stale(name, asked, moved, SECRET, 1010.0, token_of(name, asked)) is stale
+
+
+@pytest.mark.parametrize("name", ["pin", "unpin", "verify"])
+def test_a_plan_about_one_point_holds_until_its_pin_or_the_point_is_another(name: str) -> None:
+    asked = Asked(point=POINT)
+    token = token_of(name, asked)
+    newest = {"name": "00000200-a0002-g0003"}
+    run_moved = {**SUMMARY, "attempt": 3, "generation": 4, "state": "stopped", "point": newest}
+    assert not went_stale(name, asked, replace(SIGHT, summary=run_moved), SECRET, 1010.0, token)
+    for of_point in (
+        {"point": {**DETAIL["point"], "pin": None, "pinned": False}},
+        {"point": {**DETAIL["point"], "pin": {**PIN, "by": "ann"}}},
+        {"files": []},
+    ):
+        changed = replace(SIGHT, detail={**DETAIL, **of_point})
+        assert went_stale(name, asked, changed, SECRET, 1010.0, token), of_point
+
+
+def test_a_pins_command_has_the_reason_that_was_typed() -> None:
+    command = planned("pin", Asked(point=POINT, why="it's good"), SIGHT, SECRET, 0.0).command
+    assert shlex.split(command) == ["orchestrator", "pin", "/runs/my run", POINT, "--why", "it's good"]
+
+
+def test_verifying_says_that_a_mark_is_made_or_lifted() -> None:
+    (_, made) = planned("verify", Asked(point=POINT), SIGHT, SECRET, 0.0).effects[-1]
+    assert "If a byte is wrong, the point is marked as damaged" in made
+    marked = {**DETAIL, "point": {**DETAIL["point"], "quarantined": {"by": "ann"}}}
+    of_marked = replace(SIGHT, detail=marked)
+    (_, lifted) = planned("verify", Asked(point=POINT), of_marked, SECRET, 0.0).effects[-1]
+    assert "the mark is lifted if every byte is right" in lifted
 
 
 def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
     asked = Asked(point=POINT)
     token = token_of("pin", asked)
-    assert not is_stale("pin", asked, SIGHT, SECRET, 1000.0 + EXPIRES_S, token)
-    assert not is_stale("pin", replace(asked, why="a note"), SIGHT, SECRET, 1000.0, token)
+    assert not went_stale("pin", asked, SIGHT, SECRET, 1000.0 + EXPIRES_S, token)
+    assert not went_stale("pin", replace(asked, why="a note"), SIGHT, SECRET, 1000.0, token)
     others = [
         ("unpin", asked, SIGHT, SECRET, 1000.0, token),
         ("pin", Asked(point="00000200-a0001-g0001"), SIGHT, SECRET, 1000.0, token),
@@ -94,8 +127,8 @@ def test_a_plan_does_not_hold_for_anything_else_nor_for_ever() -> None:
         ("pin", asked, SIGHT, SECRET, 1000.0, "9" * 5000),
     ]
     for other in others:
-        assert is_stale(*other), other
-    assert is_stale("stop", Asked(now=True), SIGHT, SECRET, 1000.0, token_of("stop", Asked()))
+        assert went_stale(*other), other
+    assert went_stale("stop", Asked(now=True), SIGHT, SECRET, 1000.0, token_of("stop", Asked()))
 
 
 @pytest.mark.parametrize("state", ["starting", "done", "stopped", "failed", "gone", "open"])
@@ -112,7 +145,7 @@ def test_stopping_at_once_says_what_is_lost() -> None:
     (_, kept), _ = planned("stop", Asked(), SIGHT, SECRET, 0.0).effects
     (_, lost), _ = planned("stop", Asked(now=True), SIGHT, SECRET, 0.0).effects
     assert "Nothing is lost" in kept
-    assert "109 steps (14.3 M tokens, 11.8 min of work)" in lost
+    assert "109 steps (14.3 M tokens, 12 min of work)" in lost
 
 
 def test_of_many_actions_at_once_some_must_wait_and_a_second_confirmation_begins_nothing() -> None:
@@ -214,20 +247,37 @@ def test_a_damaged_file_is_named_by_verify(tmp_path: Path) -> None:
     file.write_bytes(b"x" * file.stat().st_size)
     done = confirmed(run.client, "made", "verify", point=run.point)
     assert done.state == "done"
+    assert done.is_bad
     assert f"{run.point} is damaged: model/{file.name}" in done.text
 
 
 def test_a_plan_is_stale_when_the_run_has_moved_on_and_then_nothing_is_done(tmp_path: Path) -> None:
     run = served(tmp_path)
-    planned = run.post("pin/plan", point=run.point).json()
+    planned = run.post("fork/plan", point=run.point).json()
     number = max(run.made.store.claim_numbers())
     run.made.store.write_end(number, "stopped", "asked to", run.made.run.id)
-    answer = run.post("pin", point=run.point, token=planned["token"], basis=planned["basis"])
+    answer = run.post("fork", point=run.point, token=planned["token"], basis=planned["basis"])
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "stale")
     assert error["was"] == planned["basis"]
     assert error["now"]["state"] == "stopped"
     assert run.made.store.pins() == {}
+    assert not (tmp_path / "made-fork").exists()
+
+
+def test_a_pin_planned_before_the_run_moved_on_is_made_and_one_that_somebody_made_since_is_told(
+    tmp_path: Path,
+) -> None:
+    run = served(tmp_path)
+    held, overtaken = (run.post("pin/plan", point=point).json() for point in run.made.points[-2:])
+    run.made.resume(20)  # another attempt, and a newer point
+    run.made.store.pin(overtaken["point"], "ann", "", run.made.run.id)
+    begun = run.post("pin", point=held["point"], token=held["token"], basis=held["basis"])
+    assert begun.status_code == 202, begun.text
+    answer = run.post("pin", point=overtaken["point"], token=overtaken["token"], basis=overtaken["basis"])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["was"]["pin"]) == (409, "stale", None)
+    assert error["now"]["pin"].startswith("by ann, ")
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,13 @@ def test_every_view_opens_in_the_dark_where_the_system_is_dark(opened: Open) -> 
         watched.open(f"/run/tiny{view}").wait_for_selector(drawn)
 
 
-def test_nothing_is_wider_than_a_phone(opened: Open) -> None:
+def test_nothing_is_wider_than_a_phone_and_everybody_can_use_it_there(opened: Open) -> None:
     watched = opened(viewport={"width": 390, "height": 800}, has_touch=True)
     for address in ("/", *(f"/run/tiny{view}" for view in VIEWS), "/run/hostile", "/run/hostile/events"):
         page = watched.open(address)
         page.wait_for_selector(VIEWS.get(address.removeprefix("/run/tiny"), "h1"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, address
+        accessible(watched)
 
 
 def test_the_page_says_what_happened_to_the_run(opened: Open, job: Job) -> None:
@@ -193,6 +194,21 @@ def runs_of(link: str) -> Any:
     asked = urllib.request.Request(f"{base}api/runs", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(asked, timeout=60) as answer:
         return json.load(answer)["runs"]
+
+
+def test_a_run_that_is_only_being_looked_at_counts_neither_as_alive_nor_as_not_running(opened: Open) -> None:
+    watched = opened()
+
+    def one(request: Any) -> None:
+        document = request.fetch().json()
+        (run,) = (each for each in document["runs"] if each["name"] == "tiny")
+        request.fulfill(json={**document, "runs": [{**run, "state": "open"}]})
+
+    watched.page.route("**/api/runs", one)
+    watched.page.reload()
+    watched.page.wait_for_selector("table.runs tr >> text=Looking for a sign of life")
+    assert watched.page.inner_text("h1") == "1 run"
+    assert watched.page.inner_text(".chips").split() == ["All", "1", "Alive", "0", "Not", "running", "0"]
 
 
 def test_a_run_that_has_only_claimed_is_shown_in_every_view(opened: Open, storage: Path, link: str) -> None:
@@ -372,6 +388,7 @@ def test_a_point_is_pinned_by_plan_confirm_and_done(opened: Open, job: Job) -> N
     page.wait_for_selector("dialog[open] .effects li")
     assert "orchestrator pin" in page.inner_text("dialog[open]")
     page.fill("#act-why", "before the change")
+    page.wait_for_selector("dialog[open] copy-line >> text=--why 'before the change'")
     page.locator("dialog[open] .df .primary").click()
     page.wait_for_selector("dialog[open] .verdict")
     assert "is pinned" in page.inner_text("dialog[open] .verdict")
@@ -415,7 +432,7 @@ def test_a_plan_that_does_not_hold_any_more_is_shown_as_stale(opened: Open, stor
     made = write_run(storage / "moving", steps=60, points=6, attempts=3)
     page = opened(allowed="409").open("/run/moving/points")
     page.locator(".vt-row").first.click()
-    page.get_by_role("button", name="Pin", exact=True).click()
+    page.click(".drawer button:has-text('Fork')")
     page.wait_for_selector("dialog[open] .effects li")
     made.store.claim(max(made.store.claim_numbers()) + 1, "another", "resume", "host", made.run.id)
     page.locator("dialog[open] .df .primary").click()

@@ -212,3 +212,26 @@ def test_what_was_read_is_dated_by_a_place_on_the_history(live: LiveRun) -> None
     fresh = LiveRun(ModelDisk(), live.job, live.data)
     shown = views_of(fresh).sources()
     assert (shown["at"], shown["counted_at"]) == (None, None)
+
+
+def test_a_restart_is_left_out_unless_a_branch_leaves_it_or_it_is_one(live: LiveRun) -> None:
+    live.launch()
+    live.restart()
+    live.restart()
+    live.save(live.live)
+    live.restart()
+    live.train(live.live, 2)
+    live.kill()
+    live.launch()
+    views = views_of(live)
+    shown, every = views.attempts(), views.attempts(routine=True)
+    assert [(row["attempt"], row["why"], row["on_history"]) for row in every["rows"]] == [
+        (6, "resume", True),
+        (5, "coordinator_restarted", False),
+        (4, "coordinator_restarted", True),
+        (3, "coordinator_restarted", True),
+        (2, "resume", True),
+        (1, "start", True),
+    ]
+    assert [row["attempt"] for row in shown["rows"]] == [6, 5, 4, 2, 1]
+    assert (shown["total"], shown["all"]) == (5, 6)

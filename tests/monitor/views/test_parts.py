@@ -124,8 +124,10 @@ def test_numbers_of_a_picture_have_five_digits_and_none_that_json_lacks() -> Non
 
 
 def test_durations_and_counts_are_said_as_people_say_them() -> None:
-    assert [span(s) for s in (None, -1, 4.21, 12, 89, 720, 18_720, 717_120)] == [
-        "?", "0.0 s", "4.2 s", "12 s", "89 s", "12 min", "5.2 h", "8.3 d",
+    seconds = (None, -1, 0.0042, 0.79, 4.21, 12, 89.4, 89.6, 178, 599.6, 720, 18_720, 717_120)
+    assert [span(s) for s in seconds] == [
+        "?", "0 s", "4.2 ms", "0.79 s", "4.2 s", "12 s", "89 s", "1 min 30 s", "2 min 58 s", "10 min",
+        "12 min", "5 h 12 min", "8 d 7 h",
     ]  # fmt: skip
     assert [count(n) for n in (0, 912, 3_830_000, 11_234_050_048)] == ["0", "912", "3.83 M", "11.2 B"]
 
@@ -351,6 +353,18 @@ AT = Standing(
         ),
         (replace(AT, state=OPEN), "not ended: step 412 of 1,000", "ok"),
         (Standing(state=STARTING, attempt=1), "starting attempt 1: no step yet", "ok"),
+        (
+            replace(AT, state=STARTING, attempt=3, resumes=True),
+            "starting attempt 3: step 412 of 1,000. 12 steps (3.83 M tokens, 14 s of work) after "
+            "00000400-a0002-g0001 are trained again",
+            "ok",
+        ),
+        (
+            replace(AT, state=STARTING, attempt=3),  # a restarted coordinator, whose members live on
+            "starting attempt 3: step 412 of 1,000. If everything died now, 12 steps (3.83 M tokens, 14 s of "
+            "work) would be trained again",
+            "ok",
+        ),
         (Standing(state=NEW), "no attempt of this run has begun yet", "idle"),
         (replace(AT, state=DONE, reason="done at step 412"), "done at step 412", "idle"),
         (replace(AT, state=STOPPED, reason="asked to"), "stopped: asked to", "idle"),

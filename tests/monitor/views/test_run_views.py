@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.attempt import begin_launch, survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verifying import Verifying
@@ -28,6 +31,7 @@ from orchestrator.resume.store import RunStore
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage
 from tests.history.histories import MOVES, play
+from tests.monitor import live_run
 from tests.monitor.live_run import LiveRun
 from tests.monitor.views.written import write
 from tests.resume.samples import no_sleep
@@ -183,7 +187,7 @@ def test_a_run_without_an_end_is_watched_until_it_shows_life_or_none_for_ten_sec
     assert (summary["state"], summary["alive"], summary["last_sign"]) == ("running", True, NOW)
     assert summary["verdict"]["text"].startswith("Running: step 4 of ")
     assert (
-        "If everything died now, 1 step (256 tokens, 0.5 s of work) would be trained again"
+        "If everything died now, 1 step (256 tokens, 0.50 s of work) would be trained again"
         in (summary["verdict"]["text"])
     )
     clock.s = 12.9
@@ -223,6 +227,47 @@ def test_a_run_that_nobody_works_on_is_gone_after_ten_seconds_of_watching(live: 
     summary = views.summary()
     assert summary["state"] == "gone"
     assert "gave no sign of life" in summary["verdict"]["text"]
+
+
+def test_while_a_start_follows_a_crash_what_is_trained_again_is_said_as_certain(live: LiveRun) -> None:
+    (name,) = live.on_lineage
+    live.train(live.live, 4)
+    clock = Clock()
+    views = views_of(live.store, clock)
+    live.kill()
+    claim = live.claim()
+    again = f"4 steps (1.02 k tokens, 2.0 s of work) after {name} are trained again"
+    for change in (lambda: None, lambda: begin_launch(live.store, live.job, claim, live.run, live.data)):
+        change()
+        clock.s += 1.0
+        views.refresh()
+        summary = views.summary()
+        assert summary["state"] == "starting"
+        assert again in summary["verdict"]["text"]
+    assert "If everything died now" not in summary["verdict"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "by", "off"),
+    [("done", "", True), ("stopped", "ann", True), ("stopped", "drain notice", False), ("failed", "", False)],
+)
+def test_the_time_after_a_wanted_end_is_off_in_goodput_and_on_the_timeline(
+    live: LiveRun, monkeypatch: pytest.MonkeyPatch, outcome: str, by: str, off: bool
+) -> None:
+    def later() -> datetime:
+        return datetime.now(UTC) + timedelta(hours=1)
+
+    live.live.journal.event(EventKind.END, outcome=outcome, reason="r", by=by)
+    live.live.journal.close()
+    live.kill()
+    monkeypatch.setattr(live_run, "JournalWriter", partial(JournalWriter, now=later))
+    live.launch()
+    live.train(live.live, 1)
+    views = views_of(live.store)
+    table = views.timeline()["attempts"]
+    assert [row[table["columns"].index("then_off")] for row in table["rows"]] == [off, False]
+    good = views.goodput()
+    assert (good["off_s"] > 3000, good["parts"]["down"] > 3000) == (off, not off)
 
 
 def test_a_run_before_its_first_attempt_is_starting(data: DataSpec) -> None:
@@ -332,6 +377,18 @@ def test_a_point_that_lost_its_commit_is_damaged_and_one_that_was_deleted_is_not
     rows = views.points(sort="step")["rows"]
     assert [(row["name"], row["state"]) for row in rows] == [(names[0], "healthy"), (names[1], "damaged")]
     assert views.summary()["point"]["name"] == names[0]
+
+
+def test_a_point_that_the_newest_attempt_holds_is_not_pinned(live: LiveRun) -> None:
+    live.kill()
+    live.launch()
+    views = views_of(live.store)
+    (row,) = views.points()["rows"]
+    assert (row["held"], row["pinned"]) == (True, False)
+    assert (views.points()["counts"]["pinned"], views.points(state="pinned")["total"]) == (0, 0)
+    live.store.pin(row["name"], "mira", "", live.run.id)
+    views.refresh()
+    assert views.points()["counts"]["pinned"] == 1
 
 
 # ------------------------------------------------------------ events

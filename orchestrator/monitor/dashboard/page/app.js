@@ -11,6 +11,7 @@ let listed; // that the storage is known, and which actions there are
 const { h, s, icon, int, count, span, ago, past, pct, when, full } = f;
 const STATE = { running: 'Running', starting: 'Starting', waiting: 'Waiting for workers', done: 'Done', stopped: 'Stopped', failed: 'Failed', gone: 'No sign of life', open: 'Looking for a sign of life', unreadable: 'Unreadable' };
 const ALIVE = new Set(['running', 'waiting', 'starting']);
+const where = state => ALIVE.has(state) ? 'alive' : state === 'open' ? '' : 'ended';  // one that is only being looked at is in neither list
 const URGENT = ['gone', 'failed', 'unreadable', 'waiting', 'open', 'running', 'starting', 'stopped', 'done'];
 const EVENT_ICON = Object.fromEntries(Object.entries({ 'fault fault': 'worker frozen error nosave waiting', 'crash fault': 'crash failed', 'damaged fault': 'damaged', 'rewind rewind': 'rewind', 'change accent': 'resize join', 'start muted': 'start', 'branch accent': 'fork', 'done muted': 'done', 'resume orphan': 'resume change', 'coordinator orphan': 'coordinator reform' }).flatMap(([look, kinds]) => kinds.split(' ').map(k => [k, look.split(' ')])));
 export const PARTS = [['productive', 'Productive'], ['data_wait', 'Waiting for data'], ['saving', 'Saving'], ['reforming', 'Re-forming'], ['starting', 'Starting'], ['waiting', 'Waiting for workers'], ['lost', 'Lost work'], ['rewound', 'Rewound'], ['down', 'Down'], ['other', 'Not accounted for']];
@@ -108,9 +109,9 @@ document.addEventListener('alpine:init', () => {
 				point: bad ? '–' : r.point ? 'step ' + int(r.point.step) : 'none yet', pointMore: !bad && r.point?.t != null ? past(r.point.t, now) + ' · ' + when(r.point.t, now) : '',
 				sign: past(sign, now), signAbs: sign == null ? '' : when(sign, now) };
 		},
-		shown() { return this.rows.filter(r => (this.filter === 'all' || (this.filter === 'alive') === ALIVE.has(r.state)) && r.name.includes(this.q.trim())); },
-		chips() { const n = x => this.rows.filter(r => ALIVE.has(r.state) === x).length; return [{ id: 'all', label: 'All', n: this.rows.length }, { id: 'alive', label: 'Alive', n: n(true) }, { id: 'ended', label: 'Not running', n: n(false) }]; },
-		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state) || r.gaps).length; return this.rows.length + ' runs' + (bad ? ', ' + bad + ' to look at' : ''); },
+		shown() { return this.rows.filter(r => (this.filter === 'all' || this.filter === where(r.state)) && r.name.includes(this.q.trim())); },
+		chips() { const n = x => this.rows.filter(r => where(r.state) === x).length; return [{ id: 'all', label: 'All', n: this.rows.length }, { id: 'alive', label: 'Alive', n: n('alive') }, { id: 'ended', label: 'Not running', n: n('ended') }]; },
+		headline() { const bad = this.rows.filter(r => ['gone', 'failed', 'unreadable', 'waiting'].includes(r.state) || r.gaps).length; return this.rows.length + (this.rows.length === 1 ? ' run' : ' runs') + (bad ? ', ' + bad + ' to look at' : ''); },
 	}));
 
 	// ------------------------------------------------------------ one run
@@ -172,12 +173,15 @@ document.addEventListener('alpine:init', () => {
 			this.$nextTick(() => { const d = document.querySelector('dialog.act'); if (!d.open) d.showModal(); });
 			try {
 				const plan = await post(runPath(this.name) + '/actions/' + kind + '/plan', asked); if (this.doing?.asked !== asked && raw(this.doing?.asked) !== asked) return;
-				this.doing = { ...this.doing, ...plan, phase: 'confirm', foot: 'planned at attempt ' + (plan.basis.attempt ?? '–') + ', generation ' + (plan.basis.generation ?? '–') };
+				this.doing = { ...this.doing, ...plan, phase: 'confirm', foot: 'attempt' in plan.basis ? 'planned at attempt ' + (plan.basis.attempt ?? '–') + ', generation ' + (plan.basis.generation ?? '–') : '' };
 			} catch (e) { if (this.doing) this.doing = { ...this.doing, phase: 'confirm', refusals: [e.message] }; }
 		},
 		actTyped(name, value) { value = value.trim() || null; this.doing = { ...this.doing, asked: { ...raw(this.doing.asked), [name]: value }, phase: 'plan', refusals: [] }; clearTimeout(this.typing); this.typing = setTimeout(() => this.doing && this.actOption(name, value), 250); },
 		actOption(name, value) { const d = this.doing; this.act(d.kind, d.point, { ...raw(d.asked), [name]: value }); },
-		actNote(value) { raw(this.doing.asked).why = value; },  // goes with the confirmation; no plan depends on it
+		actNote(value) {  // goes with the confirmation; of the plan only the command depends on it
+			const asked = raw(this.doing.asked), kind = this.doing.kind; asked.why = value; clearTimeout(this.typing);
+			this.typing = setTimeout(async () => { try { const plan = await post(runPath(this.name) + '/actions/' + kind + '/plan', asked); if (this.doing && raw(this.doing.asked) === asked && asked.why === value) this.doing = { ...this.doing, command: plan.command }; } catch { /* the confirmation says it */ } }, 250);
+		},
 		async actDo() {
 			const d = this.doing;
 			try {
@@ -185,13 +189,13 @@ document.addEventListener('alpine:init', () => {
 				this.doing = { ...d, phase: 'run', foot: '', result: { save: 'Asked for, through storage. The run answers at its next step boundary …', stop: 'Asked for, through storage. The run answers at its next step boundary …', verify: 'Reading and comparing …' }[d.kind] || 'Under way …' };
 				for (;;) {
 					const at = await this.get('/actions/' + got.id); if (!this.doing) return;
-					if (at.state !== 'running') { this.doing = { ...this.doing, phase: at.state, result: at.text }; this.again(); return; }
+					if (at.state !== 'running') { this.doing = { ...this.doing, phase: at.state, result: at.text, bad: at.is_bad }; this.again(); return; }
 					await new Promise(r => setTimeout(r, 300));
 				}
 			} catch (e) {
 				if (!this.doing) return;
 				if (e.code !== 'stale') { this.doing = { ...d, phase: 'confirm', refusals: [e.message] }; return; }
-				const names = { attempt: 'attempt', generation: 'generation', newest_point: 'newest point', state: 'state' };
+				const names = { attempt: 'attempt', generation: 'generation', newest_point: 'newest point', state: 'state', point: 'point', pin: 'pin' };
 				const what = Object.keys(names).filter(k => e.was[k] !== e.now[k]).map(k => `${names[k]} was ${e.was[k] ?? 'none'}, now it is ${e.now[k] ?? 'none'}`);
 				this.doing = { ...d, stale: (what.join('; ').replace(/^./, c => c.toUpperCase()) || 'The plan was too old') + '. Look at the new plan before you confirm.', foot: '' };
 			}
@@ -273,7 +277,7 @@ document.addEventListener('alpine:init', () => {
 		init() {
 			this.state = this.params.state || 'all'; this.setChips({});
 			const me = this, now = () => Date.now() / 1000 + me.offset;
-			const word = p => h('span', { class: 'state ' + f.pointWord(p) + (f.pointIcon(p) === 'pinned' ? ' pinned' : '') }, icon(p.state === 'healthy' && !p.pinned && !p.held && p.checked !== 'digests' ? 'sizes' : f.pointIcon(p), 's'), f.pointWord(p), p.state !== 'healthy' && p.pinned && icon('pinned', 's accent', 'pinned'));
+			const word = p => h('span', { class: 'state ' + f.pointWord(p) + (f.pointIcon(p) === 'pinned' ? ' pinned' : '') }, icon(f.pointIcon(p), 's'), f.pointWord(p), p.state !== 'healthy' && p.pinned && icon('pinned', 's accent', 'pinned'));
 			this.table = keep(new VTable(this.$refs.table, {
 				label: 'Resume points', page: 100, none: 'No resume point of this kind.',
 				columns: [
@@ -338,7 +342,8 @@ document.addEventListener('alpine:init', () => {
 			listen(this, { redraw: () => this.table.refresh() });
 		},
 		destroy() { this.table.destroy(); this.off(); },
-		text() { return this.all ? (this.routine ? int(this.all) + ' attempts, newest first' : int(this.total) + ' of ' + int(this.all) + ' attempts, newest first; restarts of the coordinator left out') : ''; },
+		left() { return this.all - this.total; },
+		text() { const n = this.left(); return this.all ? (n ? int(this.total) + ' of ' : '') + int(this.all) + (this.all === 1 ? ' attempt' : ' attempts') + ', newest first' + (n ? '; ' + int(n) + (n === 1 ? ' plain restart' : ' plain restarts') + ' of the coordinator left out' : '') : ''; },
 	}));
 	function elsewhere(rows) {
 		const forks = rows.flatMap(r => r.forks).filter(x => !x.is_here).map(x => 'step ' + int(x.step) + ' in ' + x.path);
@@ -428,7 +433,7 @@ document.addEventListener('alpine:init', () => {
 		text() { return this.parts.length ? this.parts[0].pct + ' of ' + span(this.d.wall_s) + ' went into steps that still count' : 'no step yet'; },
 		sum() { return (this.parts.reduce((a, p) => a + Math.round(parseFloat(p.pct) * 100), 0) / 100).toFixed(2) + ' %'; },
 		spoken() { return this.parts.map(p => p.label + ' ' + p.pct).join(', '); },
-		offText() { return this.d.off_s > 1 ? 'not counted: ' + span(this.d.off_s) + ' after a wanted stop' : ''; },
+		offText() { return this.d.off_s > 1 ? 'not counted: off for ' + span(this.d.off_s) + ' after a wanted stop' : ''; },
 	}));
 
 	// ------------------------------------------------------------ events
