@@ -18,9 +18,9 @@ quickstart: $(STAMP)
 	$(BIN)/orchestrator sample-corpus corpus/
 	$(BIN)/orchestrator train configs/quickstart.yaml
 
-# in two processes: one has the tests on Ray
+# in three processes, on two cores too: one has the tests on Ray, and these often wait
 test: $(TOOLS) browser
-	$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope --no-loadscope-reorder --durations=10
+	$(BIN)/python -m pytest -m "not chaos" -n 3 --dist loadscope --no-loadscope-reorder --durations=10
 
 check: $(TOOLS)
 	$(BIN)/ruff check .
