@@ -45,7 +45,7 @@ POINTS: Table = {
     "seq_len": ("tokens", "per sample"),
     "bytes": ("bytes", "on storage"),
     "save_blocked_s": ("s", "for which training stood: of its workers the longest"),
-    "save_s": ("s", "from its beginning to its commit"),
+    "save_s": ("s", "from the first worker's vote to its commit"),
     "healthy": ("", "every digest of every file is right"),
     "reason": ("", "why not"),
     "quarantined": ("", "it is marked as damaged"),

@@ -161,6 +161,7 @@ def _row(facts: Facts, name: str, there: PointFacts | None, event: Event | None,
     if finding is not None:
         wrong = {**finding["wrong"], **wrong}
     if (mark := facts.files.marks.get(name)) is not None:
+        wrong.pop("", None)  # the mark names the files
         wrong = {**{damage.file: damage.reason for damage in mark.damages}, **wrong}
     orphan_why = facts.path.why_orphan(key)
     run = facts.files.run
