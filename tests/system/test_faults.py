@@ -46,6 +46,7 @@ def test_an_attempt_that_was_cut_off_and_commits_late_never_enters_the_lineage(
     assert {record.attempt for record in job.run.records()} == {1, 2}
 
 
+@pytest.mark.chaos
 def test_a_start_dies_between_claim_and_parent_file_and_the_next_one_dies_while_it_restarts(
     job: Job,
     cluster: Any,

@@ -49,15 +49,14 @@ class JobServer:
     """A Ray cluster of one node with its dashboard, as a child process with ports, a token and a folder of
     its own.
 
-    Another Ray on this machine neither finds it nor is found by it. `close` ends every process of it. Workers
-    begin as a user's do until another program is named; commands and the drivers of jobs begin by `warm`.
+    Another Ray on this machine neither finds it nor is found by it. `close` ends every process of it.
+    Workers, commands and the drivers of jobs begin by `warm`.
     """
 
     def __init__(self, warm: str) -> None:
         self._warm = warm
         # a short path: Ray puts sockets there, and a socket's path has at most 107 characters
         self._folder = Path(tempfile.mkdtemp(prefix="jobs-"))
-        self._python = str(self._folder / "python")
         token = secrets.token_hex(16)
         (self._folder / "token").write_text(token)
         self.environment = {
@@ -68,7 +67,6 @@ class JobServer:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_metrics_report_interval_ms": "1000",
         }
-        self.workers_begin_as(sys.executable)
         gcs, dashboard, agent, metrics = free_ports(4)
         options = {
             "node-ip-address": "127.0.0.1",
@@ -85,7 +83,7 @@ class JobServer:
         flags = ["--head", "--block", "--no-monitor", "--disable-usage-stats"]
         with (self._folder / "head.log").open("wb") as log:
             self._head = subprocess.Popen(
-                [sys.executable, "-c", START, self._python, "start", *flags, *words],
+                [sys.executable, "-c", START, self._warm, "start", *flags, *words],
                 cwd=self._folder,
                 env=self.environment,
                 stdout=log,
@@ -94,13 +92,6 @@ class JobServer:
             )
         self.address, self._metrics = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{metrics}/metrics"
         self.url, self._headers = f"http://127.0.0.1:{dashboard}", {"Authorization": f"Bearer {token}"}
-
-    def workers_begin_as(self, program: str) -> None:
-        """From now on."""
-        new = self._folder / "new"
-        new.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
-        new.chmod(0o755)
-        new.rename(self._python)
 
     def connect(self) -> None:
         """Waits until the job server answers; `client` is set then."""
@@ -197,9 +188,7 @@ def job(tiny_config: Callable[[Mapping[str, Any]], dict[str, Any]], tmp_path: Pa
     return Job(tiny_config(SHAPE), tmp_path)
 
 
-def test_a_stopped_job_saves_and_the_same_submission_continues(
-    job: Job, server: JobServer, warm: str
-) -> None:
+def test_a_stopped_job_saves_and_the_same_submission_continues(job: Job, server: JobServer) -> None:
     submitted = server.command(job.config(), "--no-wait", "--json")
     assert submitted.returncode == 0, submitted.stderr
     submission = json.loads(submitted.stdout)["job"]
@@ -225,8 +214,6 @@ def test_a_stopped_job_saves_and_the_same_submission_continues(
     assert newest["step"] >= 2, logs
     assert newest["consumed_samples"] == job.run.records()[-1].consumed_samples, "a finished step was lost"
 
-    # the first workers have imported everything themselves
-    server.workers_begin_as(warm)
     ended = server.command(job.config(train__max_steps=newest["step"] + 5))
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"job tiny-\w+: succeeded.*\n", ended.stdout)
