@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
 else:  # who reads a run needs no numpy, which takes 0.1 s to load
 
     def __getattr__(name: str) -> Any:
-        if name not in ("Int32Array", "Int64Array"):
+        kinds = {"Int32Array": "int32", "Int64Array": "int64", "BoolArray": "bool_"}
+        if name not in kinds:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import numpy
 
-        return numpy.typing.NDArray[getattr(numpy, name.removesuffix("Array").lower())]
+        return numpy.typing.NDArray[getattr(numpy, kinds[name])]
 
 
 Record = TypeVar("Record")
@@ -203,15 +205,38 @@ class SourceCursor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureShare:
+    """One source's share in a mixture (`planning.mixture`): its weight as a whole number (0: it was taken
+    away), the units charged to it since the weights or the live sources last changed, and the limit of epochs
+    at which it ended (0: it is live). `samples` and `tokens` (positions) are all that was drawn from it.
+    """
+
+    weight: int
+    count: int = 0
+    ended: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cursor:
-    """The run's place in its data. `consumed_tokens` counts positions that had a real input token; for
-    `concat` it equals `target_tokens`.
+    """The run's place in its data. `consumed_samples` counts those that were trained, `skipped_samples` those
+    that were drawn and not trained (`resume.data: skip`): a sample's index is the number of samples drawn
+    before it. `consumed_tokens` counts positions that had a real input token, `target_tokens` those of them
+    with a label; they differ under loss masks. `mixture` is empty for one source.
     """
 
     consumed_samples: int = 0
     consumed_tokens: int = 0
     target_tokens: int = 0
     sources: dict[str, SourceCursor] = field(default_factory=dict)
+    skipped_samples: int = 0
+    mixture: dict[str, MixtureShare] = field(default_factory=dict)
+
+    @property
+    def drawn_samples(self) -> int:
+        """Samples drawn so far on the lineage: the index of the next one (data rule 3)."""
+        return self.consumed_samples + self.skipped_samples
 
     def agrees_with(self, other: Cursor) -> bool:
         """Whether both are one place with one history, as far as both know: a cursor without the digest of
@@ -297,6 +322,7 @@ class TokenChunk:
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
     file: Int32Array  # (num_entries,) number of the record's file in the manifest
     place: Int64Array  # (num_entries,) byte offset of the record in it, in a Parquet file the row
+    loss: BoolArray | None = None  # (num_tokens,) False: the token is no target; None: all are
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
         str, ...
@@ -338,6 +364,11 @@ class BatchSlice:
     step_digest: int  # unsigned 64 bit, of the whole step, as the feed computed it
     cursor: Cursor  # after the step
     end_of_data: bool  # nothing follows this step
+
+    @property
+    def first_index(self) -> int:
+        """Index of its first sample: `start` counts the trained ones alone."""
+        return self.start + self.cursor.skipped_samples
 
 
 # ------------------------------------------------------------ points

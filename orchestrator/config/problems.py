@@ -230,10 +230,30 @@ def cross_field_problems(reading: Reading, defaults: Mapping[str, Any]) -> list[
     return found
 
 
-def _one_source(sources: list[Any]) -> str | None:
-    if len(sources) == 1:
+def _each_source_once(sources: list[Any]) -> str | None:
+    names = [source.get("name") for source in sources]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    return f"has {', '.join(twice)} twice; give each source a name of its own" if twice else None
+
+
+def _weights(sources: list[Any]) -> str | None:
+    weights = {str(source.get("name")): source.get("weight") for source in sources}
+    without = [name for name, weight in weights.items() if weight is None]
+    if len(sources) == 1 or len(without) in (0, len(sources)):
         return None
-    return f"lists {len(sources)} sources; mixtures are not in this version, give exactly one"
+    return (
+        f"gives a weight to some sources and none to {', '.join(without)}; give every source one, or none of "
+        "them (then shares are by bytes)"
+    )
+
+
+def _repeating(on_end: str | None, sources: list[Any], *stops: int | None) -> str | None:
+    if on_end != "repeat" or len(sources) == 1 or any(stop is not None for stop in stops):
+        return None
+    return (
+        "is repeat, which has no end, and there is no stop; set train.max_steps, train.max_samples or "
+        "train.max_tokens"
+    )
 
 
 def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
@@ -342,7 +362,9 @@ def _only_continue(data: str) -> str | None:
 
 _STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
 _RULES = (
-    _Between(fields=("data.sources",), check=_one_source),
+    _Between(fields=("data.sources",), check=_each_source_once),
+    _Between(fields=("data.sources",), check=_weights),
+    _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
     _Between(fields=("data.sources",), check=_local_sources),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),

@@ -81,17 +81,22 @@ class SourceConfig(_Section):
     """`jsonl` and `parquet` (a document per record), `text` (per file), `lines` (per line)."""
     text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
     """Field or column that holds the text (`jsonl`, `parquet`)."""
-    weight: Annotated[float, same("a number > 0", gt=0)] = 1.0
-    """Share in a mixture; mixtures are not in this version."""
+    weight: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = None
+    """Share in the mixture of several sources; null for all: by the sources' bytes."""
+    max_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Passes over this source; null: `data.num_epochs`."""
 
 
 class DataConfig(_Section):
     """Which documents, in which order, as which tokens."""
 
     sources: Annotated[
-        tuple[SourceConfig, ...], same("a list of {name, path, format, text_field, weight}", min_length=1)
+        tuple[SourceConfig, ...],
+        same("a list of {name, path, format, text_field, weight, max_epochs}", min_length=1),
     ]
-    """The sources: name, path or glob, format `jsonl`, `parquet`, `text` or `lines`, text_field, weight."""
+    """The sources: name, path or glob, format `jsonl`, `parquet`, `text` or `lines`, text_field, weight,
+    max_epochs.
+    """
     tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
     """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
     shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
@@ -100,6 +105,15 @@ class DataConfig(_Section):
     """Seed of the documents' order."""
     num_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = 1
     """Passes over the data; null: until a stop in `train`."""
+    on_end: Annotated[Literal["stop", "drop", "repeat"] | None, may_change("stop, drop, repeat or null")] = (
+        None
+    )
+    """Several sources, when one has come to its end: `stop` before the first sample that it cannot fill,
+    `drop` it and go on with the others, `repeat` it (unless it has `max_epochs`); null: `stop` with weights,
+    `drop` without.
+    """
+    weight_by: Annotated[Literal["tokens", "samples"], may_change("tokens or samples")] = "tokens"
+    """What the weights are shares of."""
     num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
     """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
     bos: Annotated[Literal["auto"] | bool, same("auto, true or false")] = "auto"

@@ -39,3 +39,14 @@ class StreamSettings:
     piece_bytes: int = PIECE_BYTES
     chunk_tokens: int = CHUNK_TOKENS
     accept_changed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureSettings:
+    """How several sources take turns (data rule 20): whole-number weights by source; what happens when one
+    has come to its limit (`on_end`: `stop` or `drop`); whether shares are counted `by` tokens or samples.
+    """
+
+    weights: dict[str, int]
+    on_end: str
+    by: str

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from decimal import Decimal
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
-from orchestrator.data.packing.stream import Packer, Sample, open_samples
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.packing.samples import Sample, open_samples
+from orchestrator.data.packing.stream import Stream, StreamSource
+from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.sources import manifest as manifests
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
@@ -44,6 +46,7 @@ from orchestrator.data.tokens.tokenizer_files import (
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
+from orchestrator.planning.mixture import whole_weights
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 
@@ -61,6 +64,8 @@ _SAMPLE_CHARACTERS = 8192
 class DataSpec:
     """A run's data and how they become tokens. Pickles; goes to the feeder and to every tokenizer process.
 
+    The sources are numbered in the order of `plans`; `mixture` says how they take turns (None for one
+    source). `max_epochs` are the limits of sources that have one of their own (None: endless).
     `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
@@ -74,6 +79,8 @@ class DataSpec:
     vocab_size: int
     encoders: tuple[EncoderSpan, ...]
     run_identity: RunIdentity
+    mixture: MixtureSettings | None = None
+    max_epochs: dict[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unfrozen: FrozenData | None = None
 
@@ -85,6 +92,12 @@ class DataSpec:
         """The files, fragments and blocks of a source."""
         return next(plan for plan in self.plans if plan.source == source)
 
+    @property
+    def only_source(self) -> str:
+        """Of a run with one source, its name."""
+        (plan,) = self.plans
+        return plan.source
+
     def made_by(self, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
         """The same data, encoded so."""
         return replace(self, encoders=encoders or self.encoders)
@@ -95,11 +108,23 @@ class DataSpec:
         """
         return Encoders(self.tokenizer, self.encoders, self.settings.special_tokens_in_text)
 
-    def tasks_from(self, cursor: Cursor) -> Iterator[WindowTask]:
-        """The block tasks from a cursor on, over all epochs; endless for `num_epochs` None."""
-        plan = self.plans[0]
-        start = cursor.sources.get(plan.source, SourceCursor())
-        num_epochs = self.settings.num_epochs
+    def num_epochs(self, source: str) -> int | None:
+        """How often a source is read; None: endlessly."""
+        return self.max_epochs.get(source, self.settings.num_epochs)
+
+    def endless(self) -> DataSpec:
+        """The same data without an end: a history says itself how far it went."""
+        settings = replace(self.settings, num_epochs=None)
+        return replace(self, settings=settings, max_epochs=dict.fromkeys(self.max_epochs))
+
+    def tasks_from(self, cursor: Cursor, source: str | None = None) -> Iterator[WindowTask]:
+        """A source's block tasks from a cursor on, over all its epochs; endless without a limit. None: that
+        of the only one.
+        """
+        plan = self.source_plan(source or self.only_source)
+        source = plan.source
+        start = cursor.sources.get(source, SourceCursor())
+        num_epochs = self.num_epochs(source)
         epochs = count(start.epoch) if num_epochs is None else range(start.epoch, num_epochs)
         first = WindowTask(
             source=plan.source,
@@ -121,10 +146,14 @@ class DataSpec:
                 task = WindowTask(source=plan.source, epoch=epoch, block=block)
                 yield first if (epoch, block) == (start.epoch, start.block) else task
 
-    def chunks(self, cursor: Cursor) -> Iterator[TokenChunk]:
-        """The chunks of all tasks from a cursor on, tokenized in this process."""
-        encoders = self.build_encoders()
-        for task in self.tasks_from(cursor):
+    def chunks(
+        self, cursor: Cursor, source: str | None = None, encoders: Encoders | None = None
+    ) -> Iterator[TokenChunk]:
+        """The chunks of all of a source's tasks from a cursor on, tokenized in this process. None: of the
+        only one.
+        """
+        encoders = encoders or self.build_encoders()
+        for task in self.tasks_from(cursor, source):
             yield from tokenize_block(task, self.source_plan(task.source), encoders, self.settings)
 
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
@@ -134,20 +163,33 @@ class DataSpec:
         (data rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
         second may be the next epoch's, whether or not the job goes so far.
         """
-        endless = replace(self, settings=replace(self.settings, num_epochs=None))
+        endless, encoders = self.endless(), self.build_encoders()
+        return {
+            plan.source: endless.next_document(cursor, plan.source, encoders)
+            for plan in self.plans
+            if plan.source in cursor.sources
+        }
+
+    def next_document(self, cursor: Cursor, source: str, encoders: Encoders) -> Place:
+        """The same for one source, of a specification without an end."""
         at_hand = None
-        for chunk in endless.chunks(cursor):
+        for chunk in self.chunks(cursor, source, encoders):
             for record in chunk.record[chunk.num_tokens > 0].tolist():
                 place = (chunk.epoch, chunk.block, chunk.window, record)
                 if at_hand not in (None, place):
-                    return {chunk.source: place}
+                    return place
                 at_hand = place
         raise AssertionError("an endless stream has a next document")
 
-    def packer(self, cursor: Cursor) -> Packer:
-        """A packer that takes those chunks."""
-        plan = self.plans[0]
-        return Packer(cursor, plan.source, plan.num_blocks, self.settings)
+    def stream(self, cursor: Cursor) -> Stream:
+        """What takes those chunks and draws steps from them."""
+        sources = [
+            StreamSource(
+                name=plan.source, num_blocks=plan.num_blocks, num_epochs=self.num_epochs(plan.source)
+            )
+            for plan in self.plans
+        ]
+        return Stream(cursor, sources, self.settings, self.mixture)
 
 
 def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
@@ -177,9 +219,9 @@ def prepare_trained(config: JobConfig, folder: Path) -> DataSpec:
     if frozen is None:
         return prepare_data(config)
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
-    source = config.data.sources[0]
-    manifest = find_unchanged(source, frozen.manifests[source.name])
-    return _frozen_spec(config, settings, folder, frozen.record, facts, manifest)
+    sources = {source.name: source for source in config.data.sources}
+    manifests = [find_unchanged(sources[name], frozen.manifests[name]) for name in sources]
+    return _frozen_spec(config, settings, folder, frozen.record, facts, manifests)
 
 
 def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:
@@ -211,19 +253,23 @@ def _settings(config: JobConfig) -> StreamSettings:
 
 
 def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
-    source = config.data.sources[0]
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files)
     settings = _with_ids(config, settings, facts)
-    listing = list_files(source.name, source.path, source.format)
-    manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
-    plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
-    if not plan.num_blocks:
-        raise ConfigError(
-            f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
-            "records; fix the path"
-        )
-    encoder, notes = _choose(config, settings, facts, plan)
+    plans, paths, notes = [], dict[str, str](), list[str]()
+    for source in config.data.sources:
+        listing = list_files(source.name, source.path, source.format)
+        manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
+        plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
+        if not plan.num_blocks:
+            raise ConfigError(
+                f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
+                "records; fix the path"
+            )
+        plans.append(plan)
+        paths[source.name] = listing.path
+        notes += [*listing.notes(source.name), *_window_notes(plan, settings)]
+    encoder, compared = _choose(config, settings, facts, plans)
     record = DataRecord(
         tokenizer=config.data.tokenizer,
         tokenizer_digest=facts.digest,
@@ -231,38 +277,52 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         encoder_version=encoder.version,
         fragment_bytes=settings.fragment_bytes,
         window_bytes=settings.window_bytes,
-        fragments_per_block={source.name: plan.fragments_per_block},
-        manifests={source.name: manifest.digest},
-        paths={source.name: listing.path},
+        fragments_per_block={plan.source: plan.fragments_per_block for plan in plans},
+        manifests={plan.source: plan.manifest.digest for plan in plans},
+        paths=paths,
     )
     return DataSpec(
-        plans=(plan,),
+        plans=tuple(plans),
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=None,
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=_identity(config, facts.digest, encoder, manifest, plan),
-        notes=(*facts.notes, *listing.notes(source.name), *notes, *_window_notes(plan, settings)),
-        unfrozen=FrozenData(record=record, manifests={source.name: manifest}, tokenizer_files=files),
+        run_identity=_identity(config, facts.digest, encoder, [plan.manifest for plan in plans], plans),
+        mixture=_mixture(config, plans),
+        max_epochs=_limits(config),
+        notes=(*facts.notes, *notes, *compared),
+        unfrozen=FrozenData(
+            record=record,
+            manifests={plan.source: plan.manifest for plan in plans},
+            tokenizer_files=files,
+        ),
     )
 
 
 def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
-    source, record = config.data.sources[0], frozen.record
-    manifest, now, notes = compare_files(
-        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
-    )
-    spec = _frozen_spec(config, settings, folder, record, facts, manifest)
-    plan, encoder = spec.plans[0], spec.encoders[0].encoder
+    record, found, now, notes = frozen.record, [], [], list[str]()
+    for source in config.data.sources:
+        manifest, as_it_is, said = compare_files(
+            source,
+            frozen.manifests[source.name],
+            record.paths.get(source.name),
+            config.resume.accept_changed,
+        )
+        found.append(manifest)
+        now.append(as_it_is)
+        notes += said
+    spec = _frozen_spec(config, settings, folder, record, facts, found)
+    encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
-        _choose(config, settings, facts, plan)  # raises if it does not take this tokenizer
+        _choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
     asked = _tokenizer_now(config, frozen, facts)
+    windows = [note for plan in spec.plans for note in _window_notes(plan, settings)]
     return replace(
         spec,
-        run_identity=_identity(config, asked, encoder, now, plan),
-        notes=(*facts.notes, *notes, *_window_notes(plan, settings)),
+        run_identity=_identity(config, asked, encoder, now, spec.plans),
+        notes=(*facts.notes, *notes, *windows),
     )
 
 
@@ -270,11 +330,11 @@ def _frozen_tokenizer(
     config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData
 ) -> tuple[TokenizerFacts, StreamSettings]:
     """The run's copy of its tokenizer, and the settings with its ids."""
-    source, record = config.data.sources[0], frozen.record
-    if source.name not in frozen.manifests:
+    record, asked = frozen.record, [source.name for source in config.data.sources]
+    if asked != list(frozen.manifests):
         raise DataIdentityError(
-            f"the run was started with data.sources {sorted(frozen.manifests)}, the job asks for "
-            f"{source.name}; keep the source's name, or start a new run"
+            f"the run was started with data.sources {list(frozen.manifests)}, the job asks for {asked}; keep "
+            "the sources, their names and their order, or start a new run under another run.name"
         )
     try:
         facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
@@ -297,20 +357,23 @@ def _frozen_spec(
     folder: Path,
     record: DataRecord,
     facts: TokenizerFacts,
-    manifest: Manifest,
+    found: Sequence[Manifest],
 ) -> DataSpec:
-    """What was frozen, with the files where `manifest` says."""
-    plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
-    _require_same_blocks(plan, settings, record)
+    """What was frozen, with the files where the manifests say."""
+    plans = tuple(plan_source(each, settings.fragment_bytes, settings.window_bytes) for each in found)
+    for plan in plans:
+        _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
     return DataSpec(
-        plans=(plan,),
+        plans=plans,
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=_identity(config, facts.digest, encoder, manifest, plan),
+        run_identity=_identity(config, facts.digest, encoder, found, plans),
+        mixture=_mixture(config, plans),
+        max_epochs=_limits(config),
     )
 
 
@@ -339,28 +402,58 @@ def _with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts
     return replace(settings, bos_id=bos, eos_id=eos)
 
 
+def _mixture(config: JobConfig, plans: Sequence[SourcePlan]) -> MixtureSettings | None:
+    """How the sources take turns; without weights by their bytes, and one that has ended is dropped."""
+    data = config.data
+    if len(plans) == 1:
+        return None
+    given = {source.name: source.weight for source in data.sources}
+    if None in given.values():
+        weights = {plan.source: Decimal(max(1, plan.manifest.num_bytes)) for plan in plans}
+    else:
+        weights = {name: Decimal(repr(weight)) for name, weight in given.items()}
+    on_end = data.on_end or ("drop" if None in given.values() else "stop")
+    return MixtureSettings(
+        weights=whole_weights(weights),
+        on_end="drop" if on_end == "repeat" else on_end,
+        by=data.weight_by,
+    )
+
+
+def _limits(config: JobConfig) -> dict[str, int | None]:
+    """Limits of epochs of the sources that have other ones than `data.num_epochs`."""
+    data = config.data
+    limits: dict[str, int | None] = {s.name: s.max_epochs for s in data.sources if s.max_epochs is not None}
+    if len(data.sources) > 1 and data.on_end == "repeat":
+        limits = {s.name: limits.get(s.name) for s in data.sources}
+    return limits
+
+
 def _choose(
-    config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plan: SourcePlan
+    config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plans: Sequence[SourcePlan]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
     wanted = config.data.encoder
-    documents = [] if wanted == TOKENIZERS else _sample_documents(plan, settings)
+    documents = [] if wanted == TOKENIZERS else _sample_documents(plans, settings)
     return choose_encoder(facts.model, wanted, settings.special_tokens_in_text, documents)
 
 
-def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
-    """Beginnings of some documents of the stream's first window; bad ones are left for the stream to
+def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> list[str]:
+    """Beginnings of some documents of each source's first window; bad ones are left for the stream to
     report.
     """
-    ordered = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
     found = []
-    for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
-        try:
-            text = ordered.text(position)
-        except BadRecordError:
-            continue
-        if text:
-            found.append(text[:_SAMPLE_CHARACTERS])
-    return found[:_SAMPLE_DOCUMENTS]
+    for plan in plans:
+        ordered = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
+        here = []
+        for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
+            try:
+                text = ordered.text(position)
+            except BadRecordError:
+                continue
+            if text:
+                here.append(text[:_SAMPLE_CHARACTERS])
+        found += here[: max(1, _SAMPLE_DOCUMENTS // len(plans))]
+    return found
 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
@@ -387,10 +480,15 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
 
 
 def _identity(
-    config: JobConfig, tokenizer_digest: str, encoder: EncoderChoice, now: Manifest, plan: SourcePlan
+    config: JobConfig,
+    tokenizer_digest: str,
+    encoder: EncoderChoice,
+    now: Sequence[Manifest],
+    plans: Sequence[SourcePlan],
 ) -> RunIdentity:
     settings = stream_settings(config.flat())
-    settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
+    for plan in plans:
+        settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
     return RunIdentity(
         format_version=FORMAT_VERSION,
         order_version=ORDER_VERSION,
@@ -399,7 +497,7 @@ def _identity(
         encoder_name=encoder.name,
         encoder_version=encoder.version,
         settings=settings,
-        manifests={plan.source: now.digest},
+        manifests={manifest.source: manifest.digest for manifest in now},
     )
 
 

@@ -354,7 +354,7 @@ class _Walk:
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=batch_digest(
-                batch.start, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
+                batch.first_index, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
             ),
             data_wait_s=0.0,
             save_blocked_s=0.0,

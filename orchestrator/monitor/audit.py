@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 
 from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.listing import same_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
+from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
-from orchestrator.records import Cursor, SourceCursor, StateKey, StepRecord, decode
+from orchestrator.records import Cursor, Int32Array, SourceCursor, StateKey, StepRecord, decode
 from orchestrator.resume.points import parse_point_name
 
-# The source's number in a sample's digest.
-SOURCE_NUMBER = 0
 _FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
@@ -74,8 +74,11 @@ def audit_history(
         first, not_shown = walk.epochs()
     if first is None and not wanted:
         not_shown.append("anything: nothing is trained yet, so there is nothing to compare")
-    repeated, text = _repeated_files(spec.plans[0].manifest)
-    not_shown += [text] if repeated and wanted else []
+    repeated = 0
+    for plan in spec.plans:
+        num, text = _repeated_files(plan.manifest)
+        repeated += num
+        not_shown += [text] if num and wanted else []
     origin = seen.fork.origin if seen.fork is not None else None
     before = records[wanted.start - 1] if wanted and wanted.start else origin and origin.cursor
     not_shown += [_FORKED.format(origin.step, origin.forked_from.run)] if origin and wanted else []
@@ -175,24 +178,86 @@ def _is_behind(seen: Survey, point: StateKey) -> bool:
     return point.attempt == seen.lineage.attempt and (point.attempt, point.generation) not in known
 
 
+class _SourceWalk:
+    """One source's stream from a cursor on, and the samples of it that were trained."""
+
+    def __init__(self, spec: DataSpec, plan: SourcePlan, cursor: Cursor) -> None:
+        self.plan, self._spec = plan, spec
+        self.begin = cursor.sources.get(plan.source, SourceCursor())
+        self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
+        chunks = spec.endless().chunks(cursor, plan.source)
+        self.packer = ReferencePacker(self.trained.watch(chunks), self.begin)
+        self.walked = False
+        self.skipped_before = 0
+
+    def take(self, num_tokens: int, seq_len: int) -> tuple[Samples, str | None]:
+        """Its next samples, and what is wrong with them in themselves."""
+        self.walked = True
+        found = self.packer.samples(num_tokens, seq_len)
+        return found, self.trained.add(found, num_tokens)
+
+    def place(self) -> SourceCursor:
+        """Where the next input token lies."""
+        return self.packer.cursor() if self.walked else self.begin
+
+    def epochs(self) -> tuple[str | None, list[str]]:
+        """Why an epoch held a record twice, or other documents than the files, and what of the epochs is not
+        verified.
+        """
+        begin, end = self.begin, self.place()
+        ends_data = self.walked and not _at_border(end) and self.packer.ends_epoch()
+        not_shown: list[str] = []
+        if reason := self.trained.end():
+            return reason, not_shown
+        checksums = self.trained.checksums
+        for epoch in range(begin.epoch, end.epoch + (0 if _at_border(end) else 1)):
+            twice = checksums.twice(epoch)
+            if twice is not None:
+                path = self.plan.manifest.path(twice[0])
+                return f"epoch {epoch} held the record at {twice[1]} of {path} twice", not_shown
+            if epoch == begin.epoch and not _at_border(begin):
+                not_shown.append(_COMPLETENESS.format(epoch, "begin"))
+            elif epoch == end.epoch and not ends_data:
+                not_shown.append(_COMPLETENESS.format(epoch, "end"))
+            else:
+                encoder = encoder_of_epoch(self._spec.encoders, self.plan.source, epoch)
+                found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
+                if encoder is None:
+                    not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
+                    found, files = found.without_tokens(), files.without_tokens()
+                if found != files:
+                    return f"epoch {epoch} held {found}; the files hold {files}", not_shown
+        return None, not_shown
+
+    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
+    def _files(self, encoder: EncoderChoice) -> EpochChecksum:
+        return checksum_files(self._spec, encoder, self.plan.source)
+
+
 class _Walk:
     """The stream beside the records, from the nearest known cursor on."""
 
     def __init__(self, spec: DataSpec, seen: Survey, records: tuple[StepRecord, ...], first: int) -> None:
         """`first`: the first record that is asked for."""
-        # the last attempt's num_epochs may be smaller than an earlier one's; every step says itself how much
-        # it took
-        self._spec = replace(spec, settings=replace(spec.settings, num_epochs=None))
-        self._source = spec.plans[0].source
-        self._records = records
+        self._spec, self._records = spec, records
         self._seq_lens = {start.id: start.seq_len for start in seen.journal.generations}
         self._known = _known_cursors(seen, records)
         self._first = max((i for i in self._known if i <= first), default=0)
         self._begin = self._known.get(self._first, Cursor())
-        begin = self._begin.sources.get(self._source, SourceCursor())
-        self._trained = TrainedTokens(begin.earlier_tokens + begin.token)
-        self._packer = ReferencePacker(self._trained.watch(self._spec.chunks(self._begin)), begin)
-        self._walked, self._skipped_before = False, 0
+        # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
+        # one's
+        self._sources = {plan.source: _SourceWalk(spec, plan, self._begin) for plan in spec.plans}
+        self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
+        self._targets = self._begin.target_tokens
+        num_bytes = {plan.source: plan.manifest.num_bytes for plan in spec.plans}
+        self._rules = {
+            event.attempt: rule_of(event.fields["config"], num_bytes)
+            for event in seen.journal.events
+            if event.kind == "attempt" and len(spec.plans) > 1
+        }
+        self._mixture: ReferenceMixture | None = None
+        self._mixed_in = 0  # the attempt whose rule the mixture follows
+        self._walked = False
         self._accepting, self._accepted_text = _accepting(seen), accepted_text(seen)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
@@ -203,19 +268,16 @@ class _Walk:
         for index in range(self._first, wanted.stop):
             record = self._records[index]
             num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
-            seq_len = self._seq_lens[record.attempt, record.generation]
-            if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
-                reason: str | None = (
-                    f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
-                )
-                yield {"step": step_name(self._records, index), "reason": reason}
-                return  # what follows it stands at no place of the stream
             if index == wanted.start:
-                self._skipped_before = self._place().bad_documents
-            found = self._packer.samples(num_tokens, seq_len)
+                for source in self._sources.values():
+                    source.skipped_before = source.place().bad_documents
+            turns = self._turns(record, num_samples, num_tokens)
+            if isinstance(turns, str):
+                yield {"step": step_name(self._records, index), "reason": turns}
+                return  # what follows it stands at no place of the stream
+            found, wrong = self._samples(turns, self._seq_lens[record.attempt, record.generation])
             self._walked = True
-            wrong = self._trained.add(found, num_tokens)
-            differs = self._difference(index, samples, found)
+            differs = self._difference(index, samples, num_tokens, found)
             reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
@@ -226,12 +288,60 @@ class _Walk:
                     )
                 yield {"step": step_name(self._records, index), "reason": reason}
 
-    def _difference(self, index: int, first_sample: int, found: Samples) -> str | None:
+    def _turns(self, record: StepRecord, num_samples: int, num_tokens: int) -> list[tuple[str, int]] | str:
+        """(source, positions) of each of the step's samples, or why there are no such samples."""
+        seq_len = self._seq_lens[record.attempt, record.generation]
+        if len(self._sources) > 1:
+            if num_tokens < 1 or not 0 < num_samples <= num_tokens:
+                return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
+            rule = self._rules[record.attempt]
+            if self._mixture is None or self._mixed_in != record.attempt:
+                before = self._begin.mixture if self._mixture is None else self._mixture.shares
+                self._mixture, self._mixed_in = ReferenceMixture(rule, before), record.attempt
+
+            def left(source: str, num: int) -> int:
+                return self._sources[source].packer.left(num, rule.limits[source])
+
+            return self._mixture.turns(num_samples, num_tokens, seq_len, left)
+        if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
+            return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
+        (source,) = self._sources
+        whole, rest = divmod(num_tokens, seq_len)
+        return [(source, seq_len)] * whole + ([(source, rest)] if rest else [])
+
+    def _samples(
+        self, turns: list[tuple[str, int]], seq_len: int
+    ) -> tuple[tuple[Int32Array, Samples], str | None]:
+        """The source's number of each sample, the samples, and what is wrong with them in themselves."""
+        numbers = np.array([self._numbers[source] for source, _ in turns], np.int32)
+        parts, wrong = list[tuple[Any, Samples]](), None
+        for source, walk in self._sources.items():
+            mine = numbers == self._numbers[source]
+            if mine.any():
+                found, reason = walk.take(sum(length for name, length in turns if name == source), seq_len)
+                parts.append((mine, found))
+                wrong = wrong or reason
+        if len(parts) == 1:
+            return (numbers, parts[0][1]), wrong
+        shape = (len(turns), seq_len)
+        tables: dict[str, Any] = {
+            name: np.empty(shape, np.bool_ if name == "masked" else np.int32)
+            for name in ("input_ids", "labels", "document_ids", "masked")
+        }
+        for mine, found in parts:
+            for name, table in tables.items():
+                table[mine] = getattr(found, name)
+        return (numbers, Samples(**tables)), wrong
+
+    def _difference(
+        self, index: int, first_sample: int, num_tokens: int, drawn: tuple[Int32Array, Samples]
+    ) -> str | None:
         """How the record differs from the samples that the stream gives."""
-        record, known = self._records[index], self._known.get(index + 1)
-        sources = np.full(len(found.labels), SOURCE_NUMBER, np.int32)
-        arrays = found.input_ids, found.labels, found.document_ids
-        digest = f"{batch_digest(first_sample, sources, *arrays):016x}"
+        record, known, (numbers, found) = self._records[index], self._known.get(index + 1), drawn
+        arrays = found.input_ids, found.labels_of_loss, found.document_ids
+        self._targets += num_tokens - int(found.masked.sum())
+        first_index = first_sample + self._begin.skipped_samples
+        digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
         if digest != record.digest:
             return (
                 f"trained samples have digest {record.digest}, the stream gives {digest} (or a file was "
@@ -242,8 +352,10 @@ class _Walk:
         cursor = Cursor(
             consumed_samples=record.consumed_samples,
             consumed_tokens=record.consumed_tokens,
-            target_tokens=self._begin.target_tokens + record.consumed_tokens - self._begin.consumed_tokens,
-            sources={self._source: self._packer.cursor()},
+            target_tokens=self._targets,
+            skipped_samples=self._begin.skipped_samples,
+            sources={name: walk.place() for name, walk in self._sources.items() if name in known.sources},
+            mixture=self._mixture.shares if self._mixture is not None else {},
         )
         if known.agrees_with(cursor):
             return None
@@ -251,50 +363,22 @@ class _Walk:
 
     def skipped(self) -> dict[str, int]:
         """How many bad documents of each source the wanted steps passed."""
-        return {self._source: self._place().bad_documents - self._skipped_before}
-
-    def _place(self) -> SourceCursor:
-        """Where the next input token lies."""
-        if self._walked:
-            return self._packer.cursor()
-        return self._begin.sources.get(self._source, SourceCursor())
+        return {
+            name: walk.place().bad_documents - walk.skipped_before for name, walk in self._sources.items()
+        }
 
     def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:
         """The first epoch that held a record twice, or other documents than the files, and what of the epochs
         is not verified.
         """
-        plan = self._spec.plans[0]
-        begin, end = self._begin.sources.get(plan.source, SourceCursor()), self._place()
-        ends_data = self._walked and not _at_border(end) and self._packer.ends_epoch()
         not_shown: list[str] = []
-        if reason := self._trained.end():
-            return {"step": None, "reason": reason}, not_shown
-        checksums = self._trained.checksums
-        for epoch in range(begin.epoch, end.epoch + (0 if _at_border(end) else 1)):
-            twice = checksums.twice(epoch)
-            if twice is not None:
-                reason = (
-                    f"epoch {epoch} held the record at {twice[1]} of {plan.manifest.path(twice[0])} twice"
-                )
-                return {"step": None, "reason": reason}, not_shown
-            if epoch == begin.epoch and not _at_border(begin):
-                not_shown.append(_COMPLETENESS.format(epoch, "begin"))
-            elif epoch == end.epoch and not ends_data:
-                not_shown.append(_COMPLETENESS.format(epoch, "end"))
-            else:
-                encoder = encoder_of_epoch(self._spec.encoders, plan.source, epoch)
-                found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
-                if encoder is None:
-                    not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
-                    found, files = found.without_tokens(), files.without_tokens()
-                if found != files:
-                    reason = f"epoch {epoch} held {found}; the files hold {files}"
-                    return {"step": None, "reason": reason}, not_shown
+        for name, walk in self._sources.items():
+            of = f"source {name}: " if len(self._sources) > 1 else ""
+            reason, texts = walk.epochs()
+            if reason is not None:
+                return {"step": None, "reason": of + reason}, not_shown
+            not_shown += [of + text for text in texts]
         return None, not_shown
-
-    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
-    def _files(self, encoder: EncoderChoice) -> EpochChecksum:
-        return checksum_files(self._spec, encoder)
 
 
 def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:

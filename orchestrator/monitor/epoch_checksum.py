@@ -140,12 +140,12 @@ class _Records:
             self._intervals.append((file, int(found[first, 1]), int(found[last, 1])))
 
 
-def checksum_files(spec: DataSpec, encoder: EncoderChoice) -> EpochChecksum:
-    """One epoch: every file from its first byte to its last, document by document, encoded by `encoder`,
-    without fragments, blocks, windows and chunks. A bad record is counted, whatever `data.on_bad_document`
-    says. Raises as the stream does where a file cannot be read.
+def checksum_files(spec: DataSpec, encoder: EncoderChoice, source: str | None = None) -> EpochChecksum:
+    """One epoch of a source (None: the only one): every file from its first byte to its last, document by
+    document, encoded by `encoder`, without fragments, blocks, windows and chunks. A bad record is counted,
+    whatever `data.on_bad_document` says. Raises as the stream does where a file cannot be read.
     """
-    settings, plan = replace(spec.settings, shuffle="none"), spec.plans[0]
+    settings, plan = replace(spec.settings, shuffle="none"), spec.source_plan(source or spec.only_source)
     sums = _FileSums(Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text), settings)
     for number, part in enumerate(read_files(plan, settings.accept_changed)):
         window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, 0)

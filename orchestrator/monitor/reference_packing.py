@@ -16,7 +16,16 @@ import numpy as np
 from xxhash import xxh3_64
 
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, SourceCursor, TokenChunk
+from orchestrator.records import (
+    BAD,
+    EMPTY,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    SourceCursor,
+    TokenChunk,
+)
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
 
@@ -26,8 +35,14 @@ class Samples:
     """Consecutive samples as a model takes them; arrays are int32 of shape (num_samples, seq_len)."""
 
     input_ids: Int32Array
-    labels: Int32Array  # -100: no loss
+    labels: Int32Array  # -100: no loss; masked targets are still there
     document_ids: Int32Array  # 0, 1, … within a sample, -1: padding
+    masked: BoolArray  # the labels that a loss mask takes out
+
+    @property
+    def labels_of_loss(self) -> Int32Array:
+        """The labels as a model takes them."""
+        return np.where(self.masked, NO_TARGET, self.labels).astype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +68,7 @@ class ReferencePacker:
         self._chunks, self._cursor = chunks, cursor
         self._position = 0  # of the next input token
         self._tokens = np.empty(0, np.int32)  # T from the next input token on, as far as it is read
+        self._masked = np.empty(0, np.bool_)  # whether each one is no target
         self._documents = np.empty(0, np.int64)  # the number of each one's document
         self._pieces = np.empty(0, np.int64)  # the number of each one's piece
         self._held: deque[_Held] = deque()
@@ -74,6 +90,8 @@ class ReferencePacker:
         inputs[:num_tokens] = self._tokens[:num_tokens]
         labels = np.full(num_samples * seq_len, NO_TARGET, np.int32)
         labels[:num_tokens] = self._tokens[1 : num_tokens + 1]
+        masked = np.zeros(num_samples * seq_len, np.bool_)
+        masked[:num_tokens] = self._masked[1 : num_tokens + 1]
         documents = np.full(num_samples * seq_len, NO_DOCUMENT, np.int32)
         for first in range(0, num_tokens, seq_len):
             numbers = self._documents[first : min(first + seq_len, num_tokens)]
@@ -82,7 +100,7 @@ class ReferencePacker:
             documents[first + 1 : first + len(numbers)] = np.cumsum(another)
         self._earlier.move(self._tokens, self._documents, self._pieces, num_tokens)
         self._tokens, self._documents = self._tokens[num_tokens:], self._documents[num_tokens:]
-        self._pieces = self._pieces[num_tokens:]
+        self._pieces, self._masked = self._pieces[num_tokens:], self._masked[num_tokens:]
         self._position += num_tokens
         while self._held and self._held[0].stop <= self._position:
             self._held.popleft()
@@ -91,7 +109,16 @@ class ReferencePacker:
             input_ids=inputs.reshape(shape),
             labels=labels.reshape(shape),
             document_ids=documents.reshape(shape),
+            masked=masked.reshape(shape),
         )
+
+    def left(self, num_positions: int, num_epochs: int | None) -> int:
+        """How many of the next positions there are before the source's limit of epochs; None: it has none."""
+        self._read(num_positions + 1)
+        if num_epochs is None:
+            return num_positions
+        stop = max((held.stop for held in self._held if held.chunk.epoch < num_epochs), default=0)
+        return max(0, min(num_positions, stop - self._position - 1))
 
     def cursor(self) -> SourceCursor:
         """Where the next input token lies."""
@@ -120,6 +147,7 @@ class ReferencePacker:
     def _read(self, num_tokens: int) -> None:
         """Takes chunks until so many tokens are there."""
         tokens, documents, pieces = [self._tokens], [self._documents], [self._pieces]
+        masked = [self._masked]
         num = len(self._tokens)
         while num < num_tokens:
             chunk = self._earlier.cut_off(next(self._chunks))
@@ -131,6 +159,8 @@ class ReferencePacker:
             numbers = self._document + np.cumsum(begins, dtype=np.int64)
             self._document = int(numbers[-1]) if len(numbers) else self._document
             tokens.append(chunk.tokens[skip:])
+            no_loss = np.zeros(len(chunk.tokens), np.bool_) if chunk.loss is None else ~chunk.loss
+            masked.append(no_loss[skip:])
             documents.append(np.repeat(numbers, chunk.num_tokens)[skip:])
             ordinals = self._piece + np.arange(1, len(chunk.kind) + 1)
             self._piece += len(chunk.kind)
@@ -140,7 +170,7 @@ class ReferencePacker:
             num += len(tokens[-1])
         if len(tokens) > 1:
             self._tokens, self._documents = np.concatenate(tokens), np.concatenate(documents)
-            self._pieces = np.concatenate(pieces)
+            self._pieces, self._masked = np.concatenate(pieces), np.concatenate(masked)
 
     def _take(self, chunk: TokenChunk, begin: int) -> None:
         """Notes the chunk, whose first token that is not skipped stands at `begin`."""
@@ -220,7 +250,8 @@ class _EarlierPieces:
             )
         names = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
         left: dict[str, Any] = {name: getattr(chunk, name)[entries:] for name in names}
-        return replace(chunk, tokens=chunk.tokens[tokens:], **left)
+        loss = None if chunk.loss is None else chunk.loss[tokens:]
+        return replace(chunk, tokens=chunk.tokens[tokens:], loss=loss, **left)
 
     def begin_inside(self, tokens: Int32Array, document: int, piece: int) -> None:
         """These tokens of the piece at hand, and of this document, lie before the cursor."""

@@ -227,7 +227,7 @@ class _Trainer:
             targets=int((batch.labels != NO_LOSS).sum()),
             samples=batch.stop - batch.start,
             digest=batch_digest(
-                batch.start, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
+                batch.first_index, batch.source_numbers, batch.input_ids, batch.labels, batch.document_ids
             ),
             data_wait_s=self._waited_s,
             save_blocked_s=self._blocked_s,

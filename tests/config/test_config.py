@@ -218,9 +218,25 @@ def test_what_other_trainers_call_our_fields_leads_to_fields_that_exist_and_hide
     assert not set(OTHER_NAMES) & {path.rpartition(".")[2] for path in paths}
 
 
-def test_a_second_source_is_refused_because_mixtures_come_later() -> None:
-    twice = "[{name: a, path: x, format: lines}, {name: b, path: y, format: text}]"
-    assert refusal(f"data.sources={twice}")[0].startswith("data.sources lists 2 sources; mixtures are not")
+def sources_of(*more: str) -> str:
+    """Two sources with these further fields."""
+    listed = [f"{{name: {'ab'[i]}, path: x, format: lines{each}}}" for i, each in enumerate(more)]
+    return f"data.sources=[{', '.join(listed)}]"
+
+
+def test_sources_of_a_mixture_have_names_of_their_own_and_all_of_them_weights_or_none() -> None:
+    assert load_config(QUICKSTART, [sources_of("", "")]).data.on_end is None
+    assert load_config(QUICKSTART, [sources_of(", weight: 0.9", ", weight: 0.1")])
+    said = refusal(sources_of(", weight: 2", ""))[0]
+    assert said.startswith("data.sources gives a weight to some sources and none to b; give every source one")
+    twice = "data.sources=[{name: a, path: x, format: lines}, {name: a, path: y, format: lines}]"
+    assert refusal(twice)[0].startswith("data.sources has a twice; give each source a name of its own")
+
+
+def test_sources_that_repeat_without_end_need_a_stop() -> None:
+    stopless = [sources_of("", ""), "data.on_end=repeat", "train.max_steps=null", "train.schedule=constant"]
+    assert "data.on_end is repeat, which has no end, and there is no stop" in refusal(*stopless)[0]
+    assert load_config(QUICKSTART, [*stopless[:2], "train.max_steps=7"]).data.on_end == "repeat"
 
 
 def test_fused_attention_on_a_gpu_is_refused_under_invariant_numerics_and_taken_under_fast_ones() -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.data.packing.stream import Sample, open_samples
+from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.records import Cursor
 from tests.data import reference

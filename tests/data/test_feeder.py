@@ -26,7 +26,7 @@ from orchestrator.config.schema import parse_config
 from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, start_feeder
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import SLOTS_AHEAD
-from orchestrator.data.packing.stream import open_samples
+from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange

@@ -16,6 +16,7 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import DataSpec
@@ -107,7 +108,8 @@ def test_the_frozen_list_of_its_files(spec: DataSpec, tmp_path: Path) -> None:
 def test_the_layout_of_a_drawn_step() -> None:
     step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
     tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
-    drawn = StepSamples(step, tokens, starts, "s", Cursor(), SourceCursor(), True, ())
+    run = Run(tokens=tokens, document_starts=starts)
+    drawn = StepSamples(step, [run], np.zeros(2, np.int32), Cursor(), True, ())
     batch = drawn.slice(3, 5)
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, 0]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]

@@ -29,7 +29,7 @@ def spec(tiny_config: TinyConfig) -> DataSpec:
 
 def drawn_steps(spec: DataSpec, num_steps: int) -> Iterator[tuple[StepRange, Any]]:
     """The first steps of the stream, as (asked, drawn)."""
-    packer, chunks, cursor = spec.packer(Cursor()), spec.chunks(Cursor()), Cursor()
+    packer, chunks, cursor = spec.stream(Cursor()), spec.chunks(Cursor()), Cursor()
     for _ in range(num_steps):
         step = StepRange(
             first_sample=cursor.consumed_samples,
@@ -112,7 +112,7 @@ def test_credits_follow_what_was_taken_and_never_stop_the_slot_that_is_due(spec:
             opening.take(slot, chunk)
     # the last chunk of the last slot ended the stream: a step beyond the data is answered
     step = StepRange(first_sample=0, num_samples=10**6, num_tokens=10**6 * SEQ_LEN, seq_len=SEQ_LEN)
-    drawn = opening.packer.draw(step)
+    drawn = opening.stream.draw(step)
     assert drawn is not None
     assert drawn.end_of_data
 

@@ -13,7 +13,8 @@ import pytest
 import xxhash
 
 from orchestrator.config.schema import parse_config
-from orchestrator.data.packing.stream import Packer, open_samples
+from orchestrator.data.packing.samples import open_samples
+from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec, prepare_data, public_stream
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor, SourceCursor, StepRange, decode, encode
@@ -279,7 +280,7 @@ def test_the_stream_does_not_depend_on_the_size_of_chunks(made: Path, tiny_confi
 
 def test_endless_epochs_do_not_end(made: Path, tiny_config: Make) -> None:
     spec = spec_of(job(tiny_config, made, num_epochs=None))
-    packer, chunks = spec.packer(Cursor()), spec.chunks(Cursor())
+    packer, chunks = spec.stream(Cursor()), spec.chunks(Cursor())
     step = StepRange(first_sample=0, num_samples=500, num_tokens=500 * 64, seq_len=64)
     while (drawn := packer.draw(step)) is None:
         packer.feed(next(chunks))
@@ -288,11 +289,11 @@ def test_endless_epochs_do_not_end(made: Path, tiny_config: Make) -> None:
     assert drawn.cursor.sources["made"].epoch > 1
 
 
-def full_packer(spec: DataSpec, cursor: Cursor) -> Packer:
-    packer = spec.packer(cursor)
+def full_packer(spec: DataSpec, cursor: Cursor) -> Stream:
+    packer = spec.stream(cursor)
     for chunk in spec.chunks(cursor):
         packer.feed(chunk)
-    packer.finish()
+    packer.finish("made")
     return packer
 
 

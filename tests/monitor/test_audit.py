@@ -27,8 +27,8 @@ from orchestrator.data import spec as spec_module
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.packing.packer import Packer
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.packing.stream import Packer
 from orchestrator.data.sources import readers
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.sources.listing import list_files
@@ -456,8 +456,9 @@ def test_a_packer_that_loses_a_token_at_each_step_and_repeats_one_is_found(
     right = Packer._gather
 
     def gather(self: Packer, start: int, stop: int) -> Any:
-        tokens, starts = right(self, start, stop)
-        return np.concatenate([tokens[:9], tokens[8:9], tokens[10:]]), starts
+        run = right(self, start, stop)
+        tokens = np.concatenate([run.tokens[:9], run.tokens[8:9], run.tokens[10:]])
+        return replace(run, tokens=tokens)
 
     monkeypatch.setattr(Packer, "_gather", gather)
     run.attempt(1000)
@@ -922,7 +923,7 @@ def test_the_feeder_notes_a_cursor_every_so_many_tokens_and_gives_it_once_it_is_
 ) -> None:
     monkeypatch.setattr(feed_notes, "CURSOR_TOKENS", 1000)
     spec, feed_log, cursors = TrainedRun(mapping).spec, FeedLog(), [Cursor()]
-    packer = spec.packer(Cursor())
+    packer = spec.stream(Cursor())
     for chunk in spec.chunks(Cursor()):
         packer.feed(chunk)
     for first in range(0, 48, 8):  # steps of 512 tokens: 1000, 2000 and 3000 lie in the 2nd, 4th and 6th

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import parse_config
-from orchestrator.data.packing.stream import Packer
+from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import DataError, DataIdentityError
@@ -42,7 +42,8 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
 
 @pytest.mark.parametrize("module", [audit, reference, trained, epoch_checksum])
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
-    packing = {f"orchestrator.data.packing.{name}" for name in ("stream", "segments", "step_samples")}
+    names = ("stream", "packer", "segments", "step_samples", "samples")
+    packing = {f"orchestrator.data.packing.{name}" for name in names}
     packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -190,10 +191,11 @@ def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
     chunks = [chunk for epoch in range(3) for chunk in epoch_chunks(blocks, epoch)]
     of_the_run = [chunk for chunk in chunks if chunk.epoch < 2]
     wide = StreamSettings(num_epochs=2, max_bad_share=1.0)
-    trainer = Packer(Cursor(), "made", len(blocks) + 1, wide)
+    source = StreamSource(name="made", num_blocks=len(blocks) + 1, num_epochs=2)
+    trainer = Stream(Cursor(), [source], wide)
     for chunk in of_the_run:
         trainer.feed(chunk)
-    trainer.finish()
+    trainer.finish("made")
     counted = TrainedTokens(0)
     packer = ReferencePacker(counted.watch(chunks), SourceCursor())
     first = 0
@@ -253,7 +255,10 @@ class Trained:
     def copy(self, at: int) -> Samples:
         step = self.steps[at]
         return Samples(
-            input_ids=step.input_ids.copy(), labels=step.labels.copy(), document_ids=step.document_ids.copy()
+            input_ids=step.input_ids.copy(),
+            labels=step.labels.copy(),
+            document_ids=step.document_ids.copy(),
+            masked=step.masked,
         )
 
 
@@ -285,6 +290,7 @@ def test_a_sample_of_padding_alone_is_none_that_can_be_trained(steps: Trained, r
         input_ids=np.vstack([step.input_ids[:rows], np.full((1, SEQ_LEN), 0, np.int32)]),
         labels=np.vstack([step.labels[:rows], np.full((1, SEQ_LEN), -100, np.int32)]),
         document_ids=np.vstack([step.document_ids[:rows], np.full((1, SEQ_LEN), -1, np.int32)]),
+        masked=np.zeros((rows + 1, SEQ_LEN), np.bool_),
     )
     told = TrainedTokens(0).add(wrong, min(rows * SEQ_LEN, STEP_TOKENS))
     assert told == "padding is not all that follows the last target of its last sample"

@@ -83,7 +83,7 @@ class FeedLog:
         end = samples.cursor.consumed_samples
         if end <= self._given_to:
             return
-        documents = (BadDocument(source=samples.source, text=text) for text in samples.bad_reasons)
+        documents = (BadDocument(source=source, text=text) for source, text in samples.bad_reasons)
         self._bad.update({(end, document): None for document in documents})
         tokens = samples.cursor.consumed_tokens
         if (tokens - samples.step.num_tokens) // CURSOR_TOKENS < tokens // CURSOR_TOKENS:

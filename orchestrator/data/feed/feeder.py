@@ -165,7 +165,7 @@ class Feeder:
             bytes_held=run.steps.held_bytes if run else 0,
             first_sample_held=run.steps.first_sample if run else 0,
             next_sample=run.steps.next_cursor.consumed_samples if run else 0,
-            buffered_tokens=run.packer.buffered_tokens if run else 0,
+            buffered_tokens=run.buffered_tokens if run else 0,
             slots_taken=run.slot if run else 0,
             slots_given=run.slots_given if run else 0,
             bytes_passed=self._work.bytes_passed,
@@ -280,7 +280,7 @@ class Feeder:
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
         # so much stays buffered afterwards too: the step after this one is there before it is asked for
         before, run.wanted_tokens = run.wanted_tokens, step.num_tokens + 1
-        samples = run.packer.draw(step)
+        samples = run.stream.draw(step)
         if samples is not None or run.wanted_tokens != before:
             self._changed.notify_all()  # there may be room for the next chunk
         if samples is None:
@@ -365,7 +365,7 @@ class Feeder:
         return slots if self._run is run else range(0)
 
     async def _take(self, run: Opening, slot: int, chunk: TokenChunk) -> bool:
-        """Hands a chunk to the packer once it is wanted; False: the run is over."""
+        """Hands a chunk to the stream once it is wanted; False: the run is over."""
         async with self._changed:
             while self._run is run and self._error is None and not run.wants:
                 await self._changed.wait()

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterator
 
 from orchestrator.data.feed.replay import HeldStep, ReplayBuffer
-from orchestrator.data.packing.stream import Packer
+from orchestrator.data.packing.samples import draw_step
+from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import rank_samples
@@ -66,14 +67,14 @@ class InProcessFeed:
 
     def __init__(self, spec: DataSpec, replay_bytes: int = 64 << 20) -> None:
         self._spec, self._replay_bytes = spec, replay_bytes
-        self._reader: _Reader | None = None
-        self._packer: Packer | None = None
+        self._readers: dict[str, _Reader] = {}  # by source
+        self._stream: Stream | None = None
         self._steps = ReplayBuffer(Cursor(), replay_bytes)
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
         """Goes on at `cursor`: from memory if that is held, else by reading from there. Idempotent."""
         del view
-        if self._packer is None or not self._steps.serves(cursor):
+        if self._stream is None or not self._steps.serves(cursor):
             self._reopen(cursor)
 
     def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
@@ -86,8 +87,8 @@ class InProcessFeed:
         data ended with.
         """
         held = self._steps.find(step.first_sample)
-        if self._packer is None or held is None or held.asked != step:
-            if self._packer is None or self._steps.next_cursor != cursor:
+        if self._stream is None or held is None or held.asked != step:
+            if self._stream is None or self._steps.next_cursor != cursor:
                 self._reopen(cursor)
             held = self._draw(step)
         samples = held.samples
@@ -97,32 +98,30 @@ class InProcessFeed:
         return samples.slice(start, stop)
 
     def close(self) -> None:
-        """Ends the reading thread."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = self._packer = None
+        """Ends the reading threads."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers, self._stream = {}, None
 
     def _reopen(self, cursor: Cursor) -> None:
         self.close()
-        self._packer = self._spec.packer(cursor)
+        self._stream = self._spec.stream(cursor)
         self._steps = ReplayBuffer(cursor, self._replay_bytes)
-        self._reader = _Reader(self._spec.chunks(cursor))
+        self._readers = {
+            plan.source: _Reader(self._spec.chunks(cursor, plan.source)) for plan in self._spec.plans
+        }
 
     def _draw(self, step: StepRange) -> HeldStep:
-        packer, reader = self._packer, self._reader
-        assert packer is not None, "the feed is open"
-        assert reader is not None, "the feed is open"
+        assert self._stream is not None, "the feed is open"
         if step.first_sample != self._steps.next_cursor.consumed_samples:
             raise FeedError(
                 f"samples from {step.first_sample} on were asked for with the cursor of sample "
                 f"{self._steps.next_cursor.consumed_samples}; a step begins where its cursor stands"
             )
-        while (samples := packer.draw(step)) is None:
-            chunk = reader.queue.get()
-            if isinstance(chunk, Exception):
-                raise chunk
-            if chunk is None:
-                packer.finish()
-            else:
-                packer.feed(chunk)
-        return self._steps.append(step, samples)
+        return self._steps.append(step, draw_step(self._stream, step, self._next_chunk))
+
+    def _next_chunk(self, source: str) -> TokenChunk | None:
+        chunk = self._readers[source].queue.get()
+        if isinstance(chunk, Exception):
+            raise chunk
+        return chunk

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 from orchestrator.data.feed.replay import ReplayBuffer
-from orchestrator.data.packing.stream import Packer
+from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
 from orchestrator.records import Cursor, TokenChunk, WindowTask
 
@@ -33,22 +33,29 @@ class Opening:
         self, run_id: int, spec: DataSpec, cursor: Cursor, num_tokenizers: int, replay_bytes: int
     ) -> None:
         self.run_id = run_id
-        self.packer: Packer = spec.packer(cursor)
+        (plan,) = spec.plans
+        self._source = plan.source
+        self.stream: Stream = spec.stream(cursor)
         self.steps = ReplayBuffer(cursor, replay_bytes)
         self.wanted_tokens = 1  # so many are kept buffered: those of the next step
         self.slot = self.window = 0  # what is being taken
         self.slots_given = 0
         self._slots_ahead = num_tokenizers + SLOTS_AHEAD
-        self._coming = iter(spec.tasks_from(cursor))
+        self._coming = iter(spec.tasks_from(cursor, plan.source))
         self._tasks: dict[int, WindowTask] = {}
         self._executions: dict[int, int] = {}
         self._listed = 0
         self._all_listed = False
 
     @property
+    def buffered_tokens(self) -> int:
+        """Positions that are there and not drawn."""
+        return self.stream.buffered_tokens(self._source)
+
+    @property
     def wants(self) -> bool:
         """Whether the next chunk should be taken now."""
-        return self.packer.buffered_tokens < self.wanted_tokens
+        return self.buffered_tokens < self.wanted_tokens
 
     def list_slots(self, limit: int) -> range:
         """The next slots, at most `limit`; empty at the end of the data."""
@@ -83,7 +90,7 @@ class Opening:
     def take(self, slot: int, chunk: TokenChunk) -> None:
         """The next chunk in order. Raises `DataIdentityError` if the cursor's tokens are not reproduced."""
         assert slot == self.slot, f"a chunk of slot {slot} came while slot {self.slot} was being taken"
-        self.packer.feed(chunk)
+        self.stream.feed(chunk)
         self.window = chunk.window
         if chunk.ends_block:
             self.slot, self.window = slot + 1, 0
@@ -93,4 +100,4 @@ class Opening:
 
     def _finish_if_done(self) -> None:
         if self._all_listed and self.slot == self._listed:
-            self.packer.finish()
+            self.stream.finish(self._source)

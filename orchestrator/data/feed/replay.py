@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from orchestrator.data.packing.stream import StepSamples
+from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.records import Cursor, StepRange
 
 # However small the limit, these stay: the step being trained and the one fetched ahead of it.

@@ -10,7 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, SourceCursor, TokenChunk
+from orchestrator.records import (
+    BAD,
+    EMPTY,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    SourceCursor,
+    TokenChunk,
+)
 
 Counts = tuple[int, int, int, int]  # documents, empty, bad, special texts
 
@@ -76,7 +85,9 @@ def without_entries(chunk: TokenChunk, num: int) -> TokenChunk:
     """The chunk without its first `num` entries and their tokens, none of which is a bad document."""
     columns = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
     kept: dict[str, Any] = {name: getattr(chunk, name)[num:] for name in columns}
-    return replace(chunk, tokens=chunk.tokens[int(chunk.num_tokens[:num].sum()) :], **kept)
+    first = int(chunk.num_tokens[:num].sum())
+    loss = None if chunk.loss is None else chunk.loss[first:]
+    return replace(chunk, tokens=chunk.tokens[first:], loss=loss, **kept)
 
 
 class Segment:
@@ -119,6 +130,14 @@ class Segment:
         """Its tokens at the stream's positions [start, stop), as a view."""
         shift = self._skip - self.start
         return self.chunk.tokens[max(start, self.start) + shift : max(min(stop, self.stop) + shift, 0)]
+
+    def loss_between(self, start: int, stop: int) -> BoolArray:
+        """Which of these tokens are targets."""
+        loss = self.chunk.loss
+        if loss is None:
+            return np.ones(len(self.tokens_between(start, stop)), np.bool_)
+        shift = self._skip - self.start
+        return loss[max(start, self.start) + shift : max(min(stop, self.stop) + shift, 0)]
 
     def document_starts_between(self, start: int, stop: int) -> Int64Array:
         """Positions in [start, stop) at which its documents begin."""

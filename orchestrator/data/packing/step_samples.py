@@ -1,77 +1,79 @@
-"""A step's samples as arrays: what was drawn from the stream, to be handed out, again if need be.
+"""A step's samples as arrays: what was drawn from the sources, to be handed out, again if need be.
 
-It knows no chunk and no file; the packer makes it.
+It knows no chunk and no file; the stream makes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 
+from orchestrator.data.packing.packer import Run
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records import BatchSlice, Cursor, Int32Array, Int64Array, SourceCursor, StepRange
+from orchestrator.records import BatchSlice, Cursor, Int32Array, StepRange
 
 NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
-# The source's number in a sample's digest; mixtures number their sources.
-SOURCE_NUMBER = 0
+Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 
 
 class StepSamples:
-    """One step's samples: its tokens, where documents begin, and the cursor after it. Immutable.
+    """One step's samples: of each source the run of positions that it gives, which sample is whose, and the
+    cursor after it. Immutable.
 
-    It holds its own copy of the tokens, so it may be kept when the packer has gone on. Arrays of samples are
+    It holds its own copy of the tokens, so it may be kept when the stream has gone on. Arrays of samples are
     made when asked for.
     """
 
     def __init__(
         self,
         step: StepRange,
-        tokens: Int32Array,
-        document_starts: Int64Array,
-        source: str,
-        before: Cursor,
-        source_cursor: SourceCursor,
+        runs: Sequence[Run],
+        numbers: Int32Array,
+        cursor: Cursor,
         end_of_data: bool,
-        bad_reasons: tuple[str, ...],
+        bad_reasons: tuple[tuple[str, str], ...],
+        cursors: Callable[[int], Cursor] | None = None,
     ) -> None:
         self.step = step  # what it really holds
+        self.numbers = numbers  # (num_samples,) the number of each sample's source
+        self.cursor = cursor  # the run's place after it
         self.end_of_data = end_of_data  # no target follows it
-        self.bad_reasons = bad_reasons  # of the bad documents that the cursor passes in this step
-        self._tokens = tokens  # (num_tokens + 1,) inputs and the last label; empty for a step of no samples
-        self._document_starts = document_starts  # (num,) positions in the step at which a document begins
-        self.source, self._before, self._source_cursor = source, before, source_cursor
+        # (source, why) of the bad documents that the cursor passes in this step
+        self.bad_reasons = bad_reasons
+        self._runs = runs  # by the source's number
+        self._cursors = cursors
+
+    @property
+    def first_index(self) -> int:
+        """Index of its first sample: samples drawn before it on the lineage."""
+        return self.step.first_sample + self.cursor.skipped_samples
 
     @property
     def targets(self) -> int:
-        """Target tokens of the step; every position that is not padding is one."""
-        return self.step.num_tokens
+        """Target tokens of the step: positions that are neither padding nor masked."""
+        return sum(run.num_targets for run in self._runs)
 
     @property
     def nbytes(self) -> int:
         """Bytes that keeping it costs."""
-        return self._tokens.nbytes + self._document_starts.nbytes
-
-    @cached_property
-    def cursor(self) -> Cursor:
-        """The run's place after this step."""
-        return Cursor(
-            consumed_samples=self._before.consumed_samples + self.step.num_samples,
-            consumed_tokens=self._before.consumed_tokens + self.step.num_tokens,
-            target_tokens=self._before.target_tokens + self.step.num_tokens,
-            sources={**self._before.sources, self.source: self._source_cursor},
-        )
+        return self.numbers.nbytes + sum(run.nbytes for run in self._runs)
 
     @cached_property
     def digest(self) -> int:
         """The sum modulo 2^64 of its samples' digests."""
-        first = self.step.first_sample
-        return batch_digest(first, *self.arrays(0, self.step.num_samples))
+        return batch_digest(self.first_index, *self.arrays(0, self.step.num_samples))
+
+    def cursor_after(self, num_samples: int) -> Cursor:
+        """The run's place after so many of its samples; of a step that was drawn with them."""
+        assert self._cursors is not None, "the step was drawn without cursors"
+        return self.cursor if num_samples == self.step.num_samples else self._cursors(num_samples)
 
     def slice(self, start: int, stop: int) -> BatchSlice:
-        """Samples [start, stop), by their index in the run. Raises `FeedError` if they are not all in the
-        step.
+        """Samples [start, stop), by their count of trained samples in the run. Raises `FeedError` if they are
+        not all in the step.
         """
         first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
         if not first <= start <= stop <= end:
@@ -91,29 +93,45 @@ class StepSamples:
             end_of_data=self.end_of_data,
         )
 
-    def arrays(self, start: int, stop: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+    def arrays(self, start: int, stop: int) -> Arrays:
         """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
         counted within the step.
         """
-        seq_len, num = self.step.seq_len, stop - start
-        first = start * seq_len
-        full = min(self.step.num_tokens, stop * seq_len) - first  # positions that are not padding
+        seq_len, numbers = self.step.seq_len, self.numbers[start:stop]
+        if len(self._runs) == 1:
+            return (numbers, *_cut(self._runs[0], start, stop, seq_len))
+        table = np.empty((3, stop - start, seq_len), np.int32)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            first = int((self.numbers[:start] == number).sum())
+            table[:, mine] = np.stack(_cut(self._runs[number], first, first + int(mine.sum()), seq_len))
+        return numbers, table[0], table[1], table[2]
+
+
+def _cut(run: Run, start: int, stop: int, seq_len: int) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Inputs, labels, document ids (num, seq_len) of a run's samples [start, stop); the last is padded where
+    the run does not fill it.
+    """
+    num, first = stop - start, start * seq_len
+    full = min(run.num_positions, stop * seq_len) - first  # positions that are not padding
+    begins = np.zeros(num * seq_len, np.int32)
+    if full == num * seq_len:
+        inputs = run.tokens[first : first + full].copy()  # the two would share memory
+        labels = run.tokens[first + 1 : first + full + 1].copy()
+    else:
         inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
         labels = np.full(num * seq_len, NO_LOSS, np.int32)
-        begins = np.zeros(num * seq_len, np.int32)
-        if full > 0:
-            inputs[:full] = self._tokens[first : first + full]
-            labels[:full] = self._tokens[first + 1 : first + full + 1]
-            starts = self._document_starts
-            begins[starts[(starts >= first) & (starts < first + full)] - first] = 1
-        table = begins.reshape(num, seq_len)
-        table[:, 0] = 0  # a sample begins with document 0, wherever in it
-        documents = np.cumsum(table, axis=1, dtype=np.int32)
-        if full < num * seq_len:
-            documents.reshape(-1)[max(full, 0) :] = PADDING
-        return (
-            np.full(num, SOURCE_NUMBER, np.int32),
-            inputs.reshape(num, seq_len),
-            labels.reshape(num, seq_len),
-            documents,
-        )
+    if 0 < full < num * seq_len:
+        inputs[:full] = run.tokens[first : first + full]
+        labels[:full] = run.tokens[first + 1 : first + full + 1]
+    if full > 0:
+        low, high = run.document_starts.searchsorted([first, first + full])
+        begins[run.document_starts[low:high] - first] = 1
+    if run.loss is not None and full > 0:
+        labels[:full][~run.loss[first + 1 : first + full + 1]] = NO_LOSS
+    table = begins.reshape(num, seq_len)
+    table[:, 0] = 0  # a sample begins with document 0, wherever in it
+    documents = np.cumsum(table, axis=1, dtype=np.int32)
+    if full < num * seq_len:
+        documents.reshape(-1)[max(full, 0) :] = PADDING
+    return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), documents

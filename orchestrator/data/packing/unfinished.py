@@ -5,6 +5,8 @@ It knows no chunk and no file; the packer says which tokens are passed and where
 
 from __future__ import annotations
 
+from copy import copy
+
 from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.records import Int32Array, SourceCursor
 
@@ -18,6 +20,12 @@ class UnfinishedDocument:
         self._known = start.piece == 0 or bool(start.earlier_digest)
         self._hasher, self._num = token_hasher(), 0  # of the document's tokens passed so far
         self._earlier = (start.earlier_tokens, start.earlier_digest)
+
+    def copy(self) -> UnfinishedDocument:
+        """Another one at the same place."""
+        new = copy(self)
+        new._hasher = self._hasher.copy()
+        return new
 
     @property
     def passed(self) -> tuple[int, str]:

@@ -65,6 +65,11 @@ class Manifest:
         rows = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in self.files]
         return blake3(orjson.dumps([VERSION, self.format, self.text_field, rows])).hexdigest()
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files; of those with row groups, decoded."""
+        return sum(sum(row.group_bytes) or row.bytes for row in self.files)
+
     def path(self, file: int) -> str:
         """The absolute path of a file by its number."""
         return os.path.join(self.base, self.files[file].path)

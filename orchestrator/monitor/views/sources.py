@@ -39,8 +39,7 @@ def sources(facts: Facts) -> Row:
     last = told[-1] if told else None
     counts = _counts(facts, [source["name"] for source in listed], last)
     since = _since(told, counts)
-    total_weight = sum(source["weight"] for source in listed) or 1
-    rows = [_row(source, total_weight, cursor) for source in listed]
+    rows = [_row(source, _target(listed, source, last), cursor) for source in listed]
     for row in rows:
         _counted(row, counts, last, since)
     return {
@@ -96,13 +95,22 @@ def audit(facts: Facts) -> Row | None:
     return {"t": stamp(found.created), **kept, "seconds": found.seconds, "by": found.by}
 
 
-def _row(source: Row, total_weight: float, cursor: Event | None) -> Row:
+def _target(listed: list[Row], source: Row, last: Event | None) -> float | None:
+    """The source's share by its weight, which the attempt noted where none is given; None if it did not."""
+    if len(listed) == 1:
+        return 1.0
+    noted: Row = last.fields.get("weights", {}) if last is not None else {}
+    weights: Row = {each["name"]: noted.get(each["name"]) or each.get("weight") for each in listed}
+    return weights[source["name"]] / sum(weights.values()) if all(weights.values()) else None
+
+
+def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
     at = cursor.fields["cursor"]["sources"].get(source["name"], {}) if cursor is not None else {}
     return {
         "name": source["name"],
         "path": source["path"],
         "format": source["format"],
-        "target": source["weight"] / total_weight,
+        "target": target,
         "samples": None,
         "tokens": None,
         "actual": None,

@@ -1,0 +1,346 @@
+"""One source's token stream, `concat`: chunks of tokens go in, runs of consecutive positions come out.
+
+It knows no file, no tokenizer, no other source and no step; what a chunk holds is taken as it comes, its
+place in the order is checked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.data.packing.segments import Before, Counts, Segment, without_entries
+from orchestrator.data.packing.unfinished import UnfinishedDocument
+from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.errors import DataError, DataIdentityError, FeedError
+from orchestrator.planning.digest import add_tokens, token_hasher
+from orchestrator.records import BoolArray, Int32Array, Int64Array, SourceCursor, TokenChunk
+
+__all__ = ["Packer", "Run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive positions of one source, as arrays of their own: it may be kept when the packer goes on.
+
+    Position p has the input token `tokens[p]` and the label `tokens[p + 1]`.
+    """
+
+    tokens: Int32Array  # (num_positions + 1,); empty for a run of none
+    document_starts: Int64Array  # (num,) positions at which a document begins
+    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
+
+    @property
+    def num_positions(self) -> int:
+        """Input tokens."""
+        return max(0, len(self.tokens) - 1)
+
+    @property
+    def num_targets(self) -> int:
+        """Positions whose label is a target."""
+        return self.num_positions if self.loss is None else int(self.loss[1:].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping it costs."""
+        loss = 0 if self.loss is None else self.loss.nbytes
+        return self.tokens.nbytes + self.document_starts.nbytes + loss
+
+
+_NOTHING = Run(tokens=np.empty(0, np.int32), document_starts=np.empty(0, np.int64))
+
+
+class _Follower:
+    """The cursor of the next input token, moved on with the tokens that are passed."""
+
+    def __init__(self, start: SourceCursor) -> None:
+        self.taken = 0  # positions passed since the opening
+        self.cursor = start
+        self._hasher = token_hasher()
+        self._hashed_piece: tuple[int, ...] | None = None
+        self.unfinished = UnfinishedDocument(start)
+        self._opened_inside = start.piece > 0  # what comes first begins no document
+
+    def copy(self) -> _Follower:
+        """Another one at the same place."""
+        new = _Follower(self.cursor)
+        new.taken, new._opened_inside = self.taken, self._opened_inside
+        new._hasher, new._hashed_piece = self._hasher.copy(), self._hashed_piece
+        new.unfinished = self.unfinished.copy()
+        return new
+
+    def passes(self, stop: int, starts: Int64Array) -> Int64Array:
+        """The next input token is at `stop`, if nothing follows it; those of the `starts` at which documents
+        begin.
+        """
+        if self._opened_inside and not self.taken:
+            starts = starts[starts > 0]
+        self.taken = stop
+        return starts
+
+    def move(self, segment: Segment, stop: int, passed: Int32Array, starts: Int64Array) -> None:
+        """The next input token is the one at `stop`, which lies in `segment`. `starts`: where documents begin
+        in `passed` and right after it. The digest of the unfinished piece's tokens grows with the tokens that
+        are `passed`, so a long piece is not hashed again and again.
+        """
+        starts = self.passes(stop, starts)
+        place = segment.place_of(stop)
+        if place.piece_key == self._hashed_piece:
+            add_tokens(self._hasher, passed)
+        else:
+            self._hasher = token_hasher(segment.piece_tokens(place))
+            self._hashed_piece = place.piece_key
+        begin = int(starts[-1]) if len(starts) else None
+        earlier = self.unfinished.move(passed, begin, place.piece_key[-1], place.token)
+        self.cursor = place.cursor(self._hasher.hexdigest() if place.token else "", earlier)
+
+
+class RunCursors:
+    """The cursors inside a run, computed when asked for."""
+
+    def __init__(self, follower: _Follower, segments: Sequence[Segment], run: Run) -> None:
+        self._follower, self._segments, self._run = follower, segments, run
+
+    def after(self, num_positions: int) -> SourceCursor:
+        """The cursor after so many positions of the run."""
+        follower = self._follower.copy()
+        stop = follower.taken + num_positions
+        here = next((segment for segment in self._segments if stop < segment.stop), None)
+        if here is not None and num_positions:
+            starts = self._run.document_starts
+            starts = starts[starts <= num_positions]
+            follower.move(here, stop, self._run.tokens[:num_positions], starts)
+        return follower.cursor
+
+
+class Packer:
+    """Chunks in, runs of positions out, from a cursor on. Holds the chunks not taken yet; not for several
+    threads.
+
+    `feed` every chunk of the source's tasks from the cursor on, in order, then `finish`; `take` what is
+    there.
+    """
+
+    def __init__(
+        self,
+        start: SourceCursor,
+        source: str,
+        num_blocks: int,
+        settings: StreamSettings,
+        num_epochs: int | None,
+    ) -> None:
+        """`num_epochs` is the source's limit; None: it has no end."""
+        self._source, self._num_blocks, self._settings = source, num_blocks, settings
+        self.num_epochs = num_epochs
+        self._start: SourceCursor | None = start  # until its first chunk has come
+        # (epoch, block, window) of the chunk that must come next
+        self._expected = (start.epoch, start.block, start.window)
+        self._inside_window = False
+        self._segments: deque[Segment] = deque()
+        self._fed = 0  # tokens fed since the opening
+        counts = (start.documents, start.empty_documents, start.bad_documents, start.special_texts)
+        self._counts: Counts = counts  # after what is fed
+        self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
+        at_border = (start.block, start.window, start.record, start.piece, start.token) == (0, 0, 0, 0, 0)
+        self._epoch_tokens = 0 if at_border else 2  # tokens of that epoch, as far as 2
+        self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
+        self._follower = _Follower(start)
+        self._reasons: tuple[str, ...] = ()  # of bad documents that are passed
+        self.finished = False
+
+    @property
+    def cursor(self) -> SourceCursor:
+        """Where the next input token lies."""
+        return self._follower.cursor
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are there and not taken: tokens that have a label after them."""
+        return max(0, self._fed - self._follower.taken - 1)
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """The next chunk.
+
+        Raises `FeedError` if it is not the next one, `DataIdentityError` if the first does not reproduce the
+        cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
+        """
+        self._require_next(chunk)
+        left = self._after_earlier_pieces(chunk)
+        if left is None:
+            self._go_on(chunk)
+            return
+        chunk, skip = left, self._verify_start(left)
+        before = Before(
+            position=self._fed,
+            counts=self._counts,
+            document=self._document,
+            token_document=self._token_document,
+            epoch_counts=self._epoch_counts,
+            epoch_begins=self._epoch_tokens == 0,
+        )
+        segment = Segment(chunk, skip, before)
+        self._segments.append(segment)
+        num_tokens = segment.stop - segment.start
+        self._counts = segment.counts_after
+        self._document, self._token_document = segment.document_after, segment.token_document_after
+        self._fed += num_tokens
+        self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
+        self._go_on(chunk)
+
+    def finish(self) -> None:
+        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        epoch, block, window = self._expected
+        at_border = (block, window, self._inside_window) == (0, 0, False)
+        # a cursor after the last epoch that is wanted has nothing to read, wherever it stands
+        if not (at_border if self.num_epochs is None else epoch >= self.num_epochs):
+            raise FeedError(
+                f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window "
+                f"{window} was there to its end; a part of the data was not delivered"
+            )
+        self.finished = True
+
+    def take(self, num_positions: int, with_cursors: bool = False) -> tuple[Run, RunCursors | None]:
+        """The next positions, all of which must be there; afterwards `cursor` stands behind them."""
+        assert 0 <= num_positions <= self.num_positions, f"{num_positions} of {self.num_positions} positions"
+        start, stop = self._follower.taken, self._follower.taken + num_positions
+        run = self._gather(start, stop + 1) if num_positions else _NOTHING
+        cursors = RunCursors(self._follower.copy(), tuple(self._segments), run) if with_cursors else None
+        if num_positions:
+            self._move_to(stop, run)
+            starts = run.document_starts
+            run = Run(tokens=run.tokens, document_starts=starts[starts < num_positions], loss=run.loss)
+        return run, cursors
+
+    def passed_reasons(self, all_of_them: bool) -> tuple[str, ...]:
+        """Why documents are bad that the cursor has passed, each once; `all_of_them`: also those behind it,
+        at the end of the data: what follows the last token is passed by no cursor and reported all the same.
+        """
+        reasons, self._reasons = self._reasons, ()
+        if all_of_them:
+            reasons += tuple(reason for segment in self._segments for reason in segment.take_reasons(None))
+        return reasons
+
+    # ------------------------------------------------------------------------------------ feeding
+    def _require_next(self, chunk: TokenChunk) -> None:
+        found = (chunk.epoch, chunk.block, chunk.window)
+        if self.finished or found != self._expected or chunk.source != self._source:
+            raise FeedError(
+                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
+                f"came where that of {self._source}, {self._expected} was due"
+                f"{' (after the end)' if self.finished else ''}"
+            )
+
+    def _go_on(self, chunk: TokenChunk) -> None:
+        """What must come next, and the checks that are due at a window's and an epoch's end."""
+        epoch, block, window = self._expected
+        self._inside_window = not chunk.ends_window
+        if chunk.ends_block:
+            block, window = block + 1, 0
+        elif chunk.ends_window:
+            window += 1
+        ends_epoch = block == self._num_blocks
+        if ends_epoch:
+            if self._epoch_tokens < 2:
+                raise DataError(
+                    f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the "
+                    "least; look at data.sources: its path, its text_field"
+                )
+            epoch, block = epoch + 1, 0
+            self._epoch_tokens, self._epoch_counts = 0, self._counts
+        self._expected = (epoch, block, window)
+        if chunk.ends_window:
+            self._judge_bad_share(ends_epoch)
+
+    def _judge_bad_share(self, ends_epoch: bool) -> None:
+        """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
+        documents, empty, bad, _ = self._counts
+        seen = documents + empty + bad
+        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
+            raise DataError(
+                f"{bad} of the first {seen} documents of source {self._source} are bad, more than "
+                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
+            )
+
+    def _after_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
+        """The chunk without the pieces that lie before the cursor's in its document; None: it has no others.
+
+        They come where the cursor has their digest, and must be those that were trained.
+        """
+        start = self._start
+        if start is None or not start.earlier_digest:
+            return chunk
+        earlier = (chunk.record == start.record) & (chunk.piece < start.piece)
+        num = len(earlier) if earlier.all() else int(earlier.argmin())
+        self._follower.unfinished.add(chunk.tokens[: int(chunk.num_tokens[:num].sum())])
+        if num and num == len(earlier) and not chunk.ends_window:
+            return None
+        if self._follower.unfinished.passed != (start.earlier_tokens, start.earlier_digest):
+            found, digest = self._follower.unfinished.passed
+            raise self._not_reproduced(
+                start,
+                f"the {start.earlier_tokens} tokens of the document's earlier pieces had digest "
+                f"{start.earlier_digest}, and now there are {found} with digest {digest}",
+            )
+        return without_entries(chunk, num)
+
+    def _verify_start(self, chunk: TokenChunk) -> int:
+        """How many tokens of the chunk lie before the cursor. Those of the unfinished piece must be the ones
+        that were trained.
+        """
+        start, self._start = self._start, None
+        if start is None or (start.record, start.piece, start.token) == (0, 0, 0):
+            return 0
+        if not len(chunk.num_tokens):
+            raise self._not_reproduced(start, "the window has no such record")
+        record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
+        if (record, piece) != (start.record, start.piece) or num <= start.token:
+            raise self._not_reproduced(
+                start, f"the files give {num} tokens for record {record}, piece {piece} there"
+            )
+        digest = token_hasher(chunk.tokens[: start.token]).hexdigest()
+        if start.token and digest != start.prefix_digest:
+            raise self._not_reproduced(
+                start,
+                f"the {start.token} tokens before it had digest {start.prefix_digest} and now have {digest}",
+            )
+        self._follower.unfinished.add(chunk.tokens[: start.token])
+        return start.token
+
+    def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
+        return DataIdentityError(
+            f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source "
+            f"{self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but {found}; "
+            "the data, the tokenizer or the encoder are not those that the run was trained with"
+        )
+
+    # ------------------------------------------------------------------------------------ taking
+    def _gather(self, start: int, stop: int) -> Run:
+        """Tokens [start, stop) in arrays of their own, and where documents begin in them."""
+        here = [segment for segment in self._segments if segment.start < stop]
+        starts = [segment.document_starts_between(start, stop) for segment in here]
+        masked = any(segment.chunk.loss is not None for segment in here)
+        return Run(
+            tokens=np.concatenate([segment.tokens_between(start, stop) for segment in here]),
+            document_starts=np.concatenate(starts) - start,
+            loss=np.concatenate([segment.loss_between(start, stop) for segment in here]) if masked else None,
+        )
+
+    def _move_to(self, stop: int, run: Run) -> None:
+        """Puts the next input token at `stop`, behind the run, and drops what lies wholly before it."""
+        if stop >= self._fed:  # nothing is left to read
+            self._follower.passes(stop, run.document_starts)
+            return
+        here = next(i for i, segment in enumerate(self._segments) if stop < segment.stop)
+        place = self._segments[here].place_of(stop)
+        reasons: list[str] = []
+        self._follower.move(self._segments[here], stop, run.tokens[:-1], run.document_starts)
+        # at an epoch's border its entries are still to come, be they empty or bad ones before its first token
+        while here and not (place.epoch_border and self._segments[0].chunk.epoch == place.piece_key[0]):
+            reasons += self._segments.popleft().take_reasons(None)
+            here -= 1
+        if not place.epoch_border:
+            reasons += self._segments[0].take_reasons(place.entry)
+        self._reasons += tuple(reasons)

@@ -1,0 +1,100 @@
+"""The stream in one process: chunks are drawn as they are needed, steps and samples come out.
+
+This is the one loop that draws, feeds and finishes; the public stream and the feed of a process without Ray
+run it. (The Feeder's chunks come by themselves: there `feed.opening` does the same in turns.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.packing.stream import Stream
+from orchestrator.records import Cursor, Int32Array, StepRange, TokenChunk
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+__all__ = ["Sample", "draw_step", "open_samples"]
+
+# Samples are drawn by so many tokens at a time where the chunks hold them: what a draw costs vanishes in it.
+_RUN_TOKENS = 1 << 18
+
+
+def draw_step(
+    stream: Stream,
+    step: StepRange,
+    next_chunk: Callable[[str], TokenChunk | None],
+    whole: bool = True,
+    with_cursors: bool = False,
+) -> StepSamples:
+    """`Stream.draw`, fed by `next_chunk(source)` as long as something is missing; None ends a source."""
+    while (samples := stream.draw(step, whole, with_cursors)) is None:
+        for source in stream.needs:
+            chunk = next_chunk(source)
+            if chunk is None:
+                stream.finish(source)
+            else:
+                stream.feed(chunk)
+    return samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One sample of the canonical stream. Arrays are int32 of shape (seq_len,); label -100: no loss; document
+    id -1: padding.
+    """
+
+    index: int
+    source: str
+    input_ids: Int32Array
+    labels: Int32Array
+    document_ids: Int32Array
+    _step: StepSamples = field(repr=False)
+    _number: int = field(repr=False)
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place after it: a stream opened there continues with the next. Computed when asked for."""
+        return self._step.cursor_after(self._number + 1)
+
+
+def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sample]:
+    """The samples from `cursor` on, in this process, to the end of the data. The last may be shortened.
+
+    Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
+    cannot be read.
+    """
+    stream, chunks = (
+        spec.stream(cursor),
+        {plan.source: spec.chunks(cursor, plan.source) for plan in spec.plans},
+    )
+    names = [plan.source for plan in spec.plans]
+    num_samples = max(1, _RUN_TOKENS // seq_len)
+    while True:
+        step = StepRange(
+            first_sample=stream.cursor.consumed_samples,
+            num_samples=num_samples,
+            num_tokens=num_samples * seq_len,
+            seq_len=seq_len,
+        )
+        drawn = draw_step(stream, step, lambda source: next(chunks[source], None), False, with_cursors=True)
+        if not drawn.step.num_samples:
+            return
+        first = drawn.first_index
+        numbers, input_ids, labels, document_ids = drawn.arrays(0, drawn.step.num_samples)
+        rows = zip(numbers.tolist(), input_ids, labels, document_ids, strict=True)
+        for number, (source, ids, targets, documents) in enumerate(rows):
+            yield Sample(
+                index=first + number,
+                source=names[source],
+                input_ids=ids,
+                labels=targets,
+                document_ids=documents,
+                _step=drawn,
+                _number=number,
+            )
+        if drawn.end_of_data:
+            return

@@ -1,0 +1,133 @@
+"""The order of a mixture's samples once more, for an audit: data rule 20 in fractions.
+
+It shares no code with the trainer's mixture (`planning.mixture`, `data.packing.stream`): a fault there cannot
+hide here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+from orchestrator.records import MixtureShare
+
+_NONE = MixtureShare(weight=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureRule:
+    """What an attempt's configuration says of the mixture; limits are in epochs, None: endless."""
+
+    weights: dict[str, Fraction]
+    limits: dict[str, int | None]
+    stops: bool  # before the first sample that its source cannot fill
+    by_samples: bool
+
+
+def rule_of(config: Mapping[str, Any], num_bytes: Mapping[str, int]) -> MixtureRule:
+    """Of a flat configuration as the journal keeps it; `num_bytes` are the weights where none are given."""
+    sources: Sequence[Mapping[str, Any]] = config["data.sources"]
+    weights = {each["name"]: each.get("weight") for each in sources}
+    by_bytes = None in weights.values()
+    on_end = config.get("data.on_end") or ("drop" if by_bytes else "stop")
+    common = None if on_end == "repeat" and len(sources) > 1 else config.get("data.num_epochs")
+    return MixtureRule(
+        weights={
+            name: Fraction(max(1, num_bytes[name])) if by_bytes else Fraction(str(weight))
+            for name, weight in weights.items()
+        },
+        limits={each["name"]: each.get("max_epochs") or common for each in sources},
+        stops=on_end == "stop" and len(sources) > 1,
+        by_samples=config.get("data.weight_by") == "samples",
+    )
+
+
+class ReferenceMixture:
+    """Which source each sample comes from, from the counts of a cursor on."""
+
+    def __init__(self, rule: MixtureRule, before: Mapping[str, MixtureShare]) -> None:
+        self._rule = rule
+        scale = lcm(*(weight.denominator for weight in rule.weights.values()))
+        whole = {name: int(weight * scale) for name, weight in rule.weights.items()}
+        common = gcd(*whole.values())
+        self._whole = {name: weight // common for name, weight in whole.items()}
+        had = {name: share.weight for name, share in before.items() if share.weight > 0}
+        self._ended: dict[str, int] = {}
+        back = False  # a source that had ended is there again
+        for name, share in before.items():
+            if share.weight and share.ended:
+                if name in whole and rule.limits[name] == share.ended:
+                    self._ended[name] = share.ended
+                else:
+                    back = True
+        going_on = had == self._whole and not back
+        self._counts = {
+            name: before[name].count if going_on else 0 for name in whole if name not in self._ended
+        }
+        self._drawn = {name: [share.samples, share.tokens] for name, share in before.items()}
+        for name in whole:
+            self._drawn.setdefault(name, [0, 0])
+
+    @property
+    def shares(self) -> dict[str, MixtureShare]:
+        """As a cursor has them."""
+        return {
+            name: replace(
+                _NONE,
+                weight=self._whole.get(name, 0),
+                count=self._counts.get(name, 0),
+                ended=self._ended.get(name, 0),
+                samples=samples,
+                tokens=tokens,
+            )
+            for name, (samples, tokens) in self._drawn.items()
+        }
+
+    def turns(
+        self, num_samples: int, num_tokens: int, seq_len: int, left: Callable[[str, int], int]
+    ) -> list[tuple[str, int]] | str:
+        """(source, positions) of the next samples of a step that counted so many positions; a text if the
+        rule gives no such step. `left(source, n)` is how many of the next n positions the source has, those
+        that this step took included.
+        """
+        found, taken = list[tuple[str, int]](), dict.fromkeys(self._counts, 0)
+        while len(found) < num_samples:
+            wanted = min(seq_len, num_tokens - sum(taken.values()))
+            name = self._next(seq_len)
+            if name is None or wanted <= 0:
+                return f"the mixture gives {len(found)} samples of its {num_samples}"
+            there = left(name, taken[name] + wanted) - taken[name]
+            if there < wanted and self._rule.stops:
+                return (
+                    f"source {name}, whose turn it was, has {there} positions left for a sample of {wanted}"
+                )
+            if there <= 0:
+                limit = self._rule.limits[name]
+                assert limit is not None, "an endless source has more"
+                del self._counts[name]
+                self._ended[name] = limit
+                self._counts = dict.fromkeys(self._counts, 0)
+                continue
+            length = min(there, wanted)
+            found.append((name, length))
+            taken[name] = taken.get(name, 0) + length
+            self._counts[name] += 1 if self._rule.by_samples else length
+            self._drawn[name][0] += 1
+            self._drawn[name][1] += length
+        if sum(taken.values()) != num_tokens:
+            return f"its {num_samples} samples hold {sum(taken.values())} tokens, it counted {num_tokens}"
+        return found
+
+    def _next(self, seq_len: int) -> str | None:
+        length = 1 if self._rule.by_samples else seq_len
+        total, weights = sum(self._counts.values()), self._rule.weights
+        whole = sum((weights[name] for name in self._counts), Fraction(0))
+        due = [
+            (Fraction(count + length) / weights[name], name)
+            for name, count in self._counts.items()
+            if count < weights[name] / whole * (total + length)
+        ]
+        return min(due)[1] if due else None
