@@ -238,6 +238,16 @@ class Cursor:
         """Samples drawn so far on the lineage: the index of the next one (data rule 3)."""
         return self.consumed_samples + self.skipped_samples
 
+    def drawn_from(self, sources: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """(samples, positions) drawn from each of these sources, all that the run has had."""
+        if not self.mixture and len(sources) == 1:
+            return {sources[0]: (self.drawn_samples, self.consumed_tokens)}
+        if not self.mixture and len(self.sources) == 1:  # the others come in now
+            return {name: (0, 0) for name in sources} | self.drawn_from(tuple(self.sources))
+        none = MixtureShare(weight=0)
+        shares = {name: self.mixture.get(name, none) for name in sources}
+        return {name: (share.samples, share.tokens) for name, share in shares.items()}
+
     def agrees_with(self, other: Cursor) -> bool:
         """Whether both are one place with one history, as far as both know: a cursor without the digest of
         the document's earlier pieces says nothing of them.

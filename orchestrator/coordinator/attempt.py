@@ -95,7 +95,7 @@ class Attempt:
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
-    the number of blocks of each source; `forked_from` is the point of another run that it takes over;
+    the number of blocks of each source, `weights` its weight in the mixture; `forked_from` is the point of another run that it takes over;
     `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
     which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
     `died` is the process (pid and host; 0: not known) of the coordinator whose place a restarted one takes.
@@ -126,6 +126,7 @@ class Attempt:
     run_id: str = ""
     command: str = ""
     num_blocks: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
     forked_from: ForkedFrom | None = None
     losses: Mapping[str, float | None] = field(default_factory=dict)
     history: int = 1
@@ -490,6 +491,7 @@ def begin_launch(
         leftovers=remove_leftovers(store, number, seen.fates),
         run_id=run.id,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans},
+        weights=data.weights,
         forked_from=origin.forked_from if origin else None,
         losses=mean_losses(seen),
         history=saved.number,
@@ -528,14 +530,13 @@ def note_beginning(
         forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
     )
     if attempt.num_blocks:
-        (name,) = attempt.num_blocks  # this version trains one source, so all that was trained is of that
-        cursor = attempt.point.cursor if attempt.point else Cursor()
+        drawn = (attempt.point.cursor if attempt.point else Cursor()).drawn_from(tuple(attempt.num_blocks))
         journal.event(
             EventKind.SOURCES,
-            counts={name: cursor.consumed_samples},
-            tokens={name: cursor.consumed_tokens},
+            counts={name: samples for name, (samples, _) in drawn.items()},
+            tokens={name: tokens for name, (_, tokens) in drawn.items()},
             num_blocks=dict(attempt.num_blocks),
-            weights={source["name"]: source["weight"] for source in config.get("data.sources", ())},
+            weights=dict(attempt.weights),
         )
     if attempt.point is not None and attempt.verified_s is not None:
         journal.event(

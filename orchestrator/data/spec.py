@@ -98,6 +98,11 @@ class DataSpec:
         (plan,) = self.plans
         return plan.source
 
+    @property
+    def weights(self) -> dict[str, int]:
+        """The sources' shares in the mixture, as whole numbers."""
+        return dict(self.mixture.weights) if self.mixture is not None else {self.only_source: 1}
+
     def made_by(self, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
         """The same data, encoded so."""
         return replace(self, encoders=encoders or self.encoders)

@@ -67,10 +67,8 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
     cannot be read.
     """
-    stream, chunks = (
-        spec.stream(cursor),
-        {plan.source: spec.chunks(cursor, plan.source) for plan in spec.plans},
-    )
+    stream, encoders = spec.stream(cursor), spec.build_encoders()
+    chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
     names = [plan.source for plan in spec.plans]
     num_samples = max(1, _RUN_TOKENS // seq_len)
     while True:

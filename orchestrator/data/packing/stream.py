@@ -225,8 +225,8 @@ def _shares(cursor: Cursor) -> Mapping[str, MixtureShare]:
     """The mixture's counts. While a run had one source, all that was drawn was of that."""
     if cursor.mixture or len(cursor.sources) != 1:
         return cursor.mixture
-    (name,) = cursor.sources
-    return {name: MixtureShare(weight=1, samples=cursor.drawn_samples, tokens=cursor.consumed_tokens)}
+    drawn = cursor.drawn_from(tuple(cursor.sources))
+    return {name: MixtureShare(weight=1, samples=num, tokens=tokens) for name, (num, tokens) in drawn.items()}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -37,7 +37,7 @@ def sources(facts: Facts) -> Row:
         [e for e in facts.events("sources") if e.attempt in facts.path.attempts],
     )
     last = told[-1] if told else None
-    counts = _counts(facts, [source["name"] for source in listed], last)
+    counts = _counts(facts, [source["name"] for source in listed], last, cursor)
     since = _since(told, counts)
     rows = [_row(source, _target(listed, source, last), cursor) for source in listed]
     for row in rows:
@@ -126,13 +126,20 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
     }
 
 
-def _counts(facts: Facts, names: list[str], last: Event | None) -> Row:
+def _counts(facts: Facts, names: list[str], last: Event | None, cursor: Event | None) -> Row:
     """Samples and tokens by source, as far as they are known: up to now where there is but one source, else
-    as the newest attempt found them.
+    at the newest cursor, or as the newest attempt found them.
     """
     if len(names) == 1 and len(facts.history):
         samples = int(facts.history["consumed_samples"][-1])
         return {names[0]: {"samples": samples, "tokens": facts.tokens}}
+    mixture: Row = cursor.fields["cursor"].get("mixture", {}) if cursor is not None else {}
+    if mixture:
+        return {
+            n: {"samples": mixture[n]["samples"], "tokens": mixture[n]["tokens"]}
+            for n in names
+            if n in mixture
+        }
     if last is None:
         return {}
     fields = last.fields
