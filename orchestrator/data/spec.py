@@ -15,6 +15,9 @@ from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, r
 from orchestrator.data.packing.stream import Packer, Sample, open_samples
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import manifest as manifests
+from orchestrator.data.sources.compressed import COMPRESSED
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.formats import Cut, format_of
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
     SourcePlan,
@@ -216,7 +219,14 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     facts = examine(config.data.tokenizer, files)
     settings = _with_ids(config, settings, facts)
     listing = list_files(source.name, source.path, source.format)
-    manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
+    content = Content(
+        kind=source.content,
+        text_field=source.text_field,
+        messages_field=source.messages_field,
+        prompt_field=source.prompt_field,
+        completion_field=source.completion_field,
+    )
+    manifest = manifests.freeze_listed(source.name, listing, source.format, content)
     plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
     if not plan.num_blocks:
         raise ConfigError(
@@ -366,9 +376,8 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
     files = plan.manifest.files
-    if plan.manifest.format != "parquet" and not any(
-        row.path.endswith(manifests.COMPRESSED) for row in files
-    ):
+    cut = format_of(plan.manifest.format).cut
+    if cut in (Cut.RANGES, Cut.WHOLE) and not any(row.path.endswith(COMPRESSED) for row in files):
         return ()
     large = set[int]()
     for block in range(plan.num_blocks):
@@ -377,8 +386,9 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
             large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
     if not large:
         return ()
+    what = "are never cut," if cut is Cut.STREAM else "are compressed, or have row groups,"
     return (
-        f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
+        f"{len(large)} of {len(files)} files of source {plan.source} {what} in "
         f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
         f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
         "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "

@@ -121,3 +121,10 @@ class _Local(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+
+def for_arrow(file: InputFile) -> Any:
+    """The file as pyarrow reads it: by its path where this machine has it."""
+    import pyarrow as pa
+
+    return file.name if isinstance(file, LocalFile) else pa.PythonFile(file.stream(), mode="r")

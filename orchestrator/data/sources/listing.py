@@ -13,15 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import ConfigError
 
-# What a folder's files of a format are called; text and lines take every file that is not hidden.
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "text": ("",),
-    "lines": ("",),
-}
 _NAMED = 5
 RealFile = tuple[int | str, ...]
 
@@ -73,8 +67,8 @@ def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listin
     full = os.path.abspath(os.path.expanduser(path))
     unlisted: dict[str, str] = {}
     if os.path.isdir(full):
-        base, pattern = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
-        found = [p for p in _matches(base, ("**", "*"), unlisted) if p.endswith(_SUFFIXES[format_])]
+        base, pattern = full, f"**/* ({format_of(format_).called})"
+        found = format_of(format_).choose(base, list(_matches(base, ("**", "*"), unlisted)))
     elif os.path.lexists(full):
         base, pattern, found = os.path.dirname(full), "", [os.path.basename(full)]
     else:

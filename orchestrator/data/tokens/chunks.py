@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import (
@@ -237,7 +238,7 @@ class _Writer:
             encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
         except UnencodableTextError as error:
             *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
-            unit = "row" if self._manifest.format == "parquet" else "byte"
+            unit = format_of(self._manifest.format).unit
             raise DataError(
                 f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
                 f"{UNKNOWN_TEXT}; either is another tokenizer, which needs a new run (another run.name)"
