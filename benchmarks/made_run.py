@@ -308,7 +308,7 @@ class MadeRun:
 
 def freeze(folder: Path, identity: RunIdentity) -> None:
     """The record of the run's data, which lie on another machine."""
-    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", text_field="text", files=())
+    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", files=())
     record = DataRecord(
         tokenizer="/elsewhere/tokenizer",
         tokenizer_digest=identity.tokenizer_digest,

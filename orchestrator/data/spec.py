@@ -17,6 +17,9 @@ from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.sources import manifest as manifests
+from orchestrator.data.sources.compressed import COMPRESSED
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.formats import Cut, format_of
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
     SourcePlan,
@@ -51,7 +54,7 @@ from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig
+    from orchestrator.config.schema import JobConfig, SourceConfig
 
 __all__ = ["DataSpec", "Sample", "freeze_data", "prepare_data", "prepare_trained", "public_stream"]
 
@@ -264,7 +267,7 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     plans, paths, notes = [], dict[str, str](), list[str]()
     for source in config.data.sources:
         listing = list_files(source.name, source.path, source.format)
-        manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
+        manifest = manifests.freeze_listed(source.name, listing, source.format, _content(source))
         plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
         if not plan.num_blocks:
             raise ConfigError(
@@ -302,6 +305,17 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
             manifests={plan.source: plan.manifest for plan in plans},
             tokenizer_files=files,
         ),
+    )
+
+
+def _content(source: SourceConfig) -> Content:
+    """What the source's records hold."""
+    return Content(
+        kind=source.content,
+        text_field=source.text_field,
+        messages_field=source.messages_field,
+        prompt_field=source.prompt_field,
+        completion_field=source.completion_field,
     )
 
 
@@ -452,11 +466,11 @@ def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> 
         here = []
         for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
             try:
-                text = ordered.text(position)
+                document = ordered.document(position)
             except BadRecordError:
                 continue
-            if text:
-                here.append(text[:_SAMPLE_CHARACTERS])
+            if isinstance(document, str) and document:
+                here.append(document[:_SAMPLE_CHARACTERS])
         found += here[: max(1, _SAMPLE_DOCUMENTS // len(plans))]
     return found
 
@@ -464,9 +478,8 @@ def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
     files = plan.manifest.files
-    if plan.manifest.format != "parquet" and not any(
-        row.path.endswith(manifests.COMPRESSED) for row in files
-    ):
+    cut = format_of(plan.manifest.format).cut
+    if cut in (Cut.RANGES, Cut.WHOLE) and not any(row.path.endswith(COMPRESSED) for row in files):
         return ()
     large = set[int]()
     for block in range(plan.num_blocks):
@@ -475,8 +488,9 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
             large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
     if not large:
         return ()
+    what = "are never cut," if cut is Cut.STREAM else "are compressed, or have row groups,"
     return (
-        f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
+        f"{len(large)} of {len(files)} files of source {plan.source} {what} in "
         f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
         f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
         "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "

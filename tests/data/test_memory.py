@@ -15,9 +15,13 @@ import pytest
 import zstandard
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources import columns, readers
+from orchestrator.data.sources import columns, compressed, line_records, readers
 from orchestrator.data.sources import windows as sources
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.formats import text
+from orchestrator.data.sources.formats.parquet import read_row_group
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.tokens import chunks
@@ -40,7 +44,7 @@ def read_all(plan: SourcePlan, settings: StreamSettings) -> int:
         for window in read_windows(plan, settings, 0, block):
             ordered = OrderedWindow(window, plan, settings, 0)
             for position in range(len(ordered)):
-                assert ordered.text(position) is None or ordered.size(position)
+                assert ordered.document(position) is None or ordered.size(position)
                 found += ordered.size(position)
     return found
 
@@ -108,7 +112,7 @@ def test_a_row_group_is_not_read_ahead(tmp_path: Path) -> None:
     pool, most = pa.default_memory_pool(), 0
     del table
     before = pool.bytes_allocated()
-    for _ in columns.read_column(str(tmp_path / "a.parquet"), 0, "text", 0):
+    for _ in read_row_group(str(tmp_path / "a.parquet"), 0, Content(), 0):
         most = max(most, pool.bytes_allocated() - before)
     assert 0 < most < 30 * MB
 
@@ -120,7 +124,7 @@ def test_short_values_are_handed_on_in_stretches_and_not_as_they_are_decoded(
     texts = [None if i % 100 == 3 else f"value {i % 5000}" * 10 for i in range(50_000)]
     column = pa.array(texts) if kind == "values" else pa.array(texts).dictionary_encode()
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
-    found = list(columns.read_column(str(tmp_path / "a.parquet"), 0, "text", 0))
+    found = list(read_row_group(str(tmp_path / "a.parquet"), 0, Content(), 0))
     assert [value for _, records, _ in found for value in records] == [t and t.encode() for t in texts]
     places = [place for _, records, first in found for place in range(first, first + len(records))]
     assert places == list(range(len(texts)))
@@ -133,11 +137,10 @@ def test_short_values_are_handed_on_in_stretches_and_not_as_they_are_decoded(
 def test_a_zstd_file_of_almost_nothing_is_decoded_piece_by_piece(tmp_path: Path) -> None:
     (tmp_path / "a.zst").write_bytes(zstandard.ZstdCompressor().compress(bytes(400 * MB)))
     assert (tmp_path / "a.zst").stat().st_size < 64 << 10
-    with (tmp_path / "a.zst").open("rb") as file:
-        size = (tmp_path / "a.zst").stat().st_size
-        sizes = [len(piece) for piece in readers.decoded(file, "a.zst", size)]
+    with open_input(str(tmp_path), "a.zst") as file:
+        sizes = [len(piece) for piece in compressed.decoded(file, "a.zst", file.size)]
     assert sum(sizes) == 400 * MB
-    assert max(sizes) <= readers.READ_BYTES
+    assert max(sizes) <= compressed.READ_BYTES
 
 
 # ---------------------------------------------------------------------------------------- long records
@@ -153,9 +156,10 @@ LINES = [b"one", b"x" * 12_000, b"two", b"y" * (LIMIT - 1), b"z" * LIMIT, b"thre
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record may have 5,000 bytes, and a buffer has 1,000."""
-    monkeypatch.setattr(readers, "READ_BYTES", 1000)
+    for module in (compressed, line_records):
+        monkeypatch.setattr(module, "READ_BYTES", 1000)
     monkeypatch.setattr(columns, "BATCH_BYTES", 1000)
-    for module in (readers, columns, sources):
+    for module in (line_records, text, columns, sources):
         monkeypatch.setattr(module, "MAX_RECORD_BYTES", LIMIT)
 
 

@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources import readers
+from orchestrator.data.sources import compressed, line_records
 from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.input_file import InputFile, open_input
+from orchestrator.data.sources.line_records import read_range
 from orchestrator.data.sources.manifest import freeze
-from orchestrator.data.sources.readers import read_files, read_fragment, read_range
+from orchestrator.data.sources.readers import read_files, read_fragment
 from orchestrator.data.sources.records_in_memory import split_lines
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
@@ -28,7 +30,7 @@ from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records import Cursor
 from tests.data.making import job, spec_of, write_corpus
 
-Range = Callable[[int, int, int, int], tuple[int, bytes]]
+Range = Callable[[InputFile, int, int, int], tuple[int, bytes]]
 FILES = st.lists(st.sampled_from([b"", b"a", b"bc\r", b"d" * 9]), max_size=9).flatmap(
     lambda lines: st.sampled_from([b"\n".join(lines), b"\n".join(lines) + b"\n"])
 )
@@ -41,12 +43,13 @@ def lines_of(data: bytes, cuts: list[int], read: Range) -> list[tuple[int, bytes
     try:
         os.write(handle, data)
         found = []
-        for low, high in zip(borders, borders[1:], strict=False):
-            start, content = read(handle, low, high, len(data))
-            lines = split_lines(content)
-            for line, size in zip(lines, lines.sizes.tolist(), strict=True):
-                found.append((start, line))
-                start += size
+        with open_input("/proc/self/fd", str(handle)) as file:
+            for low, high in zip(borders, borders[1:], strict=False):
+                start, content = read(file, low, high, len(data))
+                lines = split_lines(content)
+                for line, size in zip(lines, lines.sizes.tolist(), strict=True):
+                    found.append((start, line))
+                    start += size
         return found
     finally:
         os.close(handle)
@@ -71,16 +74,16 @@ def test_every_line_belongs_to_exactly_one_range(data: bytes, cuts: list[int]) -
     assert lines_of(data, cuts, read_range) == all_lines(data)
 
 
-def from_the_start_itself(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
+def from_the_start_itself(file: InputFile, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """The usual mistake: skip to behind the first newline at or after `start`, not at or after start - 1."""
     if start == 0:
-        return read_range(handle, start, stop, size)
-    return read_range(handle, start + 1, stop, size) if start + 1 < stop else (stop, b"")
+        return read_range(file, start, stop, size)
+    return read_range(file, start + 1, stop, size) if start + 1 < stop else (stop, b"")
 
 
-def up_to_the_stop(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
+def up_to_the_stop(file: InputFile, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """Another one: the last line is cut where the range ends."""
-    begin, data = read_range(handle, start, stop, size)
+    begin, data = read_range(file, start, stop, size)
     return begin, data[: max(0, stop - begin)]
 
 
@@ -258,7 +261,8 @@ def test_what_is_appended_to_a_file_is_not_the_runs(name: str, form: str, tmp_pa
 def test_what_is_appended_while_a_file_is_read_is_not_the_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "READ_BYTES", 1000)
+    for module in (compressed, line_records):
+        monkeypatch.setattr(module, "READ_BYTES", 1000)
     press = COMPRESSED[name][0] if name in COMPRESSED else bytes
     (tmp_path / name).write_bytes(press(LINES))
     plan = plan_source(freeze("s", str(tmp_path), "jsonl", "text"), 1 << 20, 1 << 20)
@@ -295,7 +299,7 @@ def test_a_window_knows_every_records_place(tmp_path: Path) -> None:
             for window in read_windows(plan, settings, 0, position):
                 ordered = OrderedWindow(window, plan, settings, 0)
                 for i in range(len(ordered)):
-                    number = int((ordered.text(i) or "").split()[1])
+                    number = int(str(ordered.document(i)).split()[1])
                     offset = len(b"\n".join(b"line %d" % k for k in range(number))) + (number > 0)
                     assert ordered.place(i) == f"{tmp_path / name}: byte {offset}, line {number + 1}"
                     seen.add(number)
@@ -308,7 +312,8 @@ def test_bom_carriage_returns_and_blank_lines_are_no_text(tmp_path: Path) -> Non
     settings = StreamSettings(shuffle="none")
     (window,) = read_windows(plan, settings, 0, 0)
     ordered = OrderedWindow(window, plan, settings, 0)
-    assert [ordered.text(i) for i in range(len(ordered))] == ["one", None, None, None, "two\r", "\ufeffthree"]
+    documents = [ordered.document(i) for i in range(len(ordered))]
+    assert documents == ["one", None, None, None, "two\r", "\ufeffthree"]
 
 
 def test_reopening_in_a_large_block_parses_nothing_before_the_cursor(

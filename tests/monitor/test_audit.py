@@ -29,7 +29,7 @@ from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.packer import Packer
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.sources import readers
+from orchestrator.data.sources import line_records
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.tokens import chunks
@@ -325,9 +325,9 @@ def a_block_twice(seed: int, source: str, epoch: int, position: int, num_blocks:
     return block_at(seed, source, epoch, 0 if position == 1 else position, num_blocks, shuffle)
 
 
-def a_line_lost_at_each_border(handle: int, start: int, stop: int, size: int) -> tuple[int, bytes]:
+def a_line_lost_at_each_border(file: Any, start: int, stop: int, size: int) -> tuple[int, bytes]:
     """Begins at `start` instead of the byte before it (data rule 10)."""
-    begin, data = readers_range(handle, start, stop, size)
+    begin, data = readers_range(file, start, stop, size)
     cut = data.find(b"\n") + 1 if start else 0
     return begin + cut, data[cut:]
 
@@ -340,10 +340,10 @@ def the_last_id_is_not_eos(ids: Any, lengths: Any, first: Any, last: Any, settin
     return tokens, wrapped
 
 
-readers_range, chunks_wrap = readers.read_range, chunks._wrap
+readers_range, chunks_wrap = line_records.read_range, chunks._wrap
 WRONG = [
     (sources, "block_at", a_block_twice, "epoch 0 held the record at"),
-    (readers, "read_range", a_line_lost_at_each_border, "the files hold"),
+    (line_records, "read_range", a_line_lost_at_each_border, "the files hold"),
     (chunks, "_wrap", the_last_id_is_not_eos, "the files hold"),
 ]
 

@@ -1,53 +1,141 @@
-"""A column of a Parquet file as records, a stretch at a time: a row group is never held as a whole.
+"""Columns of Arrow data as records, a stretch at a time; which columns a document needs, and whether a schema
+has them.
 
-It knows no plan and no order; damage shows as `OSError`.
+It knows no file and no order. A text is held as its bytes, anything else as Arrow values, of which a row
+becomes a Python object when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from orchestrator.data.sources.documents import TOOLS_FIELD, BadRecordError, Content
+from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
+from orchestrator.errors import ConfigError
 from orchestrator.records import Int64Array
 
-# Rows are decoded by so many, or by fewer that have about so many bytes, and handed on in stretches of about
-# so many bytes; what is compressed is read in such pieces.
-_BATCH_ROWS, BATCH_BYTES, _BUFFER_BYTES = 64, 4 << 20, 1 << 20
+# Values are handed on in stretches of about so many bytes.
+BATCH_BYTES = 4 << 20
 
 
-def read_column(path: str, group: int, column: str, first_row: int) -> Iterator[tuple[int, Records, int]]:
-    """(line, records, place of the first) of the column's values in a row group; places are rows of the file.
+# ---------------------------------------------------------------------------------------- schema
+def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
+    """The columns that a document is made of: each field's name, and the way to it in the schema."""
+    fields = content.fields
+    if content.kind == "chat" and TOOLS_FIELD in schema.names:
+        fields = (*fields, TOOLS_FIELD)
+    return {field: (field,) if field in schema.names else tuple(field.split(".")) for field in fields}
 
-    At any time it holds a page of the column (as large as its writer made it), its dictionary, and values of
-    a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
-    `OSError` where the file is damaged.
+
+def require_columns(path: str, schema: Any, content: Content) -> None:
+    """Raises `ConfigError` if the file's schema has not the columns that `content` names, each once, or one
+    of another type.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    for field, way in columns_of(schema, content).items():
+        if (num := schema.names.count(way[0])) > 1:
+            raise ConfigError(
+                f"{path}: {num} columns are called {way[0]!r}, and which one holds the {content.kind} nobody "
+                f"can tell; rename them in the file, or set {content.settings} to another column"
+            )
+        kind = _type_at(path, schema, field, way, content)
+        if field == TOOLS_FIELD and content.kind == "chat":
+            continue
+        if content.kind == "chat" and not _is_list_of_structs(kind):
+            raise ConfigError(
+                f"{path}: column {field!r} is {kind}, a list of messages is expected; set {content.settings}"
+            )
+        if content.kind != "chat" and not _is_text(kind):
+            raise ConfigError(f"{path}: column {field!r} is {kind}, text is expected; set {content.settings}")
 
-    try:
-        facts = pq.read_metadata(path)
-        if group >= facts.num_row_groups:
-            raise OSError(f"row group {group} is asked for, it has {facts.num_row_groups}")
-        chunks = (facts.row_group(group).column(i) for i in range(facts.num_columns))
-        chunk = next((chunk for chunk in chunks if chunk.path_in_schema == column), None)
-        if chunk is None:
-            raise OSError(f"it has no column {column!r}")
-        mean = chunk.total_uncompressed_size // max(1, chunk.num_values)
-        # not read ahead: that would hold the whole group
-        with pq.ParquetFile(path, metadata=facts, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
-            num = min(max(1, BATCH_BYTES // max(1, mean)), _BATCH_ROWS)
-            done = first_row
-            batches = file.iter_batches(batch_size=num, row_groups=[group], columns=[column])
-            for stretch in _joined(batch.column(0) for batch in batches):
-                for records in _values(stretch):
-                    yield done + 1, records, done
-                    done += len(records)
-    except pa.ArrowException as error:
-        raise OSError(str(error)) from error
+
+def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: Content) -> Any:
+    import pyarrow as pa
+
+    if way[0] not in schema.names:
+        raise ConfigError(
+            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.settings}"
+        )
+    kind = schema.field(way[0]).type
+    for i, name in enumerate(way[1:], start=1):
+        passed = ".".join(way[:i])
+        if not pa.types.is_struct(kind):
+            raise ConfigError(
+                f"{path}: no field `{field}`: column {passed!r} is {kind}, and has no inner fields. Set "
+                f"{content.settings}"
+            )
+        inner = [kind.field(k).name for k in range(kind.num_fields)]
+        if inner.count(name) != 1:
+            raise ConfigError(
+                f"{path}: no field `{field}`; `{passed}` has: {', '.join(inner)}. Set {content.settings}"
+            )
+        kind = kind.field(name).type
+    return kind
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    return any(getattr(pa.types, f"is_{name}")(plain) for name in tests)
+
+
+def _is_list_of_structs(kind: Any) -> bool:
+    import pyarrow as pa
+
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(is_list and pa.types.is_struct(kind.value_type))
+
+
+# ---------------------------------------------------------------------------------------- records
+def read_columns(
+    batches: Iterator[Any], content: Content, first_row: int, columns: dict[str, tuple[str, ...]]
+) -> Iterator[Batch]:
+    """The rows of record batches as records, from row `first_row` of the file on. Of a text that is its
+    bytes, of other content an object of the fields.
+
+    At any time it holds a record batch, and values of a few `BATCH_BYTES` or one value.
+    """
+    done = first_row
+    is_text = content.kind == "text"
+    made = (_text(batch, columns) if is_text else _rows(batch, columns) for batch in batches)
+    for stretch in _joined(made):
+        for records in _cut(stretch, _values if is_text else _objects):
+            yield done + 1, records, done
+            done += len(records)
+
+
+def _text(batch: Any, columns: dict[str, tuple[str, ...]]) -> Any:
+    (way,) = columns.values()
+    return _plain(_at(batch, way))
+
+
+def _rows(batch: Any, columns: dict[str, tuple[str, ...]]) -> Any:
+    import pyarrow as pa
+
+    return pa.StructArray.from_arrays([_at(batch, way) for way in columns.values()], names=list(columns))
+
+
+def _at(batch: Any, way: tuple[str, ...]) -> Any:
+    import pyarrow.compute as pc
+
+    column = batch.column(way[0])
+    for name in way[1:]:
+        column = pc.struct_field(column, name)
+    return column
+
+
+def _plain(column: Any) -> Any:
+    """Views, of which Arrow computes little, as what they view."""
+    import pyarrow as pa
+
+    is_view = pa.types.is_string_view(column.type) or pa.types.is_binary_view(column.type)
+    return column.cast(pa.large_binary()) if is_view else column
 
 
 def _joined(columns: Iterator[Any]) -> Iterator[Any]:
@@ -67,12 +155,9 @@ def _joined(columns: Iterator[Any]) -> Iterator[Any]:
         yield held[0] if len(held) == 1 else pa.concat_arrays(held)
 
 
-def _values(column: Any) -> Iterator[Records]:
+def _cut(column: Any, make: Callable[[Any], Records]) -> Iterator[Records]:
     """The column in stretches of at most about `BATCH_BYTES` decoded, or of one value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    sizes = _value_sizes(column)
+    sizes = value_sizes(column)
     begin = 0
     while begin < len(column):
         fits = int(np.searchsorted(np.cumsum(sizes[begin:]), BATCH_BYTES, side="right"))
@@ -80,32 +165,107 @@ def _values(column: Any) -> Iterator[Records]:
         if sizes[begin] > MAX_RECORD_BYTES:
             yield Whole(None, int(sizes[begin]))
         else:
-            part = column[begin:end]
-            if pa.types.is_dictionary(part.type):
-                part = pc.take(part.dictionary, part.indices)
-            yield _as_bytes(part)
+            yield make(column[begin:end])
         begin = end
 
 
-def _value_sizes(column: Any) -> Int64Array:
+def value_sizes(column: Any) -> Int64Array:
+    """(num_values,) bytes of the text in each value, 8 for each number, and 1 for each item of a list; 0 for
+    a null.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(column.type):
-        lengths = pc.take(pc.binary_length(column.dictionary), column.indices)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        inner = value_sizes(column.dictionary)
+        indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        sizes = inner[indices] if len(inner) else np.zeros(len(column), np.int64)
+    elif pa.types.is_struct(kind):
+        sizes = sum((value_sizes(inner) for inner in column.flatten()), np.zeros(len(column), np.int64))
+    elif pa.types.is_fixed_size_list(kind):
+        return value_sizes(column.cast(pa.large_list(kind.value_type)))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
+        offsets = column.offsets.to_numpy(zero_copy_only=False)
+        first = int(offsets[0])
+        is_map = pa.types.is_map(kind)
+        items = (
+            pa.StructArray.from_arrays([column.keys, column.items], ["k", "v"]) if is_map else column.values
+        )
+        inner = value_sizes(items[first : int(offsets[-1])]) + 1
+        ends = np.concatenate([[0], np.cumsum(inner)])
+        sizes = np.diff(ends[offsets - first])
+    elif _is_text(kind):
+        lengths = pc.binary_length(_plain(column))
+        return np.asarray(pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False), dtype=np.int64)
     else:
-        lengths = pc.binary_length(column)
-    return np.asarray(pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False), dtype=np.int64)
+        sizes = np.full(len(column), 8, np.int64)
+    if column.null_count:
+        sizes = np.where(column.is_valid().to_numpy(zero_copy_only=False), sizes, 0)
+    return np.asarray(sizes, np.int64)
 
 
-def _as_bytes(array: Any) -> Values:
+def _values(column: Any) -> Values:
     """The values of an Arrow array of strings or bytes, without a copy of them. What is no UTF-8 is there,
     too: it must show as a bad document, not end the reading.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
+    array = pc.take(column.dictionary, column.indices) if pa.types.is_dictionary(column.type) else column
     binary = array.cast(pa.large_binary())
     _, offsets, data = binary.buffers()
     valid = binary.is_valid().to_numpy(zero_copy_only=False) if binary.null_count else None
     first, end = binary.offset, binary.offset + len(binary) + 1
     return Values(memoryview(data or b""), np.frombuffer(offsets, np.int64)[first:end], valid)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of several columns, or of nested ones, as an Arrow array of structs; a row is made a dict when it
+    is asked for. Inner fields that are null are left out, since a file of columns has every field in every
+    row; the text and the role of a message stay.
+    """
+
+    array: Any
+    sizes: Int64Array  # see `value_sizes`
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            row = self.array[index].as_py()
+        except (UnicodeDecodeError, ValueError) as error:
+            raise BadRecordError(f"not UTF-8: {error}") from error
+        return {name: _without_nulls(value) for name, value in row.items()}
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def size(self, index: int) -> int:
+        """See `value_sizes`."""
+        return int(self.sizes.item(index))
+
+    def bytes_before(self, index: int) -> int:
+        """See `value_sizes`."""
+        return int(self.sizes[:index].sum())
+
+    def cut(self, start: int, stop: int) -> Rows:
+        """Rows [start, stop), of the same array."""
+        return Rows(self.array[start:stop], self.sizes[start:stop])
+
+
+def _objects(array: Any) -> Rows:
+    return Rows(array, value_sizes(array))
+
+
+_KEPT = ("role", "content")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in _KEPT}
+    return value

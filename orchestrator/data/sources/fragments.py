@@ -8,7 +8,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from orchestrator.data.sources.manifest import COMPRESSED, FileRow, Manifest
+from orchestrator.data.sources.compressed import COMPRESSED
+from orchestrator.data.sources.formats import Cut, format_of
+from orchestrator.data.sources.manifest import FileRow, Manifest
 
 # Compressed text is reckoned at so many times its size.
 DECODED_RATIO = 4
@@ -64,7 +66,7 @@ class SourcePlan:
         first, end = self.run_files[run], self.run_files[run + 1]
         part, num = fragment - self.run_fragments[run], self.run_fragments[run + 1] - self.run_fragments[run]
         sizes = [row.bytes for row in self.manifest.files[first:end]]
-        if self.manifest.format == "parquet":
+        if _has_units(self.manifest):
             return (FilePart(file=first, start=0, stop=sizes[0], group=part),)
         if num == 1:
             return tuple(FilePart(file=first + i, start=0, stop=size) for i, size in enumerate(sizes))
@@ -78,8 +80,8 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
     run_fragments, run_files = [0], [0]
     joined = 0  # bytes in the run that is still open
     for i, row in enumerate(manifest.files):
-        num = _num_fragments(manifest.format, row, fragment_bytes)
-        alone = manifest.format == "parquet" or num > 1
+        num = _num_fragments(manifest, row, fragment_bytes)
+        alone = _has_units(manifest) or num > 1
         if run_files[-1] < i and (alone or joined + row.bytes > fragment_bytes):
             run_fragments.append(run_fragments[-1] + 1)
             run_files.append(i)
@@ -92,7 +94,7 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
     if run_files[-1] < len(manifest.files):
         run_fragments.append(run_fragments[-1] + 1)
         run_files.append(len(manifest.files))
-    total = sum(sum(f.group_bytes) if manifest.format == "parquet" else f.bytes for f in manifest.files)
+    total = sum(sum(f.group_bytes) if _has_units(manifest) else f.bytes for f in manifest.files)
     # K = max(1, window // (2 * mean)), with mean = total / fragments, in integers
     per_block = max(1, window_bytes * run_fragments[-1] // (2 * max(1, total)))
     return SourcePlan(
@@ -104,8 +106,9 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
 
 
 def is_plain(manifest: Manifest, part: FilePart) -> bool:
-    """Whether the part's bytes can be read from any place on."""
-    return part.group is None and not manifest.files[part.file].path.endswith(COMPRESSED)
+    """Whether the part's bytes can be read from any place on, or are one record."""
+    streamed = part.group is not None or format_of(manifest.format).cut is Cut.STREAM
+    return not (streamed or _is_compressed(manifest.files[part.file]))
 
 
 def decoded_bytes(manifest: Manifest, part: FilePart) -> int:
@@ -115,12 +118,20 @@ def decoded_bytes(manifest: Manifest, part: FilePart) -> int:
     row = manifest.files[part.file]
     if part.group is not None:
         return row.group_bytes[part.group]
-    return (part.stop - part.start) * (1 if is_plain(manifest, part) else DECODED_RATIO)
+    return (part.stop - part.start) * (DECODED_RATIO if _is_compressed(row) else 1)
 
 
-def _num_fragments(format_: str, row: FileRow, fragment_bytes: int) -> int:
-    if format_ == "parquet":
+def _num_fragments(manifest: Manifest, row: FileRow, fragment_bytes: int) -> int:
+    if _has_units(manifest):
         return len(row.group_rows)
-    if format_ == "text" or row.path.endswith(COMPRESSED):
+    if format_of(manifest.format).cut is not Cut.RANGES or _is_compressed(row):
         return 1
     return max(1, -(-row.bytes // fragment_bytes))
+
+
+def _has_units(manifest: Manifest) -> bool:
+    return format_of(manifest.format).cut is Cut.UNITS
+
+
+def _is_compressed(row: FileRow) -> bool:
+    return row.path.endswith(COMPRESSED)

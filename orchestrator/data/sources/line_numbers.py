@@ -9,7 +9,7 @@ import os
 from bisect import bisect_right, insort
 from functools import cache
 
-from orchestrator.data.sources.readers import READ_BYTES
+from orchestrator.data.sources.compressed import READ_BYTES
 
 # While it reads it notes the count so often: places may be asked for in any order, backwards, too.
 _NOTE_EVERY_BYTES = 4 * READ_BYTES

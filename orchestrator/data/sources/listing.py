@@ -13,15 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import ConfigError
 
-# What a folder's files of a format are called; text and lines take every file that is not hidden.
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-    "text": ("",),
-    "lines": ("",),
-}
 _NAMED = 5
 RealFile = tuple[int | str, ...]
 
@@ -61,18 +55,20 @@ class Listing:
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str, format_: str) -> Listing:
+def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listing:
     """The files that `path` means for `source`; hidden ones are left out.
 
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
     none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, or a name
     is not UTF-8.
     """
+    if not isinstance(path, str):
+        raise ConfigError(f"data.sources {source}: a list of paths is not in this version; give one")
     full = os.path.abspath(os.path.expanduser(path))
     unlisted: dict[str, str] = {}
     if os.path.isdir(full):
-        base, pattern = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
-        found = [p for p in _matches(base, ("**", "*"), unlisted) if p.endswith(_SUFFIXES[format_])]
+        base, pattern = full, f"**/* ({format_of(format_).called})"
+        found = format_of(format_).choose(base, list(_matches(base, ("**", "*"), unlisted)))
     elif os.path.lexists(full):
         base, pattern, found = os.path.dirname(full), "", [os.path.basename(full)]
     else:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,15 @@ import orjson
 import xxhash
 from blake3 import blake3
 
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.listing import Listing, list_files, require_regular
-from orchestrator.errors import ConfigError, DataError, DataIdentityError
+from orchestrator.errors import DataError, DataIdentityError
 
 VERSION = 1
 PROBE_BYTES = 4096
-COMPRESSED = (".gz", ".zst")
 _THREADS = 8
-_PARQUET_MAGIC = b"PAR1"
 # In an error text; the rest is counted.
 _NAMED = 5
 
@@ -48,14 +49,19 @@ class FileRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute
-    folder.
+    folder, `content` what documents are made of.
     """
 
     source: str
     base: str
     format: str
-    text_field: str
+    content: Content = Content()
     files: tuple[FileRow, ...]
+
+    @property
+    def text_field(self) -> str:
+        """The field that holds the text; the content may be another one."""
+        return self.content.text_field
 
     @property
     def digest(self) -> str:
@@ -63,7 +69,8 @@ class Manifest:
         copy has the same digest.
         """
         rows = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in self.files]
-        return blake3(orjson.dumps([VERSION, self.format, self.text_field, rows])).hexdigest()
+        content = [self.text_field] if self.content.kind == "text" else [_content_text(self.content)]
+        return blake3(orjson.dumps([VERSION, self.format, *content, rows])).hexdigest()
 
     @property
     def num_bytes(self) -> int:
@@ -82,97 +89,56 @@ def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
     Raises `ConfigError` if there are none, or one is to be a Parquet file and is none, or lacks the column;
     `DataError` if one cannot be read.
     """
-    return freeze_listed(name, list_files(name, path, format_), format_, text_field)
+    return freeze_listed(name, list_files(name, path, format_), format_, Content(text_field=text_field))
 
 
-def freeze_listed(name: str, listing: Listing, format_: str, text_field: str) -> Manifest:
-    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
+def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:
+    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file, or the
+    format cannot hold such content.
+    """
+    format_of(format_).require_content(name, content)
     require_regular(name, listing)
     with ThreadPoolExecutor(_THREADS) as pool:
-        files = tuple(pool.map(partial(_row, listing.base, format_, text_field), listing.names))
-    return Manifest(source=name, base=listing.base, format=format_, text_field=text_field, files=files)
+        files = tuple(pool.map(partial(_row, listing.base, format_, content), listing.names))
+    return Manifest(source=name, base=listing.base, format=format_, content=content, files=files)
 
 
-def _row(base: str, format_: str, text_field: str, path: str) -> FileRow:
-    full = os.path.join(base, path)
+def _row(base: str, format_: str, content: Content, path: str) -> FileRow:
     try:
-        with open(full, "rb") as file:
-            status = os.fstat(file.fileno())
-            rows, sizes = _row_groups(full, text_field) if format_ == "parquet" else ((), ())
+        with open_input(base, path) as file:
+            rows, sizes = format_of(format_).units(file, content)
             return FileRow(
                 path=path,
-                bytes=status.st_size,
-                mtime_ns=status.st_mtime_ns,
-                probe=_probe(file.fileno(), status.st_size),
+                bytes=file.size,
+                mtime_ns=file.mtime_ns,
+                probe=_probe(file),
                 group_rows=rows,
                 group_bytes=sizes,
             )
     except OSError as error:
+        full = os.path.join(base, path)
         raise DataError(f"{full}: cannot be read: {error}; fix its rights or leave it out") from error
 
 
-def _probe(handle: int, size: int) -> str:
-    ends = os.pread(handle, PROBE_BYTES, 0) + os.pread(handle, PROBE_BYTES, max(0, size - PROBE_BYTES))
+def _probe(file: InputFile) -> str:
+    ends = file.read_at(0, PROBE_BYTES) + file.read_at(max(0, file.size - PROBE_BYTES), PROBE_BYTES)
     return xxhash.xxh3_64_hexdigest(ends)
 
 
-def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows and decoded bytes of each row group, and a check that the text column is there."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            schema, facts = file.schema_arrow, file.metadata
-            groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
-    except (pa.ArrowException, OSError) as error:
-        if (begin := _begin(path)) != _PARQUET_MAGIC:
-            raise ConfigError(
-                f"{path}: no Parquet file: it begins with {begin!r}, not with {_PARQUET_MAGIC!r}; "
-                "is data.sources[].format=parquet right? If it is, leave this file out"
-            ) from error
-        raise DataError(f"{path}: not a whole Parquet file: {error}; replace it or leave it out") from error
-    if text_field not in schema.names:
-        raise ConfigError(
-            f"{path}: no field `{text_field}`; it has: {', '.join(schema.names)}. Set text_field"
-        )
-    if (num := schema.names.count(text_field)) > 1:
-        raise ConfigError(
-            f"{path}: {num} columns are called {text_field!r}, and which one holds the text nobody can tell; "
-            "rename them in the file, or set text_field to another column"
-        )
-    kind = schema.field(text_field).type
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(test(plain) for test in _text_types(pa)):
-        raise ConfigError(f"{path}: column {text_field!r} is {kind}, text is expected; set text_field")
-    return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
-
-
-def _begin(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(len(_PARQUET_MAGIC))
-
-
-def _text_types(pa: Any) -> Iterator[Any]:
-    for name in ("is_string", "is_large_string", "is_binary", "is_large_binary"):
-        yield getattr(pa.types, name)
-
-
 # ---------------------------------------------------------------------------------------- unchanged?
-def difference(row: FileRow, handle: int) -> str | None:
+def difference(row: FileRow, file: InputFile) -> str | None:
     """How the open file differs from its row, with both values; None if it is the same (data rule 13)."""
-    status = os.fstat(handle)
-    if (status.st_size, status.st_mtime_ns) == (row.bytes, row.mtime_ns):
+    if (file.size, file.mtime_ns) == (row.bytes, row.mtime_ns):
         return None
-    if status.st_size != row.bytes:
-        return f"it had {row.bytes} bytes and has {status.st_size}"
-    probe = _probe(handle, status.st_size)
+    if file.size != row.bytes:
+        return f"it had {row.bytes} bytes and has {file.size}"
+    probe = _probe(file)
     return None if probe == row.probe else f"its ends had digest {row.probe} and have {probe}"
 
 
-def require_unchanged(row: FileRow, path: str, handle: int) -> None:
+def require_unchanged(row: FileRow, path: str, file: InputFile) -> None:
     """Raises `DataIdentityError` with both values if the open file is not what the run was started with."""
-    found = difference(row, handle)
+    found = difference(row, file)
     if found is not None:
         raise DataIdentityError(changed_text([f"{path}: {found}"]))
 
@@ -213,15 +179,15 @@ def changes_since(manifest: Manifest) -> Changes:
     def look(row: FileRow) -> tuple[FileRow | None, str | None]:
         path = os.path.join(manifest.base, row.path)
         try:
-            with open(path, "rb") as file:
-                found = difference(row, file.fileno())
+            with open_input(manifest.base, row.path) as file:
+                found = difference(row, file)
         except (FileNotFoundError, NotADirectoryError):
             return None, f"{path}: it had {row.bytes} bytes and is gone"
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
         if found is None:
             return row, None
-        now = _row(manifest.base, manifest.format, manifest.text_field, row.path)
+        now = _row(manifest.base, manifest.format, manifest.content, row.path)
         groups, left = len(row.group_rows), len(now.group_rows)
         if left < groups:
             return None, f"{path}: it had {groups} row groups and has {left}"
@@ -237,6 +203,10 @@ def changes_since(manifest: Manifest) -> Changes:
 
 
 # ---------------------------------------------------------------------------------------- in storage
+def _content_text(content: Content) -> str:
+    return orjson.dumps(asdict(content)).decode()
+
+
 def to_parquet(manifest: Manifest) -> bytes:
     """The manifest as a Parquet file of one row per file, its other fields as metadata of the schema."""
     import pyarrow as pa
@@ -252,6 +222,8 @@ def to_parquet(manifest: Manifest) -> bytes:
     }
     facts = {"version": str(VERSION), "digest": manifest.digest}
     facts |= {name: getattr(manifest, name) for name in ("source", "base", "format", "text_field")}
+    if manifest.content.kind != "text":
+        facts["content"] = _content_text(manifest.content)
     columns = {name: [getattr(row, name) for row in manifest.files] for name in kinds}
     out = io.BytesIO()
     pq.write_table(pa.table(columns, schema=pa.schema(list(kinds.items()), metadata=facts)), out)
@@ -272,10 +244,11 @@ def from_parquet(data: bytes, where: str) -> Manifest:
             {name: tuple(value) if name in lists else value for name, value in row.items()} for row in rows
         ]
         files = tuple(FileRow(**values) for values in columns)
-        fields = {name: facts[name] for name in ("source", "base", "format", "text_field")}
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        fields = {name: facts[name] for name in ("source", "base", "format")}
+        content = Content(**{"text_field": facts["text_field"], **orjson.loads(facts.get("content", "{}"))})
+    except (orjson.JSONDecodeError, pa.ArrowException, OSError, KeyError, TypeError) as error:
         raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
-    manifest = Manifest(files=files, **fields)
+    manifest = Manifest(files=files, content=content, **fields)
     if manifest.digest != facts.get("digest"):
         raise DataIdentityError(
             f"{where}: the run's manifest was written with digest {facts.get('digest')} and has "

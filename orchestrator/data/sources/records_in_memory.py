@@ -5,7 +5,7 @@ It knows no file and no order. A record that is too long to be held is there wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,13 +22,15 @@ _STRETCH_BYTES = 1 << 20
 
 
 class Records(Protocol):
-    """Some records in file order. `records[i]` is None for a null, and for what is too long to be held."""
+    """Some records in file order: bytes, or what their format makes a document of. `records[i]` is None for a
+    null, and for what is too long to be held.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> bytes | None: ...
+    def __getitem__(self, index: int) -> Any: ...
 
-    def __iter__(self) -> Iterator[bytes | None]: ...
+    def __iter__(self) -> Iterator[Any]: ...
 
     @property
     def sizes(self) -> Int64Array:
@@ -181,3 +183,38 @@ class Whole:
 def join(pieces: Sequence[bytes]) -> bytes:
     """All pieces one after the other; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Records of which each is made of its bytes when it is asked for."""
+
+    raw: Records
+    make: Callable[[bytes], Any]
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getitem__(self, index: int) -> Any:
+        raw = self.raw[index]
+        return None if raw is None else self.make(raw)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Of the bytes."""
+        return self.raw.sizes
+
+    def size(self, index: int) -> int:
+        """Of the bytes."""
+        return self.raw.size(index)
+
+    def bytes_before(self, index: int) -> int:
+        """Of the bytes."""
+        return self.raw.bytes_before(index)
+
+    def cut(self, start: int, stop: int) -> Made:
+        """Records [start, stop), of the same bytes."""
+        return Made(self.raw.cut(start, stop), self.make)

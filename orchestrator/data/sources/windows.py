@@ -12,26 +12,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import orjson
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.documents import BadRecordError, Document, WrongFieldError
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.planning.order import block_at, window_order
 
+__all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
+
 _BOM = b"\xef\xbb\xbf"
-# Of a record's fields so many are named, each so far.
-_NUM_NAMES, _NAME_LENGTH = 12, 60
-
-
-class BadRecordError(Exception):
-    """A record that is no document; the text is the reason."""
-
-
-class WrongFieldError(BadRecordError):
-    """A JSON object without text where `text_field` looks for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +44,8 @@ class OrderedWindow:
         self._ends = list(accumulate(len(part.records) for part in window.parts))
         runs = [(part.fragment, part.number, len(part.records)) for part in window.parts]
         self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
+        self._format = format_of(plan.manifest.format)
+        self._parse = self._format.parser(plan.manifest.content)
         # what was found last: each position is asked several things
         self._found_at = -1
         self._found: tuple[Part, int] | None = None
@@ -63,27 +58,19 @@ class OrderedWindow:
         part, index = self._find(position)
         return part.records.size(index)
 
-    def text(self, position: int) -> str | None:
-        """The document's text; None for a blank line, which is no document. Raises `BadRecordError`."""
+    def document(self, position: int) -> Document | None:
+        """The document; None for a blank line, which is no document. Raises `BadRecordError`."""
         part, index = self._find(position)
-        record, manifest = part.records[index], self._plan.manifest
+        record = part.records[index]
         if record is None and (size := part.records.size(index)):
             raise BadRecordError(
                 f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several"
             )
         if record is None:
-            raise BadRecordError(f"{manifest.text_field!r} is null")
-        if manifest.format == "parquet":
-            return utf8_text(record)
-        if index == part.place == 0:
+            raise BadRecordError(f"{self._plan.manifest.text_field!r} is null")
+        if index == part.place == 0 and self._format.drops_bom:
             record = record.removeprefix(_BOM)
-        if manifest.format == "text":
-            return utf8_text(record)
-        if not record.strip():
-            return None
-        if manifest.format == "lines":
-            return utf8_text(record.removesuffix(b"\r"))
-        return json_text(record, manifest.text_field)
+        return self._parse(record)
 
     def is_sampled(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
@@ -96,19 +83,16 @@ class OrderedWindow:
         return part.file, part.place_of(index)
 
     def place(self, position: int) -> str:
-        """Where the record lies, for people: file, byte offset and line, or file and row."""
+        """Where the record lies, for people: file, byte offset and line, or what the format counts."""
         part, index = self._find(position)
         path = self._plan.manifest.path(part.file)
-        if self._plan.manifest.format == "parquet":
-            return f"{path}: row {part.place_of(index)}"
-        first = part.line
-        if first is None:  # its lines follow each other: one place is counted for all of them
+
+        def line() -> int | None:  # lines follow each other: one place is counted for all of them
             row = self._plan.manifest.files[part.file]
             before = line_numbers(path, row.bytes, row.probe).newlines_before(part.place)
-            first = None if before is None else before + 1
-        return (
-            f"{path}: byte {part.place_of(index)}, line {'not counted' if first is None else first + index}"
-        )
+            return None if before is None else before + 1
+
+        return self._format.place(path, part, index, line)
 
     def _find(self, position: int) -> tuple[Part, int]:
         if self._found is None or position != self._found_at:
@@ -144,43 +128,3 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
                     yield Window(number=number, last=False, parts=tuple(held))
                     held, number, total = [], number + 1, 0
     yield Window(number=number, last=True, parts=tuple(held))
-
-
-def utf8_text(record: bytes) -> str:
-    """The record as text. Raises `BadRecordError` if it is not UTF-8."""
-    try:
-        return record.decode()
-    except UnicodeDecodeError as error:
-        raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error
-
-
-def json_text(line: bytes, field: str) -> str:
-    """The text of a line of JSON. Raises `BadRecordError`: `WrongFieldError` if `field` holds no text."""
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise BadRecordError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise BadRecordError(f"a JSON {_json_kind(value)}, an object is expected")
-    if field not in value:
-        raise WrongFieldError(f"no field `{field}`; it has: {_names(value)}")
-    text = value[field]
-    if text is None:
-        raise BadRecordError(f"{field!r} is null")
-    if not isinstance(text, str):
-        raise WrongFieldError(
-            f"{field!r} is a JSON {_json_kind(text)}, a string is expected; the record has: {_names(value)}"
-        )
-    return text
-
-
-def _names(record: dict[str, object]) -> str:
-    """The record's fields, for people; of many the first."""
-    names = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in record]
-    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
-    return (", ".join(names[:_NUM_NAMES]) or "none") + more
-
-
-def _json_kind(value: object) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")

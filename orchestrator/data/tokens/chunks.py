@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import (
@@ -116,7 +117,7 @@ def _add_record(
     """
     origin = window.origin(position)
     try:
-        text = window.text(position)
+        text = window.document(position)
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
@@ -129,6 +130,7 @@ def _add_record(
         return
     if text is None:
         return
+    assert isinstance(text, str), "conversations and prompts are not tokenized yet"
     if not text:
         writer.add(position, origin, EMPTY)
         yield from writer.full_chunks()
@@ -236,7 +238,7 @@ class _Writer:
             encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
         except UnencodableTextError as error:
             *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
-            unit = "row" if self._manifest.format == "parquet" else "byte"
+            unit = format_of(self._manifest.format).unit
             raise DataError(
                 f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
                 f"{UNKNOWN_TEXT}; either is another tokenizer, which needs a new run (another run.name)"

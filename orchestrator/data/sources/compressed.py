@@ -1,0 +1,148 @@
+"""The decoded content of a file in pieces, by the ending of its name: gzip, zstd, bzip2, xz, or as it lies.
+
+A stream that is cut off raises `EOFError`, a damaged one what its library raises (`DAMAGE`); streams that
+follow each other in a file are read on. What is held is bounded, however much a few bytes decode to.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import zstandard
+
+from orchestrator.data.sources.input_file import InputFile
+from orchestrator.data.sources.records_in_memory import join
+
+# Plain input is read, and decoded pieces have at most, so many bytes.
+READ_BYTES = 1 << 20
+# bz2 and xz are read in such pieces: what is left of one is copied at each stream's end.
+_STREAM_READ_BYTES = 1 << 16
+# So much of a zstd file may decode to 64 MiB, but not to more.
+_ZSTD_READ_BYTES = 1 << 11
+# What an xz stream may ask for; the strongest preset takes 65 MiB.
+_XZ_MEMORY_BYTES = 1 << 30
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+DAMAGE = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)
+
+
+def with_compressed(*suffixes: str) -> tuple[str, ...]:
+    """The endings, and each with that of a compression behind it."""
+    return tuple(suffix + pressed for suffix in suffixes for pressed in ("", *COMPRESSED))
+
+
+def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
+    """The decoded content of the file's first `file_bytes` in pieces; the ending of `path` says how."""
+    begin = io.BufferedReader(_Begin(file.stream(), file_bytes))
+    try:
+        if path.endswith(".gz"):
+            yield from _gunzip(begin)
+        elif path.endswith(".zst"):
+            yield from _unzstd(begin)
+        elif path.endswith(".bz2"):
+            yield from _streams(begin, bz2.BZ2Decompressor, b"")
+        elif path.endswith(".xz"):
+            yield from _streams(begin, _unxz, b"\0")
+        else:
+            while piece := begin.read(READ_BYTES):
+                yield piece
+    except EOFError as error:
+        if file.size <= file_bytes:
+            raise
+        raise EOFError(
+            f"{error}; it has {file.size} bytes, and the run reads the {file_bytes} that it was started with"
+        ) from error
+
+
+class _Begin(io.RawIOBase):
+    """The first bytes of a stream: what is appended while it is read is not seen."""
+
+    def __init__(self, stream: io.BufferedIOBase, num_bytes: int) -> None:
+        self._stream, self._at, self._left = stream, 0, num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num = self._stream.readinto(memoryview(buffer)[: self._left])
+        self._at, self._left = self._at + num, self._left - num
+        return num
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _gunzip(file: io.BufferedReader[Any]) -> Iterator[bytes]:
+    if not file.peek(1):
+        raise EOFError("it is empty, which no gzip file is")
+    with gzip.GzipFile(fileobj=file, mode="rb") as stream:
+        while piece := stream.read(READ_BYTES):
+            yield piece
+
+
+def _unzstd(file: io.BufferedReader[Any]) -> Iterator[bytes]:
+    """Frame after frame. python-zstandard's own reader ends without an error where the file is cut off."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, data = None, b""
+    pieces, num_bytes = list[bytes](), 0
+    while data := data or file.read(_ZSTD_READ_BYTES):
+        frame = frame or decompressor.decompressobj()
+        pieces.append(frame.decompress(data))
+        num_bytes += len(pieces[-1])
+        data = b""
+        if frame.eof:
+            data, frame = frame.unused_data, None
+        if num_bytes >= READ_BYTES:
+            yield from _cut(join(pieces))
+            pieces, num_bytes = [], 0
+    yield from _cut(b"".join(pieces))
+    if frame is not None or not file.tell():
+        raise EOFError("the compressed stream is cut off: its last frame does not end")
+
+
+class _Decompressor(Protocol):
+    """What bz2 and lzma have in common."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes: ...
+
+
+def _unxz() -> _Decompressor:
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+
+
+def _streams(
+    file: io.BufferedReader[Any], begin: Callable[[], _Decompressor], padding: bytes
+) -> Iterator[bytes]:
+    """Stream after stream, with `padding` between them. The libraries' own readers pass over what comes after
+    a stream and is none, without a word.
+    """
+    stream, data = None, b""
+    while data := (data if stream else data.lstrip(padding)) or file.read(_STREAM_READ_BYTES):
+        if stream is None and not (data := data.lstrip(padding)):
+            continue
+        stream = stream or begin()
+        if piece := stream.decompress(data, READ_BYTES):
+            yield piece
+        while not (stream.needs_input or stream.eof):
+            if piece := stream.decompress(b"", READ_BYTES):
+                yield piece
+        data = b""
+        if stream.eof:
+            data, stream = stream.unused_data, None
+    if stream is not None or not file.tell():
+        raise EOFError("the compressed stream is cut off: it does not end")
+
+
+def _cut(data: bytes) -> Iterator[bytes]:
+    return (data[start : start + READ_BYTES] for start in range(0, len(data), READ_BYTES))

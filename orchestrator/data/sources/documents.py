@@ -1,0 +1,169 @@
+"""What a record of a source is to the tokenizer: plain text, a conversation, or a prompt with its completion;
+and how it is made of a record's fields.
+
+Formats make documents, `tokens` turns them into tokens; this module knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Of a record's fields so many are named, each so far.
+_NUM_NAMES, _NAME_LENGTH = 12, 60
+# Beside the messages of a chat a record may say which tools the model is offered.
+TOOLS_FIELD = "tools"
+
+
+class BadRecordError(Exception):
+    """A record that is no document; the text is the reason."""
+
+
+class WrongFieldError(BadRecordError):
+    """A record without what is looked for in the field where it is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The turns of a chat, in order, as JSON objects (`role`, `content`, …) for a tokenizer's template, and
+    the tools that it is offered, None where the record has none.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompted:
+    """A text that is given and the one that is to follow it."""
+
+    prompt: str
+    completion: str
+
+
+Document = str | Conversation | Prompted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """Which fields of a record its document is made of; `kind` is `data.sources[].content`.
+
+    A field's name is that of a field of the record, else a way into inner ones: `meta.body`.
+    """
+
+    kind: str = "text"
+    text_field: str = "text"
+    messages_field: str = "messages"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that a record must have."""
+        return {
+            "text": (self.text_field,),
+            "chat": (self.messages_field,),
+            "prompt": (self.prompt_field, self.completion_field),
+        }[self.kind]
+
+    @property
+    def settings(self) -> str:
+        """What of the configuration names these fields, for messages."""
+        return {
+            "text": "text_field",
+            "chat": "messages_field",
+            "prompt": "prompt_field and completion_field",
+        }[self.kind]
+
+
+def document_of(record: Mapping[str, Any], content: Content) -> Document:
+    """The document of a record's fields. Raises `BadRecordError` if it has none: `WrongFieldError` if a field
+    is missing or holds something else.
+    """
+    if content.kind == "text":
+        return text_at(record, content.text_field)
+    if content.kind == "prompt":
+        return Prompted(
+            prompt=text_at(record, content.prompt_field),
+            completion=text_at(record, content.completion_field),
+        )
+    return _conversation(record, content.messages_field)
+
+
+def text_at(record: Mapping[str, Any], field: str) -> str:
+    """The text in a field. Raises as `document_of` does."""
+    text = value_at(record, field)
+    if text is None:
+        raise BadRecordError(f"{field!r} is null")
+    if not isinstance(text, str):
+        raise WrongFieldError(
+            f"{field!r} is a JSON {kind_of(text)}, a string is expected; the record has: {names(record)}"
+        )
+    return text
+
+
+def value_at(record: Mapping[str, Any], field: str) -> Any:
+    """What a record holds in a field: in the one of that very name, else on the way that its dots lead."""
+    if field in record:
+        return record[field]
+    first, dot, rest = field.partition(".")
+    if not dot or first not in record:
+        raise WrongFieldError(f"no field `{field}`; it has: {names(record)}")
+    at: Any = record[first]
+    passed = first
+    for name in rest.split("."):
+        if not isinstance(at, Mapping):
+            raise WrongFieldError(
+                f"no field `{field}`: `{passed}` is a JSON {kind_of(at)}, an object is expected; the record "
+                f"has: {names(record)}"
+            )
+        if name not in at:
+            raise WrongFieldError(f"no field `{field}`; `{passed}` has: {names(at)}")
+        at, passed = at[name], f"{passed}.{name}"
+    return at
+
+
+def _conversation(record: Mapping[str, Any], field: str) -> Conversation:
+    messages = value_at(record, field)
+    if messages is None:
+        raise BadRecordError(f"{field!r} is null")
+    if not isinstance(messages, list):
+        raise WrongFieldError(
+            f"{field!r} is a JSON {kind_of(messages)}, a list of messages is expected; the record has: "
+            f"{names(record)}"
+        )
+    if not messages:
+        raise BadRecordError(f"{field!r} has no messages")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise WrongFieldError(
+                f"message {number} of {field!r} is a JSON {kind_of(message)}, an object with a role is "
+                "expected"
+            )
+        if not isinstance(message.get("role"), str):
+            what = f"the role {message['role']!r}" if "role" in message else "no field `role`"
+            raise WrongFieldError(f"message {number} of {field!r} has {what}; it has: {names(message)}")
+    return Conversation(messages=tuple(messages), tools=record.get(TOOLS_FIELD))
+
+
+def names(record: Mapping[str, Any]) -> str:
+    """The record's fields, for people; of many the first."""
+    found = [str(name) for name in record]
+    short = [name if len(name) <= _NAME_LENGTH else name[:_NAME_LENGTH] + "…" for name in found]
+    more = f" and {len(short) - _NUM_NAMES} more" if len(short) > _NUM_NAMES else ""
+    return (", ".join(short[:_NUM_NAMES]) or "none") + more
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls a value."""
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def utf8_text(record: bytes) -> str:
+    """The record as text. Raises `BadRecordError` if it is not UTF-8."""
+    try:
+        return record.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecordError(f"not UTF-8: {error.reason} at byte {error.start} of the record") from error

@@ -1,0 +1,192 @@
+"""`csv`: a record per row, with a header in each file (RFC 4180); `tsv` is the same with tabs.
+
+A row ends at a newline outside of quotes, so no place of a file tells what it lies in: a file is read from
+its first byte to its last, in bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.data.sources.compressed import decoded, with_compressed
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    Document,
+    document_of,
+    names,
+    utf8_text,
+)
+from orchestrator.data.sources.formats.base import Attempt, Format, Parser
+from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Lines, Made, Records, Whole, join
+from orchestrator.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from orchestrator.data.sources.fragments import FilePart
+    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.manifest import FileRow
+    from orchestrator.data.sources.readers import Part
+
+_QUOTE, _NEWLINE, _BOM = ord('"'), ord("\n"), b"\xef\xbb\xbf"
+Row = dict[str, str]
+
+
+class Csv(Format):
+    """A record per row of fields that `delimiter` parts."""
+
+    contents = ("text", "prompt")
+
+    def __init__(self, name: str, delimiter: str) -> None:
+        self.name, self._delimiter = name, delimiter
+        self.suffixes = with_compressed(f".{name}")
+
+    def read(
+        self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
+    ) -> Iterator[Batch]:
+        """See `Format`. Raises `DataError` if the header has not the fields."""
+        del part, whole
+        make: Callable[[bytes], Row | None] | None = None
+        for number, found, found_at in stream_rows(decoded(file, row.path, row.bytes)):
+            records: Records = found
+            place, first = found_at, number
+            if make is None:
+                header = self._header(file, records[0], content)
+                make = partial(_row, header, self._delimiter)
+                records, place, first = records.cut(1, len(records)), place + records.size(0), 2
+            if len(records):
+                yield first, records if isinstance(records, Whole) else Made(records, make), place
+
+    def _header(self, file: InputFile, first: bytes | None, content: Content) -> tuple[str, ...]:
+        try:
+            if first is None:
+                raise BadRecordError("it does not end")
+            header = fields_of(utf8_text(first.removeprefix(_BOM)).removesuffix("\r"), self._delimiter)
+        except BadRecordError as error:
+            raise DataError(f"{file.name}: its first row is no header: {error}; fix the file") from error
+        lacks = [field for field in content.fields if header.count(field) != 1]
+        if lacks:
+            what = "twice or more" if lacks[0] in header else "no"
+            raise DataError(
+                f"{file.name}: the header has {what} column `{lacks[0]}`; it has: "
+                f"{names(dict.fromkeys(header))}. Set {content.settings}, or fix the file"
+            )
+        return tuple(header)
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`; blank rows are no documents."""
+
+        def document(row: Row | _Blank) -> Document | None:
+            return None if isinstance(row, _Blank) else document_of(row, content)
+
+        return document
+
+    def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
+        """See `Format`. Raises `ConfigError` if the header has not the fields."""
+        try:
+            yield from super().first_records(file, row, content)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+
+    def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
+        """Byte and row; the header is row 1."""
+        del line
+        assert part.line is not None, "rows are counted as they are read"
+        return f"{path}: byte {part.place_of(index)}, row {part.line + index}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A row without a character."""
+
+
+def _row(header: tuple[str, ...], delimiter: str, row: bytes) -> Any:
+    text = utf8_text(row).removesuffix("\r")
+    if not text:
+        return _Blank()
+    found = fields_of(text, delimiter)
+    if len(found) != len(header):
+        raise BadRecordError(
+            f"it has {len(found)} fields, and the header has {len(header)}: {names(dict.fromkeys(header))}"
+        )
+    return dict(zip(header, found, strict=True))
+
+
+def fields_of(row: str, delimiter: str) -> list[str]:
+    """A row's fields, without their quotes. Raises `BadRecordError` if it is not as RFC 4180 has it."""
+    if '"' not in row:
+        return row.split(delimiter)
+    found, at = list[str](), 0
+    while True:
+        if row[at : at + 1] == '"':
+            end = _closing(row, at + 1)
+            field, at = row[at + 1 : end].replace('""', '"'), end + 1
+            if at < len(row) and row[at] != delimiter:
+                raise BadRecordError(f"field {len(found) + 1} goes on after its closing quote")
+        else:
+            end = row.find(delimiter, at)
+            end = len(row) if end < 0 else end
+            field, at = row[at:end], end
+            if '"' in field:
+                raise BadRecordError(
+                    f"a quote stands inside of field {len(found) + 1}, which has none around"
+                )
+        found.append(field)
+        if at == len(row):
+            return found
+        at += 1
+
+
+def _closing(row: str, at: int) -> int:
+    """Where the quote stands that closes the field."""
+    while (end := row.find('"', at)) >= 0:
+        if row[end + 1 : end + 2] != '"':
+            return end
+        at = end + 2
+    raise BadRecordError("a quote is not closed")
+
+
+def stream_rows(pieces: Iterator[bytes]) -> Iterator[tuple[int, Lines | Whole, int]]:
+    """(number, rows, place of the first) of a stream, in batches of about one piece: a row ends at a newline
+    before which the quotes are even in number. One that spans pieces is joined once.
+    """
+    number, place, held, num_held, inside = 1, 0, list[bytes](), 0, False
+    for piece in pieces:
+        ends, inside = _row_ends(piece, inside)
+        begin = 0
+        if len(ends) and num_held + int(ends[0]) > MAX_RECORD_BYTES:
+            begin = int(ends[0])
+            yield number, Whole(None, num_held + begin), place
+            number, place, held, num_held, ends = number + 1, place + num_held + begin, [], 0, ends[1:]
+        if len(ends):
+            stop = int(ends[-1])
+            rows = Lines(join([*held, piece[begin:stop]]), ends - begin + num_held)
+            yield number, rows, place
+            number, place, held, num_held = number + len(rows), place + num_held + stop - begin, [], 0
+            begin = stop
+        num_held += len(piece) - begin
+        if num_held <= MAX_RECORD_BYTES:
+            held.append(piece[begin:])
+        else:
+            held.clear()
+    if num_held > MAX_RECORD_BYTES:
+        yield number, Whole(None, num_held), place
+    elif num_held:
+        yield number, Lines(join(held), np.array([num_held], np.int64)), place
+
+
+def _row_ends(piece: bytes, inside: bool) -> tuple[npt.NDArray[np.int64], bool]:
+    """Where rows end in the piece, after their newline, and whether it ends inside of quotes."""
+    view = np.frombuffer(piece, np.uint8)
+    newlines, quotes = np.flatnonzero(view == _NEWLINE), np.flatnonzero(view == _QUOTE)
+    odd = (np.searchsorted(quotes, newlines) + inside) % 2 == 1
+    return (newlines[~odd] + 1).astype(np.int64), bool((len(quotes) + inside) % 2)
+
+
+FORMAT: Format = Csv("csv", ",")

@@ -1,0 +1,26 @@
+"""`lines`: a document per line. One trailing carriage return is dropped; blank lines are no documents."""
+
+from __future__ import annotations
+
+from orchestrator.data.sources.documents import Content, Document, utf8_text
+from orchestrator.data.sources.formats.base import Format, Parser
+from orchestrator.data.sources.formats.jsonl import LineFormat
+
+
+class PlainLines(LineFormat):
+    """A document per line."""
+
+    name = "lines"
+    contents = ("text",)
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`."""
+        del content
+        return _document
+
+
+def _document(line: bytes) -> Document | None:
+    return utf8_text(line.removesuffix(b"\r")) if line.strip() else None
+
+
+FORMAT: Format = PlainLines()

@@ -1,0 +1,112 @@
+"""`parquet`: a record per row, cut by row groups. A row group is never held as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.data.sources.columns import BATCH_BYTES, columns_of, read_columns, require_columns
+from orchestrator.data.sources.documents import Content, document_of, utf8_text
+from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
+from orchestrator.data.sources.input_file import InputFile, for_arrow
+from orchestrator.data.sources.line_records import Batch
+from orchestrator.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from orchestrator.data.sources.fragments import FilePart
+    from orchestrator.data.sources.manifest import FileRow
+
+_MAGIC = b"PAR1"
+# Rows are decoded by so many, or by fewer that have about `BATCH_BYTES`; what is compressed is read in such
+# pieces.
+_BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
+
+
+class RowFormat(Format):
+    """A format of which a record is a row of columns; a document's columns are read and no others."""
+
+    cut = Cut.UNITS
+    counts_records = True
+    unit = "row"
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`."""
+        return utf8_text if content.kind == "text" else lambda row: document_of(row, content)
+
+    def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
+        """None: whether a file has the columns was seen when it was listed."""
+        del file, row, content
+        return iter(())
+
+
+class Parquet(RowFormat):
+    """A record per row."""
+
+    name = "parquet"
+    suffixes = (".parquet",)
+
+    def units(self, file: InputFile, content: Content) -> Units:
+        """Its row groups, with the decoded bytes of all their columns."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(for_arrow(file)) as opened:
+                schema, facts = opened.schema_arrow, opened.metadata
+                groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+        except (pa.ArrowException, OSError) as error:
+            if (begin := file.read_at(0, len(_MAGIC))) != _MAGIC:
+                raise ConfigError(
+                    f"{file.name}: no Parquet file: it begins with {begin!r}, not with {_MAGIC!r}; "
+                    "is data.sources[].format=parquet right? If it is, leave this file out"
+                ) from error
+            raise DataError(
+                f"{file.name}: not a whole Parquet file: {error}; replace it or leave it out"
+            ) from error
+        require_columns(file.name, schema, content)
+        return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+
+    def read(
+        self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
+    ) -> Iterator[Batch]:
+        """See `Format`."""
+        del whole
+        assert part.group is not None, "a Parquet file is cut by row groups"
+        yield from read_row_group(for_arrow(file), part.group, content, sum(row.group_rows[: part.group]))
+
+
+def read_row_group(source: Any, group: int, content: Content, first_row: int) -> Iterator[Batch]:
+    """The records of a row group of a Parquet file (a path, or a file of Arrow); their places are rows.
+
+    At any time it holds a page of each column (as large as its writer made it), its dictionary, and values of
+    a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
+    `OSError` where the file is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        # not read ahead: that would hold the whole group
+        with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+            if group >= file.metadata.num_row_groups:
+                raise OSError(f"row group {group} is asked for, it has {file.metadata.num_row_groups}")
+            columns = columns_of(file.schema_arrow, content)
+            facts = file.metadata.row_group(group)
+            mean = 0
+            for way in columns.values():
+                name = ".".join(way)
+                chunks = [facts.column(i) for i in range(facts.num_columns)]
+                chunks = [c for c in chunks if f"{c.path_in_schema}.".startswith(f"{name}.")]
+                if not chunks:
+                    raise OSError(f"it has no column {name!r}")
+                mean += sum(c.total_uncompressed_size for c in chunks) // max(1, facts.num_rows)
+            num = min(max(1, BATCH_BYTES // max(1, mean)), _BATCH_ROWS)
+            batches = file.iter_batches(
+                batch_size=num, row_groups=[group], columns=[".".join(way) for way in columns.values()]
+            )
+            yield from read_columns(batches, content, first_row, columns)
+    except pa.ArrowException as error:
+        raise OSError(str(error)) from error
+
+
+FORMAT: Format = Parquet()
