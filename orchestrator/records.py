@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 
     Int32Array = npt.NDArray[np.int32]
     Int64Array = npt.NDArray[np.int64]
+    BoolArray = npt.NDArray[np.bool_]
 else:  # who reads a run needs no numpy, which takes 0.1 s to load
 
     def __getattr__(name: str) -> Any:
-        if name not in ("Int32Array", "Int64Array"):
+        kinds = {"Int32Array": "int32", "Int64Array": "int64", "BoolArray": "bool_"}
+        if name not in kinds:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import numpy
 
-        return numpy.typing.NDArray[getattr(numpy, name.removesuffix("Array").lower())]
+        return numpy.typing.NDArray[getattr(numpy, kinds[name])]
 
 
 Record = TypeVar("Record")
@@ -297,6 +299,7 @@ class TokenChunk:
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
     file: Int32Array  # (num_entries,) number of the record's file in the manifest
     place: Int64Array  # (num_entries,) byte offset of the record in it, in a Parquet file the row
+    loss: BoolArray | None = None  # (num_tokens,) False: the token is no target; None: all are
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
         str, ...

@@ -27,13 +27,8 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
-from orchestrator.data.tokens.encoder import (
-    GIGATOKEN,
-    TOKENIZERS,
-    Encoders,
-    choose_encoder,
-    installed_version,
-)
+from orchestrator.data.tokens.encoder import GIGATOKEN, TOKENIZERS, choose_encoder, installed_version
+from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.tokenizer_files import (
     TokenizerFacts,
     TokenizerModel,
@@ -355,10 +350,10 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
     found = []
     for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
         try:
-            text = ordered.text(position)
+            text = ordered.document(position)
         except BadRecordError:
             continue
-        if text:
+        if isinstance(text, str) and text:
             found.append(text[:_SAMPLE_CHARACTERS])
     return found[:_SAMPLE_DOCUMENTS]
 

@@ -16,7 +16,7 @@ import orjson
 from orchestrator.data.settings import CUT_SHARE
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
-from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
+from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import Int32Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
@@ -141,23 +141,6 @@ class Encoder:
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return ids.view(np.int32), np.diff(offsets).astype(np.int32)
-
-
-class Encoders:
-    """The encoders that made a stream and make it on, each built when its first document comes."""
-
-    def __init__(
-        self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
-    ) -> None:
-        self._model, self._spans, self._mode = model, spans, special_tokens_in_text
-        self._built: dict[EncoderChoice, Encoder] = {}
-
-    def at(self, source: str, place: Place) -> Encoder:
-        """The one of the document there. Raises as `Encoder` does."""
-        choice = encoder_at(self._spans, source, place)
-        if choice not in self._built:
-            self._built[choice] = Encoder(self._model, choice, self._mode)
-        return self._built[choice]
 
 
 def _load_gigatoken(model_json: str, parse: bool) -> Any:

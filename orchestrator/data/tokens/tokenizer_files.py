@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
+from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
 from orchestrator.errors import ConfigError
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
@@ -40,11 +41,13 @@ UNKNOWN_TEXT = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerModel:
     """What an encoder is built from: the tokenizer.json without truncation, padding, dropout and
-    post-processor (data rule 6), and the texts of its special tokens.
+    post-processor (data rule 6), the texts of its special tokens, and where conversations are read its chat
+    template.
     """
 
     model_json: str
     special_tokens: tuple[str, ...]
+    chat: ChatTemplate | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +127,17 @@ def _from_hub(name: str) -> dict[str, bytes]:
     return _with_json(name, Path(folder))
 
 
-def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
-    """What the files say. Raises `ConfigError` if they are no tokenizer."""
+def examine(name: str, files: dict[str, bytes], chat: bool = False) -> TokenizerFacts:
+    """What the files say; `chat`: with the template of conversations, which then is a part of the digest.
+
+    Raises `ConfigError` if they are no tokenizer, or have no template where one is needed.
+    """
     from tokenizers import Tokenizer
 
     try:
         whole: dict[str, Any] = orjson.loads(files["tokenizer.json"])
         declared = _declared(files)
+        template = read_chat_template(files) if chat else None
         reduced, notes = _reduce(whole)
         tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
         plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
@@ -151,11 +158,20 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
             *notes,
             f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over",
         )
-    content = orjson.dumps([reduced, eos_id, bos_id, adds_bos], option=orjson.OPT_SORT_KEYS)
+    makes_ids: list[Any] = [reduced, eos_id, bos_id, adds_bos]
+    if chat and template is None:
+        raise ConfigError(
+            f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
+            "one to its tokenizer_config.json, or as chat_template.jinja"
+        )
+    if template is not None:
+        makes_ids.append([template.sources, template.variables])
+    content = orjson.dumps(makes_ids, option=orjson.OPT_SORT_KEYS)
     return TokenizerFacts(
         model=TokenizerModel(
             model_json=orjson.dumps(reduced).decode(),
             special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
+            chat=template,
         ),
         digest=blake3(content).hexdigest(),
         vocab_size=max(plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
