@@ -41,11 +41,14 @@ class Renderer:
     def __init__(self, template: ChatTemplate, specials: Sequence[SpecialToken]) -> None:
         """`specials` are the tokenizer's special tokens. Raises `DataError` if the template is no jinja."""
         self._variables = template.variables
-        self._environment = _environment()
+        environment = _environment()
+        extension = environment.extensions[_Generation.identifier]
+        assert isinstance(extension, _Generation), "it was built with it"
+        self._generation = extension
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in template.sources.items():
             try:
-                self._templates[name] = self._environment.from_string(source)
+                self._templates[name] = environment.from_string(source)
             except jinja2.TemplateError as error:
                 raise _refused(f"it is no valid jinja template: {error}") from error
         self._tagged = {name for name, source in template.sources.items() if _TAG.search(source)}
@@ -75,7 +78,7 @@ class Renderer:
 
     def text_of(self, messages: list[Any], tools: Any, marks: str, prompt: bool = False) -> str:
         """What the template makes of these messages, with marks. Raises whatever the template raises."""
-        self._vars(self._environment)["generation_marks"] = marks[2:]
+        self._generation.marks = marks[2:]
         return self._templates[self._name(tools)].render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
         )
@@ -107,7 +110,7 @@ class Renderer:
 
     def _read(self, marked: str, targets: list[Span], marks: str, spelled: int, tagged: bool) -> Rendered:
         """The rendered text without its marks, and what they and the special tokens in it say."""
-        text_begin, text_end, *_ = marks
+        text_begin, text_end = marks[0], marks[1]
         pattern = re.compile(
             f"{text_begin}(?:{self._any_special}){text_end}|[{marks}]|(?P<special>{self._any_special})"
         )
@@ -159,7 +162,7 @@ class _Turns:
         return spans
 
     def _tagged_spans(self, text: str) -> list[Span]:
-        begin, end = self._marks[2:]
+        begin, end = self._marks[2], self._marks[3]
         return [match.span(1) for match in re.finditer(f"{begin}([^{end}]*){end}", text)]
 
     def _turn(self, number: int) -> Span:
@@ -232,7 +235,7 @@ class _Generation(jinja2.ext.Extension):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        environment.extend(generation_marks="")
+        self.marks = ""
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -240,8 +243,7 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        marks: str = self.environment.generation_marks  # type: ignore[attr-defined]
-        return f"{marks[:1]}{caller()}{marks[1:]}"
+        return f"{self.marks[:1]}{caller()}{self.marks[1:]}"
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
