@@ -244,8 +244,24 @@ def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
     )
 
 
+def _loss_of_texts(sources: list[Any]) -> str | None:
+    for source in sources:
+        if (
+            isinstance(source, dict)
+            and source.get("content", "text") == "text"
+            and source.get("loss") in ("last", "all")
+        ):
+            return (
+                f"has loss={source['loss']} for content: text, of which all is learnt; leave it out, or "
+                "set content to chat or prompt"
+            )
+    return None
+
+
 def _local_sources(sources: list[Any]) -> str | None:
-    remote = [s["path"] for s in sources if isinstance(s, dict) and "://" in str(s.get("path"))]
+    paths = [s.get("path") for s in sources if isinstance(s, dict)]
+    each = [one for path in paths for one in (path if isinstance(path, list) else [path])]
+    remote = [path for path in each if "://" in str(path)]
     return f"has a path that {_local(remote[0])}" if remote else None
 
 
@@ -344,6 +360,7 @@ _STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
 _RULES = (
     _Between(fields=("data.sources",), check=_one_source),
     _Between(fields=("data.sources",), check=_local_sources),
+    _Between(fields=("data.sources",), check=_loss_of_texts),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),
     _Between(fields=("model.init_from",), check=_local),

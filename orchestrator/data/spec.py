@@ -29,6 +29,7 @@ from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, rea
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import GIGATOKEN, TOKENIZERS, choose_encoder, installed_version
 from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.masked import plain_text
 from orchestrator.data.tokens.tokenizer_files import (
     TokenizerFacts,
     TokenizerModel,
@@ -202,13 +203,18 @@ def _settings(config: JobConfig) -> StreamSettings:
         window_bytes=data.window_bytes,
         fragment_bytes=data.fragment_bytes,
         accept_changed=config.resume.accept_changed,
+        loss={source.name: source.loss for source in data.sources},
     )
+
+
+def _reads_chats(config: JobConfig) -> bool:
+    return any(source.content == "chat" for source in config.data.sources)
 
 
 def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     source = config.data.sources[0]
     files = fetch(config.data.tokenizer)
-    facts = examine(config.data.tokenizer, files)
+    facts = examine(config.data.tokenizer, files, _reads_chats(config))
     settings = _with_ids(config, settings, facts)
     listing = list_files(source.name, source.path, source.format)
     manifest = manifests.freeze_listed(source.name, listing, source.format, source.text_field)
@@ -272,7 +278,7 @@ def _frozen_tokenizer(
             f"{source.name}; keep the source's name, or start a new run"
         )
     try:
-        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
+        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files, _reads_chats(config))
     except ConfigError as error:  # it was one when it was copied
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} is damaged: {error.__cause__}; "
@@ -326,7 +332,8 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
     if name == frozen.record.tokenizer and not Path(name).expanduser().is_dir():
         return facts.digest
     files = fetch(name)
-    return facts.digest if files == frozen.tokenizer_files else examine(name, files).digest
+    same = files == frozen.tokenizer_files
+    return facts.digest if same else examine(name, files, _reads_chats(config)).digest
 
 
 def _with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
@@ -343,17 +350,17 @@ def _choose(
 
 
 def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
-    """Beginnings of some documents of the stream's first window; bad ones are left for the stream to
-    report.
+    """Beginnings of some documents of the stream's first window, of a chat what is said in it; bad ones are
+    left for the stream to report.
     """
     ordered = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
     found = []
     for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
         try:
-            text = ordered.document(position)
+            document = ordered.document(position)
         except BadRecordError:
             continue
-        if isinstance(text, str) and text:
+        if text := "" if document is None else plain_text(document):
             found.append(text[:_SAMPLE_CHARACTERS])
     return found[:_SAMPLE_DOCUMENTS]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from orchestrator.data.sources.documents import Conversation, Prompted
+from orchestrator.data.sources.documents import Conversation, Document, Prompted
 from orchestrator.data.tokens.chat_template import Rendered, Span, SpecialToken
 from orchestrator.data.tokens.encoder import Encoder, Pieces
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
@@ -176,6 +176,16 @@ class MaskedEncoder:
             lengths[np.flatnonzero(lengths)[0]] -= 1
             return lengths
         return lengths if data == expected else None
+
+
+def plain_text(document: Document) -> str:
+    """What a document says, without a template: to look at, not to learn from."""
+    if isinstance(document, str):
+        return document
+    if isinstance(document, Prompted):
+        return document.prompt + document.completion
+    contents = (message.get("content") for message in document.messages)
+    return "\n".join(content for content in contents if isinstance(content, str))
 
 
 # ------------------------------------------------------------------------------------------- parts

@@ -32,6 +32,8 @@ FILES = (
     "sentencepiece.bpe.model",
 )
 _HUB_TIMEOUT_S = 10.0
+# A message names so many of a tokenizer's special tokens.
+_FEW_TOKENS = 12
 UNKNOWN_TEXT = (
     "it has no token for unknown text: add an unk_token to the model in its tokenizer.json, or take a "
     "tokenizer that encodes any text"
@@ -210,17 +212,45 @@ def _declared(files: dict[str, bytes]) -> dict[str, str]:
     return found
 
 
-def ids_around(name: str, facts: TokenizerFacts, bos: str | bool, eos: bool) -> tuple[int | None, int | None]:
+def ids_around(
+    name: str, facts: TokenizerFacts, bos: str | bool, eos: str | bool
+) -> tuple[int | None, int | None]:
     """(BOS, EOS) as `data.bos` and `data.eos` ask for them, None for neither.
 
     Raises `ConfigError` if the tokenizer lacks one that is asked for.
     """
-    wants_bos = facts.adds_bos if bos == "auto" else bool(bos)
-    for field, wanted, found in (("bos", wants_bos, facts.bos_id), ("eos", eos, facts.eos_id)):
-        if wanted and found is None:
+    wanted_bos = facts.adds_bos if bos == "auto" else bos
+    return _id_around("bos", name, wanted_bos, facts.bos_id, facts), _id_around(
+        "eos", name, eos, facts.eos_id, facts
+    )
+
+
+def _id_around(
+    field: str, name: str, wanted: str | bool, declared: int | None, facts: TokenizerFacts
+) -> int | None:
+    if isinstance(wanted, str):
+        found, few = id_of(wanted, facts.model), ", ".join(facts.model.special_tokens[:_FEW_TOKENS])
+        if found is None:
             raise ConfigError(
-                f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} "
-                f"declares no {field}_token that it knows; add it to its tokenizer_config.json, or set "
-                f"data.{field}=false"
+                f"data.{field}={wanted!r}, but the tokenizer {name} has no such token; its special tokens "
+                f"are {few or 'none'}; name one that it has, or set data.{field}=false"
             )
-    return (facts.bos_id if wants_bos else None), (facts.eos_id if eos else None)
+        return found
+    if wanted and declared is None:
+        raise ConfigError(
+            f"data.{field}=true, but the tokenizer {name} declares no {field}_token that it knows; name "
+            f"it, as in data.{field}='<|endoftext|>', add it to its tokenizer_config.json, or set "
+            f"data.{field}=false"
+        )
+    return declared if wanted else None
+
+
+def id_of(token: str, model: TokenizerModel) -> int | None:
+    """The id of a token, by its text."""
+    content = orjson.loads(model.model_json)
+    added = {each["content"]: int(each["id"]) for each in content.get("added_tokens") or ()}
+    vocab = content["model"].get("vocab") or {}
+    if isinstance(vocab, list):
+        vocab = {text: number for number, (text, _) in enumerate(vocab)}
+    found = added.get(token, vocab.get(token))
+    return None if found is None else int(found)
