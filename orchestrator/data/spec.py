@@ -331,7 +331,7 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
     name = config.data.tokenizer
     if name == frozen.record.tokenizer and not Path(name).expanduser().is_dir():
         return facts.digest
-    files = fetch(name)
+    files = fetch(name, frozen.tokenizer_files)
     same = files == frozen.tokenizer_files
     return facts.digest if same else examine(name, files, _reads_chats(config)).digest
 

@@ -115,6 +115,11 @@ class MaskedEncoder:
         if key not in self._encoders:
             content = without_prefix(self._content, only_first=key == _AFTER_SPECIAL)
             first = self._encoders[_BEGIN]
+            if self._model.native is not None:
+                raise ConfigError(
+                    f"data.sources: chats and prompts cannot be read with {self._model.native.library} as "
+                    f"the encoder ({self._model.native.difference}); take a tokenizer with a tokenizer.json"
+                )
             if content != self._content:
                 model = replace(self._model, model_json=orjson.dumps(content).decode())
                 first = Encoder(model, first.choice, self._mode)
