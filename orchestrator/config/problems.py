@@ -264,6 +264,20 @@ def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
     )
 
 
+def _loss_of_texts(sources: list[Any]) -> str | None:
+    for source in sources:
+        if (
+            isinstance(source, dict)
+            and source.get("content", "text") == "text"
+            and source.get("loss") in ("last", "all")
+        ):
+            return (
+                f"has loss={source['loss']} for content: text, of which all is learnt; leave it out, or "
+                "set content to chat or prompt"
+            )
+    return None
+
+
 def _local_sources(sources: list[Any]) -> str | None:
     paths = [s.get("path") for s in sources if isinstance(s, dict)]
     each = [one for path in paths for one in (path if isinstance(path, list) else [path])]
@@ -368,6 +382,7 @@ _RULES = (
     _Between(fields=("data.sources",), check=_weights),
     _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
     _Between(fields=("data.sources",), check=_local_sources),
+    _Between(fields=("data.sources",), check=_loss_of_texts),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),
     _Between(fields=("model.init_from",), check=_local),

@@ -39,6 +39,9 @@ FormatName = Literal[
 ]
 FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 
+# The text of a token, never a word that may be meant for true or false.
+TokenText = Annotated[str, Field(pattern="[^A-Za-z]")]
+
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
 
 
@@ -109,6 +112,10 @@ class SourceConfig(_Section):
     """Field that holds what is given (`content: prompt`)."""
     completion_field: Annotated[str, same("the name of a field", min_length=1)] = "completion"
     """Field that holds what is to follow (`content: prompt`)."""
+    loss: Annotated[Literal["assistant", "last", "all"], same("assistant, last or all")] = "assistant"
+    """What is learnt of a chat (of a prompt with its completion): the assistant's turns (the completion), the
+    last of them, or all.
+    """
     weight: Annotated[float | None, may_change("a number > 0, or null", gt=0)] = None
     """Share in the mixture of several sources; null for all: by the sources' bytes."""
     max_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
@@ -142,10 +149,14 @@ class DataConfig(_Section):
     """What the weights are shares of."""
     num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
     """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
-    bos: Annotated[Literal["auto"] | bool, same("auto, true or false")] = "auto"
-    """A BOS token before every document; `auto`: where the tokenizer itself adds one."""
-    eos: Annotated[bool, same("true or false")] = True
-    """An EOS token after every document."""
+    bos: Annotated[
+        Literal["auto"] | bool | TokenText, same("auto, true or false, or a token such as <|endoftext|>")
+    ] = "auto"
+    """A BOS token before every document; `auto`: where the tokenizer itself adds one; or the token's text."""
+    eos: Annotated[bool | TokenText, same("true or false, or a token such as <|endoftext|>")] = True
+    """An EOS token after every document (of a chat only what its template writes); or the token's text, where
+    the tokenizer does not declare which it is.
+    """
     special_tokens_in_text: Annotated[Literal["text", "parse", "stop"], same("text, parse or stop")] = "text"
     """Special tokens written out in a document: plain text, parsed as special, or a stop."""
     on_bad_document: Annotated[Literal["stop", "skip"], same("stop or skip")] = "stop"

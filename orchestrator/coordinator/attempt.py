@@ -95,7 +95,8 @@ class Attempt:
     (outcome, reason) when the launch had ended before that restart; `failures` and `last_step` are what its
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
-    the number of blocks of each source, `weights` its weight in the mixture; `forked_from` is the point of another run that it takes over;
+    the number of blocks of each source, `weights` its weight in the mixture; `forked_from` is the point of
+    another run that it takes over;
     `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
     which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
     `died` is the process (pid and host; 0: not known) of the coordinator whose place a restarted one takes.

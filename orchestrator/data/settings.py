@@ -5,7 +5,7 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
@@ -22,8 +22,9 @@ BAD_SHARE_RECORDS = 1000
 class StreamSettings:
     """`bos_id` and `eos_id` stand before and after each document (None: nothing). `num_epochs` None: endless.
 
-    `accept_changed` reads changed files by the frozen list. `piece_bytes` and `chunk_tokens` differ from the
-    defaults in tests only.
+    `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
+    conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
+    `last` or `all`. `piece_bytes` and `chunk_tokens` differ from the defaults in tests only.
     """
 
     seed: int = 0
@@ -39,6 +40,7 @@ class StreamSettings:
     piece_bytes: int = PIECE_BYTES
     chunk_tokens: int = CHUNK_TOKENS
     accept_changed: bool = False
+    loss: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

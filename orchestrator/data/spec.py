@@ -32,13 +32,9 @@ from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.tokens.chunks import tokenize_block
-from orchestrator.data.tokens.encoder import (
-    GIGATOKEN,
-    TOKENIZERS,
-    Encoders,
-    choose_encoder,
-    installed_version,
-)
+from orchestrator.data.tokens.encoder import GIGATOKEN, TOKENIZERS, choose_encoder, installed_version
+from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.masked import plain_text
 from orchestrator.data.tokens.tokenizer_files import (
     TokenizerFacts,
     TokenizerModel,
@@ -257,12 +253,17 @@ def _settings(config: JobConfig) -> StreamSettings:
         window_bytes=data.window_bytes,
         fragment_bytes=data.fragment_bytes,
         accept_changed=config.resume.accept_changed,
+        loss={source.name: source.loss for source in data.sources},
     )
+
+
+def _reads_chats(config: JobConfig) -> bool:
+    return any(source.content == "chat" for source in config.data.sources)
 
 
 def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     files = fetch(config.data.tokenizer)
-    facts = examine(config.data.tokenizer, files)
+    facts = examine(config.data.tokenizer, files, _reads_chats(config))
     settings = _with_ids(config, settings, facts)
     plans, paths, notes = [], dict[str, str](), list[str]()
     for source in config.data.sources:
@@ -356,7 +357,7 @@ def _frozen_tokenizer(
             "the sources, their names and their order, or start a new run under another run.name"
         )
     try:
-        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files)
+        facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files, _reads_chats(config))
     except ConfigError as error:  # it was one when it was copied
         raise DataIdentityError(
             f"the run's copy of its tokenizer in {folder / TOKENIZER_FOLDER} is damaged: {error.__cause__}; "
@@ -412,8 +413,9 @@ def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts)
     name = config.data.tokenizer
     if name == frozen.record.tokenizer and not Path(name).expanduser().is_dir():
         return facts.digest
-    files = fetch(name)
-    return facts.digest if files == frozen.tokenizer_files else examine(name, files).digest
+    files = fetch(name, frozen.tokenizer_files)
+    same = files == frozen.tokenizer_files
+    return facts.digest if same else examine(name, files, _reads_chats(config)).digest
 
 
 def _with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
@@ -457,8 +459,8 @@ def _choose(
 
 
 def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> list[str]:
-    """Beginnings of some documents of each source's first window; bad ones are left for the stream to
-    report.
+    """Beginnings of some documents of each source's first window, of a chat what is said in it; bad ones are
+    left for the stream to report.
     """
     found = []
     for plan in plans:
@@ -469,8 +471,8 @@ def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> 
                 document = ordered.document(position)
             except BadRecordError:
                 continue
-            if isinstance(document, str) and document:
-                here.append(document[:_SAMPLE_CHARACTERS])
+            if text := "" if document is None else plain_text(document):
+                here.append(text[:_SAMPLE_CHARACTERS])
         found += here[: max(1, _SAMPLE_DOCUMENTS // len(plans))]
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,9 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, Pieces
+from orchestrator.data.tokens.masked import MaskedEncoder
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import BAD, EMPTY, Int32Array, Int64Array, TokenChunk
 
@@ -146,13 +149,20 @@ def checksum_files(spec: DataSpec, encoder: EncoderChoice, source: str | None = 
     whatever `data.on_bad_document` says. Raises as the stream does where a file cannot be read.
     """
     settings, plan = replace(spec.settings, shuffle="none"), spec.source_plan(source or spec.only_source)
-    sums = _FileSums(Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text), settings)
+    whole = Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text)
+    masked = MaskedEncoder(spec.tokenizer, whole, settings.special_tokens_in_text)
+    loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)
+    sums = _FileSums(whole, settings)
     for number, part in enumerate(read_files(plan, settings.accept_changed)):
         window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, 0)
         for position in range(len(window)):
             try:
                 text = window.document(position)
-            except BadRecordError:
+                if not (text is None or isinstance(text, str)):
+                    made = masked.encode(text, loss, ends, settings.piece_bytes)
+                    sums.add_tokens(window.origin(position), [piece.tokens for piece in made.pieces])
+                    continue
+            except (BadRecordError, UnrenderableError):
                 sums.bad += 1
                 continue
             assert text is None or isinstance(text, str), "conversations and prompts are not tokenized yet"
@@ -187,6 +197,17 @@ class _FileSums:
             if self._text_bytes >= _BATCH_BYTES:
                 self._encode()
 
+    def add_tokens(self, origin: tuple[int, int], pieces: Sequence[Int32Array]) -> None:
+        """A document that is encoded already, BOS and EOS included; without pieces an empty one."""
+        self._encode()
+        if not pieces:
+            self.empty += 1
+            return
+        self._begin(origin)
+        for tokens in pieces:
+            self._hash(np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data)
+        self._digest += self._hasher.intdigest()
+
     def finish(self) -> EpochChecksum:
         """The sums over all documents."""
         self._encode()
@@ -199,15 +220,18 @@ class _FileSums:
             digest=self._digest % 2**64,
         )
 
+    def _begin(self, origin: tuple[int, int]) -> None:
+        self._documents += 1
+        self._hasher = xxh3_64(struct.pack("<qq", *origin))
+        self._places += self._hasher.intdigest()
+
     def _encode(self) -> None:
         ids, lengths = self._encoder.encode(self._texts)
         data = np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).data
         stops = (4 * np.cumsum(lengths, dtype=np.int64)).tolist()
         for (origin, is_last), start, stop in zip(self._ends, [0, *stops], stops, strict=False):
             if origin is not None:
-                self._documents += 1
-                self._hasher = xxh3_64(struct.pack("<qq", *origin))
-                self._places += self._hasher.intdigest()
+                self._begin(origin)
                 self._hash(self._bos)
             self._hash(data[start:stop])
             if is_last:

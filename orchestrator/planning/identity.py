@@ -28,8 +28,8 @@ STREAM_SETTINGS = (
 SOURCE_SETTINGS = ("format", "text_field")
 # Of a source whose content is not text, too: what its documents are made of.
 CONTENT_SETTINGS = {
-    "chat": ("content", "messages_field"),
-    "prompt": ("content", "prompt_field", "completion_field"),
+    "chat": ("content", "messages_field", "loss"),
+    "prompt": ("content", "prompt_field", "completion_field", "loss"),
 }
 
 

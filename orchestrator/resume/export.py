@@ -20,7 +20,7 @@ import orjson
 
 from orchestrator.config.schema import ModelConfig, in_todays_fields
 from orchestrator.data.frozen import TOKENIZER_FOLDER, read_frozen
-from orchestrator.data.tokens.tokenizer_files import examine
+from orchestrator.data.tokens.tokenizer_files import examine, id_of
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
 from orchestrator.history.claim_files import now_text
 from orchestrator.records import TensorEntry, encode
@@ -139,7 +139,7 @@ def _pieces(
 
     by_name = {entry.name: entry for entry in tensors.entries}
     shapes = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
-    form = SavedForm(config, shapes, dtype, _special_ids(store))
+    form = SavedForm(config, shapes, dtype, _special_ids(store, in_todays_fields(point.config)))
 
     def make(group: Any) -> Mapping[str, Buffer]:
         return form.make(group, {n: (tensors.read(by_name[n]), *shapes[n]) for n in group.names})
@@ -174,15 +174,20 @@ def _tokenizer(store: RunStore) -> dict[str, bytes]:
     return {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names if TEMPORARY not in name}
 
 
-def _special_ids(store: RunStore) -> dict[str, int | None]:
-    """BOS and EOS of the run's tokenizer; transformers' configurations have ids of some other tokenizer by
-    default.
+def _special_ids(store: RunStore, config: Mapping[str, Any]) -> dict[str, int | None]:
+    """BOS and EOS of the run's tokenizer, those that the configuration names first; transformers'
+    configurations have ids of some other tokenizer by default.
     """
     frozen = read_frozen(Path(store.storage.root))
     if frozen is None:
         return {}
     facts = examine(str(store.storage.root), frozen.tokenizer_files)
-    return {"bos_token_id": facts.bos_id, "eos_token_id": facts.eos_id}
+    found = {"bos": facts.bos_id, "eos": facts.eos_id}
+    for name in found:
+        asked = config.get(f"data.{name}")
+        if isinstance(asked, str) and asked != "auto":
+            found[name] = id_of(asked, facts.model)
+    return {f"{name}_token_id": number for name, number in found.items()}
 
 
 def _sections(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+from orchestrator.data.spec import prepare_data
 from orchestrator.data.tokens import encoder as encoder_module
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
@@ -35,7 +36,7 @@ from orchestrator.data.tokens.tokenizer_files import (
 )
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.records import Cursor
-from tests.data.making import job, samples, some_texts, spec_of
+from tests.data.making import job, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
 FAST = EncoderChoice(name="gigatoken", version=installed_version("gigatoken") or "")
@@ -274,6 +275,26 @@ def test_a_tokenizer_without_the_needed_token_is_refused(tmp_path: Path) -> None
         ids_around("t", found, "auto", True)
     with pytest.raises(ConfigError, match=r"data\.bos=true, but the tokenizer t declares no bos_token"):
         ids_around("t", found, True, False)
+
+
+def test_eos_and_bos_may_be_named_where_a_bare_tokenizer_declares_none(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    bare = bpe()
+    bare.add_special_tokens(["<|endoftext|>"])
+    found = examine("t", saved(tmp_path / "t", bare))
+    end = bare.token_to_id("<|endoftext|>")
+    assert ids_around("t", found, "<|endoftext|>", "<|endoftext|>") == (end, end)
+    assert ids_around("t", found, "auto", "</s>") == (None, bare.token_to_id("</s>"))
+    with pytest.raises(ConfigError, match=r"data\.eos='<eod>'.* t has no such token; .*endoftext"):
+        ids_around("t", found, "auto", "<eod>")
+    (tmp_path / "t").mkdir(exist_ok=True)
+    bare.save(str(tmp_path / "t" / "tokenizer.json"))
+    write_corpus(tmp_path / "data", ["one", "two"], "lines", num_files=1)
+    asked = {"tokenizer": str(tmp_path / "t"), "shuffle": "none", "encoder": "tokenizers"}
+    config = job(tiny_config, tmp_path / "data", "lines", **asked, eos="<|endoftext|>")
+    tokens = [int(i) for chunk in prepare_data(config).chunks(Cursor()) for i in chunk.tokens]
+    assert [i for i, token in enumerate(tokens) if token == end] == [tokens.index(end), len(tokens) - 1]
 
 
 def test_the_digest_is_that_of_what_makes_ids(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
+from orchestrator.data.sources.documents import Conversation, Prompted
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
@@ -22,17 +23,28 @@ from orchestrator.data.sources.windows import (
     WrongFieldError,
     read_windows,
 )
+from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import (
     GIGATOKEN,
     Encoder,
-    Encoders,
     Pieces,
     UnencodableTextError,
     difference_text,
 )
+from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.masked import MaskedDocument, MaskedPiece
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
-from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, Int64Array, TokenChunk, WindowTask
+from orchestrator.records import (
+    BAD,
+    EMPTY,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    TokenChunk,
+    WindowTask,
+)
 
 # Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
 # in it. A chunk has at most about so many entries: there may be many without any token.
@@ -82,19 +94,28 @@ def tokenize_windows(
                 return
             continue
         seen = window.number
-        ordered = OrderedWindow(window, plan, settings, task.epoch)
-        here = (task.record, task.piece) if window.number == task.window else (0, 0)
-        writer = _Writer(task, window.number, window.last, settings, plan.manifest)
-        if here[0] and here[0] >= len(ordered):
-            raise _absent(task, f"window {window.number} has {len(ordered)} records")
-        for position in range(here[0], len(ordered)):
-            first_piece = here[1] if position == here[0] else 0
-            place = (task.epoch, task.block, window.number, position)
-            yield from writer.encode_with(encoders.at(task.source, place))
-            yield from _add_record(writer, ordered, position, first_piece, settings)
-        yield from writer.finish()
+        yield from tokenize_window(task, window, plan, encoders, settings)
     if seen is None:
         raise _absent(task, "the block has fewer windows")
+
+
+def tokenize_window(
+    task: WindowTask, window: Window, plan: SourcePlan, encoders: Encoders, settings: StreamSettings
+) -> Iterator[TokenChunk]:
+    """The chunks of one window, from the task's record and piece on if it is the task's, else from its
+    beginning; see `tokenize_block`.
+    """
+    ordered = OrderedWindow(window, plan, settings, task.epoch)
+    here = (task.record, task.piece) if window.number == task.window else (0, 0)
+    writer = _Writer(task, window.number, window.last, settings, plan.manifest)
+    if here[0] and here[0] >= len(ordered):
+        raise _absent(task, f"window {window.number} has {len(ordered)} records")
+    for position in range(here[0], len(ordered)):
+        first_piece = here[1] if position == here[0] else 0
+        encoder = encoders.at(task.source, (task.epoch, task.block, window.number, position))
+        yield from writer.encode_with(encoder)
+        yield from _add_record(writer, ordered, position, first_piece, settings, encoders)
+    yield from writer.finish()
 
 
 def _absent(task: WindowTask, found: str) -> DataIdentityError:
@@ -111,14 +132,20 @@ def _add_record(
     position: int,
     first_piece: int,
     settings: StreamSettings,
+    encoders: Encoders,
 ) -> Iterator[TokenChunk]:
-    """The chunks that get full while it adds what one record is: pieces of a document, an empty or a bad one,
-    nothing for a blank line.
+    """The chunks that get full while it adds what one record is: pieces of a document, one of which nothing
+    is learnt (it is counted as empty), a bad one, nothing for a blank line.
     """
     origin = window.origin(position)
     try:
         text = window.document(position)
-    except BadRecordError as error:
+        masked = None if text is None or isinstance(text, str) else _masked(writer, text, settings, encoders)
+    except UnencodableTextError as error:
+        raise DataError(_unencodable(window.place(position), error)) from error
+    except DataError as error:
+        raise type(error)(f"{window.place(position)}: {error}") from error
+    except (BadRecordError, UnrenderableError) as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
             fields = "text_field or " if isinstance(error, WrongFieldError) else ""
@@ -128,9 +155,12 @@ def _add_record(
         writer.add(position, origin, BAD, reason=reason)
         yield from writer.full_chunks()
         return
+    if masked is not None:
+        yield from _add_masked(writer, window, position, first_piece, settings, masked)
+        return
     if text is None:
         return
-    assert isinstance(text, str), "conversations and prompts are not tokenized yet"
+    assert isinstance(text, str), "any other document is masked"
     if not text:
         writer.add(position, origin, EMPTY)
         yield from writer.full_chunks()
@@ -144,15 +174,57 @@ def _add_record(
     for number in range(first_piece, len(pieces)):
         piece = pieces[number]
         special = encoder.count_special(piece)
-        if special and settings.special_tokens_in_text == "stop":
-            raise DataError(
-                f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
-                f"set data.special_tokens_in_text=text {_NEW_RUN}, or take them out {_IN_PLACE}"
-            )
+        _judge_special(special, window, position, settings)
         if check:
             _check(writer, window, position, piece)
         last = number == len(pieces) - 1
+        yield from writer.texts_only()
         writer.add(position, origin, PIECE, piece, number, last, special)
+        yield from writer.full_chunks()
+
+
+def _judge_special(special: int, window: OrderedWindow, position: int, settings: StreamSettings) -> None:
+    if special and settings.special_tokens_in_text == "stop":
+        raise DataError(
+            f"{window.place(position)}: {special} special tokens of the tokenizer stand in the text; "
+            f"set data.special_tokens_in_text=text {_NEW_RUN}, or take them out {_IN_PLACE}"
+        )
+
+
+def _masked(
+    writer: _Writer, document: Conversation | Prompted, settings: StreamSettings, encoders: Encoders
+) -> MaskedDocument:
+    return encoders.masked(writer.encoder).encode(
+        document,
+        settings.loss.get(writer.task.source, "assistant"),
+        (settings.bos_id, settings.eos_id),
+        settings.piece_bytes,
+    )
+
+
+def _add_masked(
+    writer: _Writer,
+    window: OrderedWindow,
+    position: int,
+    first_piece: int,
+    settings: StreamSettings,
+    document: MaskedDocument,
+) -> Iterator[TokenChunk]:
+    """The chunks that get full while it adds a document of which a part is learnt."""
+    origin, pieces = window.origin(position), document.pieces
+    _judge_special(document.special_texts, window, position, settings)
+    if not pieces:
+        writer.add(position, origin, EMPTY)
+        yield from writer.full_chunks()
+        return
+    if first_piece >= len(pieces):
+        raise _absent(writer.task, f"that document has {len(pieces)} pieces")
+    for number in range(first_piece, len(pieces)):
+        # those of the whole document are counted with its last piece, as the document itself is
+        special = document.special_texts if number == len(pieces) - 1 else 0
+        yield from writer.add_masked(
+            position, origin, pieces[number], number, number == len(pieces) - 1, special
+        )
         yield from writer.full_chunks()
 
 
@@ -172,6 +244,13 @@ def _check(writer: _Writer, window: OrderedWindow, position: int, text: str) -> 
         )
 
 
+def _unencodable(place: str, error: UnencodableTextError) -> str:
+    return (
+        f"{place}: the tokenizer cannot encode {error.reason}; {UNKNOWN_TEXT}; either is another tokenizer, "
+        "which needs a new run (another run.name)"
+    )
+
+
 class _Writer:
     """Gathers the entries of one window, encodes them in batches, and cuts them into chunks."""
 
@@ -184,6 +263,7 @@ class _Writer:
         self._encoder: Encoder | None = None
         self._entries: list[_Entry] = []  # in the order of _FIELDS
         self._texts: list[str] = []
+        self._masked: list[MaskedPiece] = []  # of the entries are either texts or these
         self._text_size = 0
         self._reasons: list[str] = []
         self._encoded: list[_Batch] = []
@@ -208,6 +288,22 @@ class _Writer:
         elif kind == BAD:
             self._reasons.append(reason)
 
+    def add_masked(
+        self,
+        record: int,
+        origin: tuple[int, int],
+        piece: MaskedPiece,
+        number: int,
+        last_piece: bool,
+        special_texts: int,
+    ) -> Iterator[TokenChunk]:
+        """One more entry, which is encoded already; the chunks that get full before it."""
+        if self._texts:
+            yield from self._encode()
+        self._masked.append(piece)
+        self._entries.append((record, number, PIECE, last_piece, special_texts, *origin))
+        self._text_size += len(piece.tokens)
+
     @property
     def encoder(self) -> Encoder:
         """Who encodes what is added now."""
@@ -219,6 +315,11 @@ class _Writer:
         if self._encoder not in (None, encoder):
             yield from self._encode()
         self._encoder = encoder
+
+    def texts_only(self) -> Iterator[TokenChunk]:
+        """What is added now is text; the chunks that get full before it."""
+        if self._masked:
+            yield from self._encode()
 
     def full_chunks(self) -> Iterator[TokenChunk]:
         """The chunks that are full now."""
@@ -239,18 +340,16 @@ class _Writer:
         except UnencodableTextError as error:
             *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
             unit = format_of(self._manifest.format).unit
-            raise DataError(
-                f"{self._manifest.path(file)}: {unit} {place}: the tokenizer cannot encode {error.reason}; "
-                f"{UNKNOWN_TEXT}; either is another tokenizer, which needs a new run (another run.name)"
-            ) from error
-        batch = _Batch(self._entries, encoded, self._reasons, self._settings)
+            where = f"{self._manifest.path(file)}: {unit} {place}"
+            raise DataError(_unencodable(where, error)) from error
+        batch = _Batch(self._entries, encoded, self._masked, self._reasons, self._settings)
         tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)
         if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
         self._num_tokens += len(batch.tokens)
         self._num_entries += len(self._entries)
-        self._entries, self._texts, self._reasons, self._text_size = [], [], [], 0
+        self._entries, self._texts, self._masked, self._reasons, self._text_size = [], [], [], [], 0
 
     def _chunk(self, ends_window: bool) -> TokenChunk:
         batches, self._encoded, self._num_tokens, self._num_entries = self._encoded, [], 0, 0
@@ -267,6 +366,9 @@ class _Writer:
             block=self.task.block,
             window=self._window,
             tokens=np.concatenate([b.tokens for b in batches]),
+            loss=np.concatenate([b.loss_of_all() for b in batches])
+            if any(b.is_masked for b in batches)
+            else None,
             bad_reasons=tuple(reason for b in batches for reason in b.reasons),
             encoder_differences=tuple(differences),
             ends_window=ends_window,
@@ -282,6 +384,7 @@ class _Batch:
         self,
         entries: list[_Entry],
         encoded: tuple[Int32Array, Int32Array],
+        masked: list[MaskedPiece],
         reasons: list[str],
         settings: StreamSettings,
     ) -> None:
@@ -289,12 +392,21 @@ class _Batch:
         self.columns: dict[str, Int64Array] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
         ids, lengths = encoded
         is_piece = self.columns["kind"] == PIECE
-        first = self.columns["piece"][is_piece] == 0
-        last = self.columns["last_piece"][is_piece] == 1
-        self.tokens, wrapped = _wrap(ids, lengths, first, last, settings)
+        self.is_masked, self._loss = bool(masked), [piece.loss for piece in masked]
+        if masked:
+            self.tokens = np.concatenate([piece.tokens for piece in masked])
+            wrapped = np.fromiter((len(piece.tokens) for piece in masked), np.int64, len(masked))
+        else:
+            first = self.columns["piece"][is_piece] == 0
+            last = self.columns["last_piece"][is_piece] == 1
+            self.tokens, wrapped = _wrap(ids, lengths, first, last, settings)
         self.columns["num_tokens"] = np.zeros(len(entries), np.int64)
         self.columns["num_tokens"][is_piece] = wrapped
         self.reasons = reasons
+
+    def loss_of_all(self) -> BoolArray:
+        """Which of the tokens are targets."""
+        return np.concatenate(self._loss) if self.is_masked else np.ones(len(self.tokens), np.bool_)
 
 
 def _wrap(

@@ -6,7 +6,7 @@ It adds no BOS and no EOS and knows no document: those are the chunks' business.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 import orjson
 
 from orchestrator.data.settings import CUT_SHARE
-from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, TokenizerModel
+from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
+from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_native
+from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
-from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
+from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import Int32Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
@@ -24,26 +26,6 @@ GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 RENEW_BYTES = 256 << 20
 # gigatoken takes 0.5 ms for a batch at least: less text is encoded one by one, to the same ids.
 _FEW_CHARACTERS = 1 << 15
-# Texts on which encoders have been seen to differ, or might.
-ADVERSARIAL_TEXTS = (
-    "",
-    " ",
-    "\n",
-    "\r\n\r\n \t \u00a0\u2003x",
-    "a" * 3000,
-    "ab" * 1500 + "  " * 500,
-    "\x00\x01\x7f\u0085",
-    "\ufeffbom \ufffd \ufffe \U0010ffff \ue000",
-    "don't DON'T I'LL we\u2019ve 'tis it'sn't",
-    "1234567890 3.14159 1e-10 0x1F ٣٤٥ ①②",
-    "e\u0301 é ﬁ ﷽ İ ı ß ẞ ǅ",
-    "日本語とカタカナ 한국어 한글 ไทย हिन्दी עברית العربية",
-    "🏳️‍🌈👩‍👩‍👧‍👦🇩🇪 👍🏽",
-    "x\u200b\u200d\u2028\u2029\u00ady",
-    "def f(x):\n\treturn  {'a': [1,2,3]}  # ß→あ \r\n",
-    "https://example.org/a?b=c&d=%20#e user@example.org",
-    "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
-)
 
 
 def installed_version(name: str) -> str | None:
@@ -55,8 +37,8 @@ def installed_version(name: str) -> str | None:
 
 
 def installed_encoders() -> dict[str, str | None]:
-    """Both libraries' versions on this machine, None where one is not there."""
-    return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS)}
+    """The libraries' versions on this machine, None where one is not there."""
+    return {name: installed_version(name) for name in (GIGATOKEN, TOKENIZERS, TIKTOKEN, SENTENCEPIECE)}
 
 
 class UnencodableTextError(Exception):
@@ -84,7 +66,8 @@ class Encoder:
             )
         self.choice = choice
         self._parse = special_tokens_in_text == "parse"
-        self._json = model.model_json
+        self._model = model
+        self._native: Callable[[Sequence[str]], list[list[int]]] | None = None
         self._reference: Any = None
         self._fast: Any = None
         self._encoded_bytes = 0
@@ -100,20 +83,28 @@ class Encoder:
         return self._encode_fast(texts) if self.choice.name == GIGATOKEN else self.encode_reference(texts)
 
     def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        """The same by `tokenizers`, whatever the choice is. Raises `UnencodableTextError`."""
+        """The same by `tokenizers`, whatever the choice is, or by the library that the tokenizer is made for
+        where the two differ. Raises `UnencodableTextError`.
+        """
+        if self._model.native is not None:
+            return _joined(self._encode_native(texts))
         if self._reference is None:
             from tokenizers import Tokenizer
 
-            self._reference = Tokenizer.from_str(self._json)
+            self._reference = Tokenizer.from_str(self._model.model_json)
             self._reference.encode_special_tokens = not self._parse
         try:
             encoded = self._reference.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise self._unencodable(texts, error) from error
-        ids = [e.ids for e in encoded]
-        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-        total = int(lengths.sum(dtype=np.int64))
-        return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
+        return _joined([e.ids for e in encoded])
+
+    def _encode_native(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._native is None:
+            native = self._model.native
+            assert native is not None, "the tokenizer has a library of its own"
+            self._native = load_native(native.library, native.files)
+        return self._native(texts)
 
     def _unencodable(self, texts: Sequence[str], error: Exception) -> UnencodableTextError:
         """Which of the texts it is, and why."""
@@ -130,7 +121,7 @@ class Encoder:
 
     def _encode_fast(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
         if self._fast is None or self._encoded_bytes > RENEW_BYTES:
-            self._fast, self._encoded_bytes = _load_gigatoken(self._json, self._parse), 0
+            self._fast, self._encoded_bytes = _load_gigatoken(self._model.model_json, self._parse), 0
         size = sum(map(len, texts))
         self._encoded_bytes += size
         if size < _FEW_CHARACTERS:
@@ -143,21 +134,11 @@ class Encoder:
         return ids.view(np.int32), np.diff(offsets).astype(np.int32)
 
 
-class Encoders:
-    """The encoders that made a stream and make it on, each built when its first document comes."""
-
-    def __init__(
-        self, model: TokenizerModel, spans: tuple[EncoderSpan, ...], special_tokens_in_text: str
-    ) -> None:
-        self._model, self._spans, self._mode = model, spans, special_tokens_in_text
-        self._built: dict[EncoderChoice, Encoder] = {}
-
-    def at(self, source: str, place: Place) -> Encoder:
-        """The one of the document there. Raises as `Encoder` does."""
-        choice = encoder_at(self._spans, source, place)
-        if choice not in self._built:
-            self._built[choice] = Encoder(self._model, choice, self._mode)
-        return self._built[choice]
+def _joined(ids: list[list[int]]) -> tuple[Int32Array, Int32Array]:
+    """(all ids one after the other, number of ids of each)."""
+    lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+    total = int(lengths.sum(dtype=np.int64))
+    return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
 
 
 def _load_gigatoken(model_json: str, parse: bool) -> Any:
@@ -193,6 +174,8 @@ def choose_encoder(
     Both are compared on the documents and on adversarial texts; a difference means `tokenizers`, or a
     `ConfigError` if gigatoken was asked for by name.
     """
+    if model.native is not None:
+        return _native_choice(model.native, wanted, special_tokens_in_text)
     reference = EncoderChoice(name=TOKENIZERS, version=installed_version(TOKENIZERS) or "")
     if wanted == TOKENIZERS:
         return reference, ()
@@ -216,6 +199,21 @@ def choose_encoder(
     if wanted == GIGATOKEN:
         raise ConfigError(f"data.encoder=gigatoken cannot be used: {problem}; set data.encoder=auto")
     return reference, (f"encoding with {reference}, not with gigatoken ({fast_version}): {problem}",)
+
+
+def _native_choice(
+    native: NativeModel, wanted: str, special_tokens_in_text: str
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    """The library that the tokenizer is made for, because its tokenizer.json gives other ids."""
+    if wanted in (GIGATOKEN, TOKENIZERS):
+        raise ConfigError(f"data.encoder={wanted} cannot be used: {native.difference}; set data.encoder=auto")
+    if special_tokens_in_text == "parse":
+        raise ConfigError(
+            f"data.special_tokens_in_text=parse: {native.library} encodes ({native.difference}), and special "
+            "tokens stay text there; set it to text or stop"
+        )
+    choice = EncoderChoice(name=native.library, version=installed_version(native.library) or "")
+    return choice, (f"encoding with {choice}, which is slower than gigatoken: {native.difference}",)
 
 
 def find_difference(encoder: Encoder, texts: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,17 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
+from orchestrator.data.tokens.chat_template import ChatTemplate, read_chat_template
+from orchestrator.data.tokens.foreign import (
+    NATIVE,
+    PROTO,
+    RANKS,
+    TIKTOKEN_SETTINGS,
+    from_sentencepiece,
+    from_tiktoken_file,
+    from_tiktoken_name,
+    is_tiktoken,
+)
 from orchestrator.errors import ConfigError
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
@@ -29,8 +41,15 @@ FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
+    RANKS,
+    TIKTOKEN_SETTINGS,
+    NATIVE,
 )
+# What may hold a sentencepiece model, or tiktoken's ranks.
+_SPM_NAMES = (PROTO, "spiece.model", "sentencepiece.bpe.model")
 _HUB_TIMEOUT_S = 10.0
+# A message names so many of a tokenizer's special tokens.
+_FEW_TOKENS = 12
 UNKNOWN_TEXT = (
     "it has no token for unknown text: add an unk_token to the model in its tokenizer.json, or take a "
     "tokenizer that encodes any text"
@@ -38,13 +57,27 @@ UNKNOWN_TEXT = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NativeModel:
+    """A tokenizer whose tokenizer.json is not exact: its own `library` encodes, by `files`. `difference` is a
+    text and what both make of it.
+    """
+
+    library: str
+    difference: str
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerModel:
     """What an encoder is built from: the tokenizer.json without truncation, padding, dropout and
-    post-processor (data rule 6), and the texts of its special tokens.
+    post-processor (data rule 6), the texts of its special tokens, where conversations are read its chat
+    template, and where the tokenizer.json is not exact the tokenizer itself.
     """
 
     model_json: str
     special_tokens: tuple[str, ...]
+    chat: ChatTemplate | None = None
+    native: NativeModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +96,20 @@ class TokenizerFacts:
     notes: tuple[str, ...]
 
 
-def fetch(name: str) -> dict[str, bytes]:
-    """The files of the tokenizer `name` (a local folder, else a hub name), always with a tokenizer.json.
+def fetch(name: str, known: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
+    """The files of the tokenizer `name`, always with a tokenizer.json: of a local folder, or of a file of
+    sentencepiece or tiktoken, of `tiktoken:ENCODING`, else of a hub name. A tokenizer that was converted to
+    the files `known` is not converted again.
 
     Raises `ConfigError` if there is none; for a hub name within seconds when the hub cannot be reached.
     """
+    if name.startswith("tiktoken:"):
+        return from_tiktoken_name(name.removeprefix("tiktoken:"))
     folder = Path(os.path.expanduser(name))
     if folder.is_dir():
-        return _with_json(name, folder)
+        return _with_json(name, folder, known or {})
+    if folder.suffix in (".model", ".tiktoken") and folder.is_file():
+        return _from_file(name, folder, known or {})
     if folder.is_file():
         raise ConfigError(
             f"data.tokenizer={name}: it is a file; give the folder that it lies in, "
@@ -84,18 +123,41 @@ def fetch(name: str) -> dict[str, bytes]:
     return _from_hub(name)
 
 
-def _with_json(name: str, folder: Path) -> dict[str, bytes]:
+def _with_json(name: str, folder: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
     try:
         files = {n: (folder / n).read_bytes() for n in FILES if (folder / n).is_file()}
     except OSError as error:
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
     if "tokenizer.json" not in files:
+        ranks = sorted(folder.glob("*.tiktoken"))
+        own = [folder / n for n in _SPM_NAMES if n in files and "tokenizer_config.json" not in files]
+        if len(ranks) == 1 or own:
+            made = _from_file(name, (ranks or own)[0], known)
+            return {**made, **{n: files[n] for n in files if n == "chat_template.jinja"}}
         if not files:
             raise ConfigError(
                 f"data.tokenizer={name}: the folder has no tokenizer.json; name a tokenizer's folder"
             )
         files["tokenizer.json"] = _converted(name, folder)
     return files
+
+
+def _from_file(name: str, file: Path, known: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files for a model of sentencepiece or for tiktoken's ranks, with what they are made of."""
+    settings = file.with_name(TIKTOKEN_SETTINGS)
+    try:
+        data = file.read_bytes()
+        beside = settings.read_bytes() if settings.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"data.tokenizer={name}: cannot be read: {error}; fix its rights") from error
+    if is_tiktoken(data):
+        own = {RANKS: data} if beside is None else {RANKS: data, TIKTOKEN_SETTINGS: beside}
+    else:
+        own = {PROTO: data}
+    if all(known.get(n) == content for n, content in own.items()):
+        return dict(known)
+    made = from_tiktoken_file(name, data, beside) if RANKS in own else from_sentencepiece(name, data)
+    return {**made, **own}
 
 
 def _converted(name: str, folder: Path) -> bytes:
@@ -121,16 +183,20 @@ def _from_hub(name: str) -> dict[str, bytes]:
             f"data.tokenizer={name}: there is no such folder in {os.getcwd()}, and the hub does not give it: "
             f"{str(error).strip().splitlines()[0]}; name an existing folder or hub repository"
         ) from error
-    return _with_json(name, Path(folder))
+    return _with_json(name, Path(folder), {})
 
 
-def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
-    """What the files say. Raises `ConfigError` if they are no tokenizer."""
+def examine(name: str, files: dict[str, bytes], chat: bool = False) -> TokenizerFacts:
+    """What the files say; `chat`: with the template of conversations, which then is a part of the digest.
+
+    Raises `ConfigError` if they are no tokenizer, or have no template where one is needed.
+    """
     from tokenizers import Tokenizer
 
     try:
         whole: dict[str, Any] = orjson.loads(files["tokenizer.json"])
         declared = _declared(files)
+        template = read_chat_template(files) if chat else None
         reduced, notes = _reduce(whole)
         tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
         plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
@@ -151,11 +217,25 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
             *notes,
             f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over",
         )
-    content = orjson.dumps([reduced, eos_id, bos_id, adds_bos], option=orjson.OPT_SORT_KEYS)
+    makes_ids: list[Any] = [reduced, eos_id, bos_id, adds_bos]
+    if chat and template is None:
+        raise ConfigError(
+            f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
+            "one to its tokenizer_config.json, or as chat_template.jinja"
+        )
+    native = _native(files)
+    if native is not None:
+        own = {name: blake3(data).hexdigest() for name, data in native.files.items()}
+        makes_ids.append([native.library, own])
+    if template is not None:
+        makes_ids.append([template.sources, template.variables])
+    content = orjson.dumps(makes_ids, option=orjson.OPT_SORT_KEYS)
     return TokenizerFacts(
         model=TokenizerModel(
             model_json=orjson.dumps(reduced).decode(),
             special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
+            chat=template,
+            native=native,
         ),
         digest=blake3(content).hexdigest(),
         vocab_size=max(plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
@@ -164,6 +244,14 @@ def examine(name: str, files: dict[str, bytes]) -> TokenizerFacts:
         adds_bos=adds_bos,
         notes=notes,
     )
+
+
+def _native(files: dict[str, bytes]) -> NativeModel | None:
+    if NATIVE not in files:
+        return None
+    said = orjson.loads(files[NATIVE])
+    own = {name: files[name] for name in (RANKS, TIKTOKEN_SETTINGS, PROTO) if name in files}
+    return NativeModel(library=said["library"], difference=said["difference"], files=own)
 
 
 def _reduce(whole: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -194,17 +282,45 @@ def _declared(files: dict[str, bytes]) -> dict[str, str]:
     return found
 
 
-def ids_around(name: str, facts: TokenizerFacts, bos: str | bool, eos: bool) -> tuple[int | None, int | None]:
+def ids_around(
+    name: str, facts: TokenizerFacts, bos: str | bool, eos: str | bool
+) -> tuple[int | None, int | None]:
     """(BOS, EOS) as `data.bos` and `data.eos` ask for them, None for neither.
 
     Raises `ConfigError` if the tokenizer lacks one that is asked for.
     """
-    wants_bos = facts.adds_bos if bos == "auto" else bool(bos)
-    for field, wanted, found in (("bos", wants_bos, facts.bos_id), ("eos", eos, facts.eos_id)):
-        if wanted and found is None:
+    wanted_bos = facts.adds_bos if bos == "auto" else bos
+    return _id_around("bos", name, wanted_bos, facts.bos_id, facts), _id_around(
+        "eos", name, eos, facts.eos_id, facts
+    )
+
+
+def _id_around(
+    field: str, name: str, wanted: str | bool, declared: int | None, facts: TokenizerFacts
+) -> int | None:
+    if isinstance(wanted, str):
+        found, few = id_of(wanted, facts.model), ", ".join(facts.model.special_tokens[:_FEW_TOKENS])
+        if found is None:
             raise ConfigError(
-                f"data.{field}={str(bos if field == 'bos' else eos).lower()}, but the tokenizer {name} "
-                f"declares no {field}_token that it knows; add it to its tokenizer_config.json, or set "
-                f"data.{field}=false"
+                f"data.{field}={wanted!r}, but the tokenizer {name} has no such token; its special tokens "
+                f"are {few or 'none'}; name one that it has, or set data.{field}=false"
             )
-    return (facts.bos_id if wants_bos else None), (facts.eos_id if eos else None)
+        return found
+    if wanted and declared is None:
+        raise ConfigError(
+            f"data.{field}=true, but the tokenizer {name} declares no {field}_token that it knows; name "
+            f"it, as in data.{field}='<|endoftext|>', add it to its tokenizer_config.json, or set "
+            f"data.{field}=false"
+        )
+    return declared if wanted else None
+
+
+def id_of(token: str, model: TokenizerModel) -> int | None:
+    """The id of a token, by its text."""
+    content = orjson.loads(model.model_json)
+    added = {each["content"]: int(each["id"]) for each in content.get("added_tokens") or ()}
+    vocab = content["model"].get("vocab") or {}
+    if isinstance(vocab, list):
+        vocab = {text: number for number, (text, _) in enumerate(vocab)}
+    found = added.get(token, vocab.get(token))
+    return None if found is None else int(found)

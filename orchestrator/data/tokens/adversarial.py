@@ -1,0 +1,24 @@
+"""Texts on which encoders are compared before one of them is trusted."""
+
+from __future__ import annotations
+
+# Texts on which encoders have been seen to differ, or might.
+ADVERSARIAL_TEXTS = (
+    "",
+    " ",
+    "\n",
+    "\r\n\r\n \t \u00a0\u2003x",
+    "a" * 3000,
+    "ab" * 1500 + "  " * 500,
+    "\x00\x01\x7f\u0085",
+    "\ufeffbom \ufffd \ufffe \U0010ffff \ue000",
+    "don't DON'T I'LL we\u2019ve 'tis it'sn't",
+    "1234567890 3.14159 1e-10 0x1F ٣٤٥ ①②",
+    "e\u0301 é ﬁ ﷽ İ ı ß ẞ ǅ",
+    "日本語とカタカナ 한국어 한글 ไทย हिन्दी עברית العربية",
+    "🏳️‍🌈👩‍👩‍👧‍👦🇩🇪 👍🏽",
+    "x\u200b\u200d\u2028\u2029\u00ady",
+    "def f(x):\n\treturn  {'a': [1,2,3]}  # ß→あ \r\n",
+    "https://example.org/a?b=c&d=%20#e user@example.org",
+    "ÀÉÎõü αβγ ЖЩЯ \t\t  trailing   ",
+)

@@ -1,0 +1,76 @@
+"""A tokenizer's own chat template, as it is found in its files, and what a conversation is once rendered.
+
+It renders nothing (`rendering` does) and knows no token ids but the special tokens'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Span = tuple[int, int]
+"""Characters [start, stop) of a text."""
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+
+
+class UnrenderableError(Exception):
+    """A conversation that the template does not take; the text is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTemplate:
+    """`sources` are jinja texts by name, `default` always and `tool_use` where there is another for
+    conversations with tools; `variables` are the texts of the named special tokens (`bos_token`, …).
+    """
+
+    sources: dict[str, str]
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpecialToken:
+    """A special token; `lstrip` and `rstrip` say whether it takes the white space before and after it."""
+
+    text: str
+    token: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as text. `specials` are the places of the template's own special tokens, in order,
+    `targets` the characters to be learnt, and `special_texts` the number of special tokens that the messages
+    spell.
+    """
+
+    text: str
+    specials: tuple[tuple[int, int, SpecialToken], ...]
+    targets: tuple[Span, ...]
+    special_texts: int
+
+
+def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+    """The template among a tokenizer's files, None if there is none: `chat_template.jinja`, else
+    `chat_template` in `tokenizer_config.json` (a text, or a list of {name, template}).
+    """
+    variables: dict[str, str] = {}
+    found: Any = None
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        content = json.loads(files[name]) if name in files else {}
+        found = content.get("chat_template", found)
+        for key, value in content.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                variables[key] = text
+    if "chat_template.jinja" in files:
+        found = files["chat_template.jinja"].decode()
+    if isinstance(found, list):
+        named = {each["name"]: each["template"] for each in found}
+        sources = {name: named[name] for name in (DEFAULT, WITH_TOOLS) if name in named}
+    else:
+        sources = {DEFAULT: found} if isinstance(found, str) else {}
+    return ChatTemplate(sources=sources, variables=variables) if DEFAULT in sources else None

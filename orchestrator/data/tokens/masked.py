@@ -1,0 +1,351 @@
+"""Documents of which only a part is learnt: a conversation or a prompt with its completion, as token ids and
+which of them are targets.
+
+A token is a target if any of its characters is to be learnt, as in transformers' assistant masks. It knows
+no window and no chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from orchestrator.data.sources.documents import Conversation, Document, Prompted
+from orchestrator.data.tokens.chat_template import Rendered, Span, SpecialToken
+from orchestrator.data.tokens.encoder import Encoder, Pieces
+from orchestrator.data.tokens.tokenizer_files import TokenizerModel
+from orchestrator.errors import ConfigError
+from orchestrator.records import BoolArray, Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from orchestrator.data.tokens.rendering import Renderer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedPiece:
+    """Tokens of a piece of a document, (num_tokens,) each; `loss` False: the token is no target."""
+
+    tokens: Int32Array
+    loss: BoolArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedDocument:
+    """A document's pieces, none if nothing of it is a target, and how many special tokens its texts spell."""
+
+    pieces: tuple[MaskedPiece, ...]
+    special_texts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A special token, or a text with the characters in it that are learnt. `encoder` is a key of
+    `MaskedEncoder._encoders`.
+    """
+
+    text: str = ""
+    targets: tuple[Span, ...] = ()
+    encoder: str = ""
+    token: int | None = None
+    is_target: bool = False
+
+
+# How the tokenizer treats the beginning of a text: as that of a document; as what follows a special token (a
+# prefix that only a document's beginning gets is left out); as the middle of a text (no prefix at all).
+_BEGIN, _AFTER_SPECIAL, _INSIDE = "begin", "after special", "inside"
+
+
+class MaskedEncoder:
+    """Makes ids and masks by one encoder. Not for several threads; does not pickle."""
+
+    def __init__(self, model: TokenizerModel, encoder: Encoder, special_tokens_in_text: str) -> None:
+        self._model, self._mode = model, special_tokens_in_text
+        self._content: dict[str, Any] = orjson.loads(model.model_json)
+        self._encoders = {_BEGIN: encoder}
+        self._renderer: Renderer | None = None
+        self._token_bytes: dict[int, bytes] | None = None
+
+    def encode(
+        self,
+        document: Conversation | Prompted,
+        loss: str,
+        ends: tuple[int | None, int | None],
+        piece_bytes: int,
+    ) -> MaskedDocument:
+        """The document's pieces of at most about `piece_bytes` of UTF-8. `loss`: `assistant`, `last` or
+        `all`; `ends`: the BOS and EOS around a prompt and its completion (in a chat only the template makes
+        special tokens).
+
+        A prompt and its completion are encoded apart, as the model meets them later. Raises
+        `UnrenderableError` and `DataError` as `Renderer` does, `UnencodableTextError` for a text that the
+        tokenizer has no ids for.
+        """
+        if isinstance(document, Conversation):
+            if not document.messages:
+                return MaskedDocument(pieces=(), special_texts=0)
+            rendered = self._rendering().render(document, loss, self._mode == "parse")
+            parts, special_texts = _conversation_parts(rendered), rendered.special_texts
+        else:
+            parts = _prompted_parts(document, loss, ends)
+            encoder = self._encoders[_BEGIN]
+            special_texts = sum(encoder.count_special(t) for t in (document.prompt, document.completion))
+        if not any(part.is_target or part.targets for part in parts):
+            return MaskedDocument(pieces=(), special_texts=special_texts)
+        pieces = tuple(self._piece(group) for group in _grouped(parts, piece_bytes))
+        return MaskedDocument(pieces=pieces, special_texts=special_texts)
+
+    def _rendering(self) -> Renderer:
+        if self._renderer is None:
+            if self._model.chat is None:
+                raise ConfigError(
+                    "data.sources: the documents are conversations, and the tokenizer has no chat_template; "
+                    "add one to its tokenizer_config.json, or as chat_template.jinja"
+                )
+            from orchestrator.data.tokens.rendering import Renderer
+
+            self._renderer = Renderer(self._model.chat, special_tokens(self._content))
+        return self._renderer
+
+    def _encoder(self, key: str) -> Encoder:
+        """The encoder for texts that stand so."""
+        if key not in self._encoders:
+            content = without_prefix(self._content, only_first=key == _AFTER_SPECIAL)
+            first = self._encoders[_BEGIN]
+            if self._model.native is not None:
+                raise ConfigError(
+                    f"data.sources: chats and prompts cannot be read with {self._model.native.library} as "
+                    f"the encoder ({self._model.native.difference}); take a tokenizer with a tokenizer.json"
+                )
+            if content != self._content:
+                model = replace(self._model, model_json=orjson.dumps(content).decode())
+                first = Encoder(model, first.choice, self._mode)
+            self._encoders[key] = first
+        return self._encoders[key]
+
+    def _piece(self, parts: Sequence[_Part]) -> MaskedPiece:
+        tokens: list[Int32Array] = []
+        loss: list[BoolArray] = []
+        for part, ids in zip(parts, self._encode(parts), strict=True):
+            if part.token is not None or not part.targets or part.targets == ((0, len(part.text)),):
+                tokens.append(ids)
+                loss.append(np.full(len(ids), part.is_target or bool(part.targets)))
+            else:
+                split_ids, split_loss = self._split(part, ids)
+                tokens.append(split_ids)
+                loss.append(split_loss)
+        return MaskedPiece(tokens=np.concatenate(tokens), loss=np.concatenate(loss))
+
+    def _encode(self, parts: Sequence[_Part]) -> list[Int32Array]:
+        """The ids of each part; texts of one encoder in one call."""
+        found: dict[int, Int32Array] = {
+            i: np.array([part.token], np.int32) for i, part in enumerate(parts) if part.token is not None
+        }
+        for key in (_BEGIN, _AFTER_SPECIAL, _INSIDE):
+            numbers = [i for i, part in enumerate(parts) if part.token is None and part.encoder == key]
+            if numbers:
+                ids, lengths = self._encoder(key).encode([parts[i].text for i in numbers])
+                found.update(zip(numbers, np.split(ids, np.cumsum(lengths)[:-1]), strict=True))
+        return [found[i] for i in range(len(parts))]
+
+    def _split(self, part: _Part, ids: Int32Array) -> tuple[Int32Array, BoolArray]:
+        """The ids and the mask of a text of which a part is learnt.
+
+        Where each token lies, its bytes say. Where the tokens do not spell the text (a normalizer changed
+        it), the text is encoded cut at the borders.
+        """
+        lengths = self._byte_lengths(part.text, ids)
+        if lengths is None:
+            cut = _cut_at_borders(part)
+            each = self._encode(cut)
+            masks = [np.full(len(ids), bool(p.targets)) for p, ids in zip(cut, each, strict=True)]
+            return np.concatenate(each), np.concatenate(masks)
+        ends = np.cumsum(lengths)
+        loss = np.zeros(len(ids), np.bool_)
+        for span in part.targets:
+            start, stop = (len(part.text[:border].encode()) for border in span)
+            loss |= (ends - lengths < stop) & (ends > start)
+        return ids, loss
+
+    def _byte_lengths(self, text: str, ids: Int32Array) -> Int64Array | None:
+        """How many of the text's bytes each token is; None if they do not spell the text."""
+        if self._token_bytes is None:
+            self._token_bytes = token_bytes(self._content)
+        spelled = [self._token_bytes.get(token, b"") for token in ids.tolist()]
+        data, expected = b"".join(spelled), text.encode()
+        lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
+        if data == b" " + expected:  # the tokenizer put a space before the text
+            lengths[np.flatnonzero(lengths)[0]] -= 1
+            return lengths
+        return lengths if data == expected else None
+
+
+def plain_text(document: Document) -> str:
+    """What a document says, without a template: to look at, not to learn from."""
+    if isinstance(document, str):
+        return document
+    if isinstance(document, Prompted):
+        return document.prompt + document.completion
+    contents = (message.get("content") for message in document.messages)
+    return "\n".join(content for content in contents if isinstance(content, str))
+
+
+# ------------------------------------------------------------------------------------------- parts
+def _conversation_parts(rendered: Rendered) -> list[_Part]:
+    """The template's special tokens, and the texts between them."""
+    parts: list[_Part] = []
+    position = 0
+    for start, stop, special in (*rendered.specials, (len(rendered.text), len(rendered.text), None)):
+        text = rendered.text[position:start]
+        if special is not None and special.lstrip:
+            text = text.rstrip()
+        taken_from = position + len(text)
+        if text:
+            targets = tuple(
+                (max(a, position) - position, min(b, taken_from) - position)
+                for a, b in rendered.targets
+                if max(a, position) < min(b, taken_from)
+            )
+            parts.append(_Part(text=text, targets=targets, encoder=_AFTER_SPECIAL if position else _BEGIN))
+        if special is None:
+            break
+        after = rendered.text[stop:]
+        position = stop + (len(after) - len(after.lstrip()) if special.rstrip else 0)
+        learnt = any(a < position and b > taken_from for a, b in rendered.targets)
+        parts.append(_Part(token=special.token, is_target=learnt))
+    return parts
+
+
+def _prompted_parts(document: Prompted, loss: str, ends: tuple[int | None, int | None]) -> list[_Part]:
+    """BOS, prompt, completion, EOS. Without a completion nothing is learnt, not even where it ends."""
+    prompt, completion = document.prompt, document.completion
+    every = loss == "all"
+    if not (completion or (every and prompt)):
+        return []
+    parts = []
+    if ends[0] is not None:
+        parts.append(_Part(token=ends[0], is_target=every))
+    if prompt:
+        parts.append(_Part(text=prompt, targets=((0, len(prompt)),) if every else (), encoder=_BEGIN))
+    if completion:
+        encoder = _INSIDE if prompt else _BEGIN
+        parts.append(_Part(text=completion, targets=((0, len(completion)),), encoder=encoder))
+    if ends[1] is not None:
+        parts.append(_Part(token=ends[1], is_target=True))
+    return parts
+
+
+def _grouped(parts: Sequence[_Part], piece_bytes: int) -> Iterator[list[_Part]]:
+    """The parts in pieces: a new one begins where a text would not fit; a text that is longer is cut."""
+    group: list[_Part] = []
+    total = 0
+    for whole in parts:
+        for part in _cut_part(whole, piece_bytes):
+            size = len(part.text.encode())
+            if total + size > piece_bytes and total:
+                yield group
+                group, total = [], 0
+            group.append(part)
+            total += size
+    yield group
+
+
+def _cut_part(part: _Part, piece_bytes: int) -> Iterator[_Part]:
+    """A text as texts of at most `piece_bytes`, cut where a document's text is (data rule 7)."""
+    pieces = Pieces(part.text, 4 * len(part.text), piece_bytes)
+    if len(pieces) == 1:
+        yield part
+        return
+    begin = 0
+    for number, text in enumerate(pieces):
+        stop = begin + len(text)
+        yield _between(part, begin, stop, part.encoder if not number else _INSIDE)
+        begin = stop
+
+
+def _cut_at_borders(part: _Part) -> list[_Part]:
+    """The text as texts that are learnt wholly or not at all."""
+    borders = sorted({0, len(part.text), *(border for span in part.targets for border in span)})
+    return [
+        _between(part, start, stop, _INSIDE if start else part.encoder)
+        for start, stop in zip(borders, borders[1:], strict=False)
+    ]
+
+
+def _between(part: _Part, start: int, stop: int, encoder: str) -> _Part:
+    targets = tuple(
+        (max(a, start) - start, min(b, stop) - start) for a, b in part.targets if max(a, start) < min(b, stop)
+    )
+    return _Part(text=part.text[start:stop], targets=targets, encoder=encoder)
+
+
+# ------------------------------------------------------------------------------------ tokenizer.json
+def special_tokens(content: dict[str, Any]) -> list[SpecialToken]:
+    """The special tokens of a tokenizer.json."""
+    return [
+        SpecialToken(
+            text=token["content"],
+            token=token["id"],
+            lstrip=bool(token.get("lstrip")),
+            rstrip=bool(token.get("rstrip")),
+        )
+        for token in content.get("added_tokens") or ()
+        if token.get("special")
+    ]
+
+
+def without_prefix(content: dict[str, Any], only_first: bool) -> dict[str, Any]:
+    """A tokenizer.json that puts nothing before a text; `only_first`: only not what the beginning of a whole
+    document alone gets.
+    """
+
+    def changed(step: Any) -> Any:
+        if not isinstance(step, dict):
+            return step
+        kind = step.get("type")
+        if kind == "Sequence":
+            key = "pretokenizers" if "pretokenizers" in step else "normalizers"
+            kept = [changed(each) for each in step[key]]
+            return {**step, key: [each for each in kept if each is not None]}
+        scheme = step.get("prepend_scheme", "always")
+        if kind == "Metaspace" and (scheme == "first" or (scheme == "always" and not only_first)):
+            return {**step, "prepend_scheme": "never"}
+        if kind == "ByteLevel" and step.get("add_prefix_space") and not only_first:
+            return {**step, "add_prefix_space": False}
+        return None if kind == "Prepend" and not only_first else step
+
+    return {**content, **{key: changed(content.get(key)) for key in ("normalizer", "pre_tokenizer")}}
+
+
+def token_bytes(content: dict[str, Any]) -> dict[int, bytes]:
+    """What each id of a tokenizer.json stands for in a text, as far as that is known without its decoder."""
+    vocab = content["model"].get("vocab") or {}
+    named = enumerate(t for t, _ in vocab) if isinstance(vocab, list) else ((i, t) for t, i in vocab.items())
+    found: dict[int, bytes] = {}
+    if _is_byte_level(content.get("pre_tokenizer")):
+        table = _byte_level_alphabet()
+        for number, token in named:
+            found[number] = token.translate(table).encode("latin-1", "ignore")
+    else:
+        fallback = content["model"].get("byte_fallback")
+        for number, token in named:
+            is_byte = fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            found[number] = bytes.fromhex(token[3:5]) if is_byte else token.replace("▁", " ").encode()
+    found.update((t["id"], t["content"].encode()) for t in content.get("added_tokens") or ())
+    return found
+
+
+def _is_byte_level(step: Any) -> bool:
+    if not isinstance(step, dict):
+        return False
+    return step.get("type") == "ByteLevel" or any(_is_byte_level(s) for s in step.get("pretokenizers") or ())
+
+
+def _byte_level_alphabet() -> dict[int, int]:
+    """Which byte each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {**{byte: byte for byte in printable}, **{0x100 + i: byte for i, byte in enumerate(others)}}
