@@ -73,6 +73,11 @@ class Slots:
         self._freed: set[int] = set()  # slots that were given a window that is not there
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._sources)
+
+    @property
     def undelivered(self) -> int:
         """Windows that are given and not delivered yet, and slots whose window was not there."""
         return sum(source.undelivered for source in self._sources.values()) + len(self._freed)
