@@ -25,8 +25,10 @@ from ray._private.state import actors  # the public state API needs a dashboard
 from orchestrator.config.schema import parse_config
 from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, start_feeder
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.feed.opening import SLOTS_AHEAD
+from orchestrator.data.feed.opening import source_windows
+from orchestrator.data.feed.slots import SLOTS_AHEAD
 from orchestrator.data.packing.samples import open_samples
+from orchestrator.data.sources.manifest import FileRow
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
@@ -366,7 +368,7 @@ def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing
 ) -> None:
     async def hours() -> object:
         now = 0.0
-        feeder = FeederWithoutPipeline("launch", spec, 1, 0, stall_s=600.0, now=lambda: now)
+        feeder = FeederWithoutPipeline("launch", (ray.put(spec),), 1, 0, stall_s=600.0, now=lambda: now)
 
         async def wake() -> None:
             await feeder.open("launch", (1, 1), Cursor())
@@ -407,6 +409,45 @@ def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig,
         taken, _ = train(feeds, cursor, 1, num_samples=8)
         assert_stream(taken, stream[-39:-31])
         assert (1 << 13) < stats_of(actor).bytes_passed < len(lines)
+
+
+def test_one_large_compressed_file_is_read_by_all_tokenizers_and_a_killed_one_costs_no_sample(
+    tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    lines = "".join(json.dumps({"text": f"document {n}: " + "some words " * 60}) + "\n" for n in range(6000))
+    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1))
+    source = {"name": "packed", "path": str(tmp_path / "*.gz"), "format": "jsonl", "text_field": "text"}
+    small = {"data.fragment_bytes": 1 << 15, "data.window_bytes": 1 << 16}
+    spec = prepare_data(parse_config(tiny_config({"data.sources": [source], **small})))
+    (first,) = source_windows(spec, Cursor())
+    assert first.expected(0, 0) < len(lines) >> 16, "more windows turn up than the file's size lets expect"
+
+    def watch(step: int) -> None:
+        if step in (2, 5):
+            killed = min(tokenizer_pids(actor))
+            os.kill(killed, signal.SIGKILL)
+            eventually(lambda: killed not in tokenizer_pids(actor))
+
+    with feeder(spec, slots_per_dataset=40) as (actor, launch):
+        taken, cursor = train(open_feeds((actor, launch), Cursor()), Cursor(), None, after_step=watch)
+        assert cursor.sources["packed"].window > 40, "a second dataset was begun, in the middle of the file"
+    assert_stream(taken, list(open_samples(spec, Cursor(), SEQ_LEN)))
+
+
+def test_a_specification_beyond_the_limit_of_what_a_class_may_hold_reaches_feeder_and_tokenizers(
+    spec: DataSpec, samples: list[Any], shared: tuple[Any, str]
+) -> None:
+    ray.get(shared[0].close.remote())
+    plan = spec.plans[0]
+    rows = tuple(FileRow(path="x" * 1_000_000, bytes=n, mtime_ns=0, probe="") for n in range(105))
+    manifest = replace(plan.manifest, files=plan.manifest.files + rows)  # no block reaches these
+    large = replace(spec, plans=(replace(plan, manifest=manifest),))
+    with feeder(large, num_tokenizers=1) as (actor, launch):
+        feeds = open_feeds((actor, launch), Cursor())
+        taken, cursor = train(feeds, Cursor(), 1)
+        os.kill(stats_of(actor).pid, signal.SIGKILL)
+        again, _ = train(feeds, cursor, 1)
+    assert_stream(taken + again, samples[: len(taken + again)])
 
 
 def test_reading_takes_no_cpu_beside_the_tokenizers(

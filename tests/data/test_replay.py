@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.config.schema import parse_config
-from orchestrator.data.feed.opening import SLOTS_AHEAD, WINDOWS_AHEAD, Opening
+from orchestrator.data.feed.open_blocks import OpenBlocks
+from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
+from orchestrator.data.feed.slots import SLOTS_AHEAD, NoTask
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.fragments import DECODED_RATIO, plan_source
+from orchestrator.data.sources.manifest import FileRow, Manifest
+from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec, prepare_data
-from orchestrator.data.tokens.chunks import tokenize_block
-from orchestrator.errors import FeedError
-from orchestrator.records import Cursor, StepRange
+from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window
+from orchestrator.errors import DataIdentityError, FeedError
+from orchestrator.records import Cursor, SourceCursor, StepRange, WindowTask
 from tests.conftest import TinyConfig
 
 SEQ_LEN, BATCH = 32, 8
@@ -93,39 +100,77 @@ def test_only_the_cursor_of_exactly_a_held_place_is_served(spec: DataSpec) -> No
 
 
 def test_a_slot_is_the_same_task_whoever_executes_it_again(spec: DataSpec) -> None:
-    opening = Opening(1, spec, Cursor(), 2, 1 << 20)
-    slots = opening.list_slots(256)
-    assert [opening.begin(slot)[0] for slot in slots] == list(spec.tasks_from(Cursor()))
-    assert [opening.begin(slot) for slot in slots] == [(task, 2) for task in spec.tasks_from(Cursor())]
-    assert not opening.list_slots(256)
+    opening = Opening(1, spec, Cursor(), 80, 1 << 20)
+    slots = opening.list_slots(80)
+    first = [opening.begin(slot) for slot in slots]
+    tasks = list(spec.tasks_from(Cursor()))
+    assert first[: len(tasks)] == tasks
+    assert set(first[len(tasks) :]) == {NoTask.NOT_YET}, "whether a block has another window is not known yet"
+    assert [opening.begin(slot) for slot in slots] == first
 
 
-def test_credits_follow_what_was_taken_and_never_stop_the_slot_that_is_due(spec: DataSpec) -> None:
+def test_slots_are_given_as_chunks_are_taken_and_their_windows_are_the_stream(spec: DataSpec) -> None:
     opening = Opening(1, spec, Cursor(), 2, 1 << 20)
-    encoders = spec.build_encoders()
+    encoders, expected = spec.build_encoders(), spec.stream(Cursor())
+    blocks, settings = OpenBlocks(), spec.settings
+    given = 0
     for slot in opening.list_slots(256):
-        assert [s for s in range(40) if opening.may_begin(s)] == list(range(slot + 2 + SLOTS_AHEAD + 1))
-        task, _ = opening.begin(slot)
-        for chunk in tokenize_block(task, spec.source_plan(task.source), encoders, spec.settings):
-            assert opening.may_bring(slot, chunk.window)
-            assert not opening.may_bring(slot, chunk.window + WINDOWS_AHEAD + 1)
+        while isinstance(opening.begin(given), WindowTask):
+            given += 1
+            assert given <= slot + 2 + SLOTS_AHEAD + 1
+        task = opening.begin(slot)
+        if opening.over:
+            assert task is NoTask.OVER
+            break
+        assert isinstance(task, WindowTask)
+        plan = spec.source_plan(task.source)
+        window = blocks.read(task, plan, settings)
+        assert isinstance(window, Window)
+        opening.slots.read(slot, task, task.window + 1 if window.last else None)
+        for chunk in tokenize_window(task, window, plan, encoders, settings):
             opening.take(slot, chunk)
     # the last chunk of the last slot ended the stream: a step beyond the data is answered
+    assert not opening.list_slots(256)
+    for chunk in spec.chunks(Cursor()):
+        expected.feed(chunk)
+    expected.finish(spec.only_source)
     step = StepRange(first_sample=0, num_samples=10**6, num_tokens=10**6 * SEQ_LEN, seq_len=SEQ_LEN)
-    drawn = opening.stream.draw(step)
+    drawn, due = opening.stream.draw(step), expected.draw(step)
     assert drawn is not None
+    assert due is not None
     assert drawn.end_of_data
+    assert (drawn.digest, drawn.cursor) == (due.digest, due.cursor)
 
 
 def test_a_chunk_that_comes_out_of_turn_is_caught(spec: DataSpec) -> None:
     opening = Opening(1, spec, Cursor(), 2, 1 << 20)
-    opening.list_slots(256)
     encoders = spec.build_encoders()
-    task, _ = opening.begin(1)
+    opening.begin(0)
+    task = opening.begin(1)
+    assert isinstance(task, WindowTask)
     late = next(tokenize_block(task, spec.source_plan(task.source), encoders, spec.settings))
-    with pytest.raises(AssertionError, match="slot 0 was being taken"):
-        opening.take(1, late)
-    with pytest.raises(
-        FeedError, match="was due"
-    ):  # and a wrong slot number does not get past the packer either
-        opening.take(0, late)
+    for slot in (1, 0):  # under a wrong number, too
+        with pytest.raises(FeedError, match="where slot 0 was due"):
+            opening.take(slot, late)
+
+
+def test_a_cursor_behind_the_last_block_is_refused_when_it_is_opened(spec: DataSpec) -> None:
+    cursor = Cursor(sources={"stdlib": SourceCursor(block=999)})
+    with pytest.raises(DataIdentityError, match="block 999"):
+        Opening(1, spec, cursor, 2, 1 << 20)
+
+
+def test_the_windows_that_a_block_will_have_are_estimated_from_sizes(tmp_path: Path) -> None:
+    settings = StreamSettings(window_bytes=1000, fragment_bytes=500, shuffle="none")
+
+    def estimates(*files: FileRow) -> list[int]:
+        manifest = Manifest(source="s", base=str(tmp_path), format="jsonl", files=files)
+        plan = plan_source(manifest, 500, 1000)
+        return [expected_windows(plan, settings, 0, block) for block in range(plan.num_blocks)]
+
+    def row(path: str, size: int) -> FileRow:
+        return FileRow(path=path, bytes=size, mtime_ns=0, probe="")
+
+    assert estimates(row("a.jsonl", 4000)) == [1] * 8
+    assert estimates(row("a.jsonl.gz", 4000)) == [4000 * DECODED_RATIO // 1000]
+    assert estimates(row("empty.jsonl", 0)) == [1]

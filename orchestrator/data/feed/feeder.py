@@ -13,9 +13,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import ray
 
@@ -25,9 +26,10 @@ from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
 from orchestrator.data.feed.opening import Opening
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
 from orchestrator.data.feed.replay import HeldStep
+from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import FeedError, FencedError, OrchestratorError
+from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.batches import rank_samples
 from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
@@ -47,6 +49,9 @@ SLOTS_PER_DATASET = 256
 _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
+# Kept by the process that owns the feeders, as long as their handles: a feeder that is started again needs
+# its specification once more, and so does each tokenizer.
+_SPECIFICATIONS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Feeder:
@@ -61,7 +66,7 @@ class Feeder:
     def __init__(
         self,
         launch: str,
-        spec: DataSpec,
+        spec: Sequence[Any],
         num_tokenizers: int,
         replay_bytes: int,
         stall_s: float = STALL_S,
@@ -70,7 +75,9 @@ class Feeder:
         tokenizer_cpus: float = 1.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launch, self._spec = launch, spec
+        """`spec` holds a reference to the `DataSpec`: inside a sequence, Ray hands it over as it is."""
+        self._launch, (self._reference,) = launch, spec
+        self._spec: DataSpec = ray.get(self._reference)
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
         self._now, self._work = now, SignsOfWork(stall_s, now)
         self._where = (tokenizer_node, tokenizer_cpus)
@@ -166,8 +173,8 @@ class Feeder:
             first_sample_held=run.steps.first_sample if run else 0,
             next_sample=run.steps.next_cursor.consumed_samples if run else 0,
             buffered_tokens=run.buffered_tokens if run else 0,
-            slots_taken=run.slot if run else 0,
-            slots_given=run.slots_given if run else 0,
+            slots_taken=run.slots.taken if run else 0,
+            slots_given=run.slots.given if run else 0,
             bytes_passed=self._work.bytes_passed,
             waits=self._waits,
             wait_s=self._wait_s,
@@ -185,41 +192,55 @@ class Feeder:
 
     # -------------------------------------------------------------------------------- for tokenizers
     async def slot(self, run_id: int, slot: int) -> WindowTask | None:
-        """What `slot` is, as soon as it is near enough to the one being taken: this bounds the look-ahead.
-        None: that run is over.
+        """What `slot` is, as soon as there is room for it and it is known: this bounds the look-ahead. None:
+        it is no window, or that run is over.
         """
         async with self._changed:
-            run = await self._room(run_id, lambda run: run.may_begin(slot))
-            if run is None:
+            while (run := self._current(run_id)) is not None:
+                task = run.begin(slot)
+                if task is not NoTask.NOT_YET:
+                    break
+                await self._changed.wait()
+            else:
                 return None
-            task, executions = run.begin(slot)
-            if executions <= MAX_EXECUTIONS:
-                return task
-            self._end(
-                FeedError(
-                    f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
-                    f"(epoch {task.epoch}); most often it is memory: give the "
-                    "tokenizers' machines more, or lower data.num_tokenizers; a smaller data.window_bytes "
-                    "needs a new run (another run.name)"
+            self._work.note()
+            self._changed.notify_all()  # the slot after it may be given now
+            if not isinstance(task, WindowTask):
+                return None
+            if run.slots.executions(slot) > MAX_EXECUTIONS:
+                self._end(
+                    FeedError(
+                        f"{MAX_EXECUTIONS} tokenizers died over block {task.block} of source {task.source} "
+                        f"(epoch {task.epoch}, window {task.window}); most often it is memory: give the "
+                        "tokenizers' machines more, or lower data.num_tokenizers; a smaller "
+                        "data.window_bytes needs a new run (another run.name)"
+                    )
                 )
-            )
-            return None
+                return None
+            return task
 
-    async def room(self, run_id: int, slot: int, window: int) -> bool:
-        """Waits until `window` of a slot that was given may be handed over: a block of many windows is not
-        read ahead as a whole.
-
-        A slot that is not being taken yet may bring its first window only. False: that run is over.
+    async def read(self, run_id: int, slot: int, task: WindowTask, num_windows: int | None) -> bool:
+        """A tokenizer has read `task` for `slot`; `num_windows` as in `Slots.read`. False: that run is
+        over.
         """
         async with self._changed:
-            return await self._room(run_id, lambda run: run.may_bring(slot, window)) is not None
+            run = self._current(run_id)
+            if run is None:
+                return False
+            self._work.note()
+            try:
+                run.slots.read(slot, task, num_windows)
+            except DataIdentityError as error:
+                self._end(error)
+                return False
+            self._changed.notify_all()
+            return True
 
     async def working(self, run_id: int, bytes_passed: int) -> bool:
-        """A tokenizer decodes what lies before its cursor, and has passed so many bytes more. False: that run
-        is over.
+        """A tokenizer is at work; it has passed so many bytes more that lie before its window. False: that
+        run is over.
         """
-        run = self._run
-        if run is None or run.run_id != run_id or self._error is not None:
+        if self._current(run_id) is None:
             return False
         self._work.note(bytes_passed)
         return True
@@ -232,16 +253,10 @@ class Feeder:
             if self._run is not None and self._run.run_id == run_id:
                 self._end(error)
 
-    async def _room(self, run_id: int, near: Callable[[Opening], bool]) -> Opening | None:
-        """Waits, with the lock, until `near` holds; None: that run is over."""
-        while True:
-            run = self._run
-            if run is None or run.run_id != run_id or self._error is not None:
-                return None
-            if near(run):
-                self._work.note()
-                return run
-            await self._changed.wait()
+    def _current(self, run_id: int) -> Opening | None:
+        """The run of that number, unless it is over."""
+        run = self._run
+        return run if run is not None and run.run_id == run_id and self._error is None else None
 
     # -------------------------------------------------------------------------------- inside
     def _fenced(self, launch: str) -> FencedError:
@@ -266,6 +281,8 @@ class Feeder:
         if held is not None:  # of another batch size or seq_len: drawn again from there
             run = self._start(held.before)
             self._changed.notify_all()
+            if run is None:
+                return self._error
         next_sample = run.steps.next_cursor.consumed_samples
         if step.first_sample == next_sample:
             return self._draw(run, step)
@@ -278,10 +295,9 @@ class Feeder:
         return None
 
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
-        # so much stays buffered afterwards too: the step after this one is there before it is asked for
-        before, run.wanted_tokens = run.wanted_tokens, step.num_tokens + 1
+        wanted = run.wants
         samples = run.stream.draw(step)
-        if samples is not None or run.wanted_tokens != before:
+        if samples is not None or run.wants != wanted:
             self._changed.notify_all()  # there may be room for the next chunk
         if samples is None:
             return None
@@ -319,12 +335,17 @@ class Feeder:
         self._changed.notify_all()
 
     # -------------------------------------------------------------------------------- the pipeline
-    def _start(self, cursor: Cursor) -> Opening:
-        """Opens the pipeline at `cursor`. The run before it, if any, ends by itself: its tokenizers are
-        refused and its thread goes.
+    def _start(self, cursor: Cursor) -> Opening | None:
+        """Opens the pipeline at `cursor`; None: it ended at once, in an error. The run before it, if any,
+        ends by itself: its tokenizers are refused and its thread goes.
         """
         self._opens += 1
-        run = self._run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
+        try:
+            run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
+        except OrchestratorError as error:
+            self._end(error)
+            return None
+        self._run = run
         self._work.note()
         reader = threading.Thread(
             target=self._read,
@@ -351,31 +372,35 @@ class Feeder:
 
             feeder = ray.get_runtime_context().current_actor
             while slots := call(self._list_slots(run)):
-                items = read_chunks(self._spec, feeder, run.run_id, slots, self._num_tokenizers, *self._where)
+                items = read_chunks(
+                    self._reference, feeder, run.run_id, slots, self._num_tokenizers, *self._where
+                )
                 with closing(items):
-                    for item in items:
-                        if item is None or not call(self._take(run, *item)):
+                    for slot, chunk in items:
+                        if not call(self._take(run, slot, chunk)):
                             return
         except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
             call(self._failed_run(run, error))
 
     async def _list_slots(self, run: Opening) -> range:
         slots = run.list_slots(self._slots_per_dataset)
-        await self._notify()  # the end of the data may be known now
         return slots if self._run is run else range(0)
 
-    async def _take(self, run: Opening, slot: int, chunk: TokenChunk) -> bool:
-        """Hands a chunk to the stream once it is wanted; False: the run is over."""
+    async def _take(self, run: Opening, slot: int, chunk: TokenChunk | None) -> bool:
+        """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any
+        more.
+        """
         async with self._changed:
             while self._run is run and self._error is None and not run.wants:
                 await self._changed.wait()
             if self._run is not run or self._error is not None:
                 return False
             run.take(slot, chunk)
-            self._feed_log.differences(chunk.encoder_differences)
+            if chunk is not None:
+                self._feed_log.differences(chunk.encoder_differences)
             self._work.note()
             self._changed.notify_all()
-            return True
+            return not run.over
 
     async def _failed_run(self, run: Opening, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
@@ -409,6 +434,9 @@ def start_feeder(
     """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
     more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
     `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself.
+
+    `spec` goes into Ray's object store once, and from there to the feeder and to every tokenizer; it must fit
+    there, and each of these processes holds it in memory.
     """
     wanted: dict[str, Any] = {
         "name": feeder_name(launch),
@@ -419,22 +447,15 @@ def start_feeder(
         **(options or {}),
     }
 
-    class FeederOfLaunch(Feeder):
-        """Brings the specification along. Ray keeps an actor's class until the job ends, but a large argument
-        only while somebody holds it, and an actor that is started again needs it once more.
-        """
-
-        def __init__(self) -> None:
-            super().__init__(
-                launch,
-                spec,
-                num_tokenizers,
-                replay_bytes,
-                stall_s,
-                slots_per_dataset,
-                tokenizer_node,
-                tokenizer_cpus,
-            )
-
-    FeederOfLaunch.__name__ = Feeder.__name__
-    return ray.remote(FeederOfLaunch).options(**wanted).remote()
+    reference = ray.put(spec)
+    arguments = (
+        num_tokenizers,
+        replay_bytes,
+        stall_s,
+        slots_per_dataset,
+        tokenizer_node,
+        tokenizer_cpus,
+    )
+    feeder = ray.remote(Feeder).options(**wanted).remote(launch, (reference,), *arguments)
+    _SPECIFICATIONS[feeder] = reference
+    return feeder

@@ -1,103 +1,99 @@
-"""One opening of the pipeline at a cursor, as plain state: which slot is which task, how far the chunks are
-taken, what is packed.
+"""One opening of the pipeline at a cursor, as plain state: what the slots are, what is delivered and packed.
 
 It knows no Ray, no thread and no waiting; the feeder asks it what may happen now.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+from functools import partial
 
 from orchestrator.data.feed.replay import ReplayBuffer
+from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
 from orchestrator.data.packing.stream import Stream
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
+from orchestrator.planning.batches import ceil_div
+from orchestrator.planning.order import block_at
 from orchestrator.records import Cursor, TokenChunk, WindowTask
-
-# Slots beyond the one being taken that may be read: this many more than there are tokenizers.
-SLOTS_AHEAD = 1
-# Windows of the block at hand that may be tokenized beyond the one being taken.
-WINDOWS_AHEAD = 2
-# Slots that are done stay known for so long: Ray may execute one again whose process was killed while it
-# ended.
-SLOTS_REMEMBERED = 64
 
 
 class Opening:
-    """The stream from `cursor` on. A slot of the pipeline is the slot-th block task from there.
+    """The stream from `cursor` on: the slots of the pipeline on one side, steps on the other.
 
-    With one source that is all there is to decide; the tasks are drawn in the order of the slots, as they are
-    listed.
+    Raises `DataIdentityError` if the data have no such place.
     """
 
     def __init__(
         self, run_id: int, spec: DataSpec, cursor: Cursor, num_tokenizers: int, replay_bytes: int
     ) -> None:
         self.run_id = run_id
-        (plan,) = spec.plans
-        self._source = plan.source
         self.stream: Stream = spec.stream(cursor)
         self.steps = ReplayBuffer(cursor, replay_bytes)
-        self.wanted_tokens = 1  # so many are kept buffered: those of the next step
-        self.slot = self.window = 0  # what is being taken
-        self.slots_given = 0
-        self._slots_ahead = num_tokenizers + SLOTS_AHEAD
-        self._coming = iter(spec.tasks_from(cursor, plan.source))
-        self._tasks: dict[int, WindowTask] = {}
-        self._executions: dict[int, int] = {}
+        self.slots = Slots(source_windows(spec, cursor), num_tokenizers)
         self._listed = 0
-        self._all_listed = False
-
-    @property
-    def buffered_tokens(self) -> int:
-        """Positions that are there and not drawn."""
-        return self.stream.buffered_tokens(self._source)
+        self._finished: set[str] = set()
+        self._finish_ended()
 
     @property
     def wants(self) -> bool:
         """Whether the next chunk should be taken now."""
-        return self.buffered_tokens < self.wanted_tokens
+        return bool(self.stream.needs)
+
+    @property
+    def over(self) -> bool:
+        """Whether all chunks are delivered."""
+        return self.slots.over
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens that are there and not drawn."""
+        return sum(map(self.stream.buffered_tokens, self.slots.sources))
 
     def list_slots(self, limit: int) -> range:
-        """The next slots, at most `limit`; empty at the end of the data."""
+        """The numbers of the next slots; none when all is over. How many there will be nobody knows."""
         first = self._listed
-        for task in islice(self._coming, limit):
-            self._tasks[self._listed] = task
-            self._listed += 1
-        self._all_listed = self._listed < first + limit
-        self._finish_if_done()
+        self._listed += 0 if self.over else limit
         return range(first, self._listed)
 
-    def may_begin(self, slot: int) -> bool:
-        """Whether a tokenizer may begin this slot now: the bound on how far it reads ahead."""
-        return slot <= self.slot + self._slots_ahead
+    def begin(self, slot: int) -> WindowTask | NoTask:
+        """See `Slots.begin`."""
+        return self.slots.begin(slot, self.stream.buffered_tokens)
 
-    def begin(self, slot: int) -> tuple[WindowTask, int]:
-        """What `slot` is, and how often it was begun, this time included: the same task each time, whoever
-        executes it again.
+    def take(self, slot: int, chunk: TokenChunk | None) -> None:
+        """The next chunk in order, None for a slot without one. Raises `DataIdentityError` if the cursor's
+        tokens are not reproduced.
         """
-        executions = self._executions[slot] = self._executions.get(slot, 0) + 1
-        self.slots_given = max(self.slots_given, slot + 1)
-        return self._tasks[slot], executions
+        for delivered in self.slots.take(slot, chunk):
+            self.stream.feed(delivered)
+        self._finish_ended()
 
-    def may_bring(self, slot: int, window: int) -> bool:
-        """Whether chunks of this window may be handed over now: of a slot that is not being taken yet, only
-        its first window.
-        """
-        if slot != self.slot:
-            return slot < self.slot or window == self._tasks[slot].window
-        return window <= max(self.window, self._tasks[slot].window) + WINDOWS_AHEAD
+    def _finish_ended(self) -> None:
+        for source in self.slots.ended:
+            if source not in self._finished:
+                self._finished.add(source)
+                self.stream.finish(source)
 
-    def take(self, slot: int, chunk: TokenChunk) -> None:
-        """The next chunk in order. Raises `DataIdentityError` if the cursor's tokens are not reproduced."""
-        assert slot == self.slot, f"a chunk of slot {slot} came while slot {self.slot} was being taken"
-        self.stream.feed(chunk)
-        self.window = chunk.window
-        if chunk.ends_block:
-            self.slot, self.window = slot + 1, 0
-            self._tasks.pop(slot - SLOTS_REMEMBERED, None)
-            self._executions.pop(slot - SLOTS_REMEMBERED, None)
-            self._finish_if_done()
 
-    def _finish_if_done(self) -> None:
-        if self._all_listed and self.slot == self._listed:
-            self.stream.finish(self._source)
+def source_windows(spec: DataSpec, cursor: Cursor) -> list[SourceWindows]:
+    """What each source has from the cursor on. Raises `DataIdentityError` if it has no such block."""
+    return [
+        SourceWindows(
+            source=plan.source,
+            first=next(spec.tasks_from(cursor, plan.source), None),
+            num_blocks=plan.num_blocks,
+            num_epochs=spec.num_epochs(plan.source),
+            expected=partial(expected_windows, plan, spec.settings),
+            share=float(spec.weights[plan.source]),
+        )
+        for plan in spec.plans
+    ]
+
+
+def expected_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> int:
+    """About how many windows the block at `position` of an epoch has, at least 1. Exact only where reading
+    it shows the same.
+    """
+    block = block_at(settings.seed, plan.source, epoch, position, plan.num_blocks, settings.shuffle)
+    parts = (part for fragment in plan.fragments(block) for part in plan.parts(fragment))
+    return max(1, ceil_div(sum(decoded_bytes(plan.manifest, part) for part in parts), settings.window_bytes))

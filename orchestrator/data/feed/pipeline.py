@@ -23,9 +23,12 @@ from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.data_share import take_own_share
+from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
+from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chunks import tokenize_block
+from orchestrator.data.tokens.chunks import tokenize_window
+from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.errors import FeedError, OrchestratorError
 from orchestrator.records import TokenChunk, WindowTask
 
@@ -51,6 +54,7 @@ _ROW = pa.schema(
         ("ends_block", pa.bool_()),
         *((name, pa.list_(pa.string())) for name in _TEXTS),
         *((name, pa.large_binary()) for name in _ARRAYS),
+        ("loss", pa.large_binary()),  # a byte for each token, null where all are targets
     ]
 )
 
@@ -80,49 +84,71 @@ def _slot_block(slot: int) -> list[pa.Table]:
 
 
 class Tokenizer:
-    """What each actor of the pool runs: asks the feeder what a slot is, reads and encodes it, chunk by chunk,
-    as room is given.
+    """What each actor of the pool runs: asks the feeder what a slot is, reads that window and encodes it.
 
     Whatever goes wrong is reported to the feeder first, as an error of ours with its full text; the exception
     then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 
-    def __init__(self, spec: DataSpec, feeder: Any, run_id: int) -> None:
-        self._spec, self._feeder, self._run_id = spec, feeder, run_id
+    def __init__(self, spec: Any, feeder: Any, run_id: int) -> None:
+        """`spec`: a reference to it."""
+        self._reference, self._feeder, self._run_id = spec, feeder, run_id
+        self._blocks = OpenBlocks()
         os.nice(TOKENIZER_NICENESS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
+    # both at the first slot, not at the start: an error here must be reported, not restarted
     @cached_property
-    def _encoders(self) -> Any:
-        # at the first slot, not at the start: an error here must be reported, not restarted
+    def _spec(self) -> DataSpec:
+        spec: DataSpec = ray.get(self._reference)
+        return spec
+
+    @cached_property
+    def _encoders(self) -> Encoders:
         return self._spec.build_encoders()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """The chunks of one slot, a table of one row each."""
+        """The chunks of one slot, a table of one row each; for a slot that is no window a row that says so:
+        it also wakes the thread that reads this dataset where the feeder went on to another place.
+        """
         slot = int(batch["slot"][0].as_py())
         try:
-            yield from self._slot(slot)
+            for chunk in self._chunks(slot):
+                yield chunk_to_row(slot, chunk)
         except TaskCancelledError:
             raise  # the dataset is being closed: whoever does that knows why, and says it
+        except NotWantedError:
+            yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
         except Exception as error:
             ray.get(self._feeder.failed.remote(self._run_id, _of_ours(error)))
             raise
 
-    def _slot(self, slot: int) -> Iterator[pa.Table]:
-        task: WindowTask | None = ray.get(self._feeder.slot.remote(self._run_id, slot))
-        if (
-            task is None
-        ):  # the feeder went on to another place: a row that says so wakes the thread that reads this dataset
-            yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
-            return
-        passed = WorkReports(lambda num_bytes: ray.get(self._feeder.working.remote(self._run_id, num_bytes)))
+    def _chunks(self, slot: int) -> Iterator[TokenChunk]:
+        task, window = self._read(slot)
         plan = self._spec.source_plan(task.source)
-        for chunk in tokenize_block(task, plan, self._encoders, self._spec.settings, passed):
-            # asked for each chunk, so that a run that is over is left within a chunk; it blocks at a new
-            # window only
-            if not ray.get(self._feeder.room.remote(self._run_id, slot, chunk.window)):
-                return
-            yield chunk_to_row(slot, chunk)
+        for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
+            # said for each chunk, so that a run that is over is left within a chunk
+            if not self._working(0):
+                raise NotWantedError
+            yield chunk
+
+    def _read(self, slot: int) -> tuple[WindowTask, Window]:
+        """What the slot is, and its window, read; the feeder is told at once what follows that, so that it
+        can be given to others. Raises `NotWantedError` if there is no window for it.
+        """
+        while (task := ray.get(self._feeder.slot.remote(self._run_id, slot))) is not None:
+            plan, passed = self._spec.source_plan(task.source), WorkReports(self._working)
+            found = self._blocks.read(task, plan, self._spec.settings, passed)
+            num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
+            if not ray.get(self._feeder.read.remote(self._run_id, slot, task, num_windows)):
+                break
+            if isinstance(found, Window):
+                return task, found
+        raise NotWantedError
+
+    def _working(self, bytes_passed: int) -> bool:
+        wanted: bool = ray.get(self._feeder.working.remote(self._run_id, bytes_passed))
+        return wanted
 
 
 def _of_ours(error: Exception) -> OrchestratorError:
@@ -141,6 +167,7 @@ def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
     values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
     values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
+    values["loss"] = [None if chunk.loss is None else memoryview(_bytes(chunk.loss, "?"))]
     return pa.table({"slot": [slot], **values}, schema=_ROW)
 
 
@@ -148,18 +175,21 @@ def _bytes(array: npt.NDArray[Any], kind: str) -> Any:
     return np.ascontiguousarray(array, dtype=kind).view(np.uint8)
 
 
-def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk] | None:
-    """The inverse of `chunk_to_row`: (slot, chunk), None for a refused slot. The arrays are read-only views
-    of the table's memory.
+def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
+    """The inverse of `chunk_to_row`: (slot, chunk), no chunk for a slot that is no window. The arrays are
+    read-only views of the table's memory.
     """
+    slot = int(row["slot"][0].as_py())
     if row["source"][0].as_py() is None:
-        return None
+        return slot, None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
     arrays: dict[str, Any] = {
         name: np.frombuffer(row[name][0].as_buffer(), dtype=kind) for name, kind in _ARRAYS.items()
     }
     texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
-    return int(row["slot"][0].as_py()), TokenChunk(**scalars, **arrays, **texts)
+    mask = row["loss"][0].as_buffer()
+    loss = None if mask is None else np.frombuffer(mask, np.bool_)
+    return slot, TokenChunk(**scalars, **arrays, **texts, loss=loss)
 
 
 def _configure(num_cpus: float) -> None:
@@ -175,16 +205,16 @@ def _configure(num_cpus: float) -> None:
 
 
 def read_chunks(
-    spec: DataSpec,
+    spec: Any,
     feeder: Any,
     run_id: int,
     slots: range,
     num_tokenizers: int,
     node_id: str | None = None,
     tokenizer_cpus: float = 1.0,
-) -> Generator[tuple[int, TokenChunk] | None]:
-    """Runs one dataset over `slots` and yields (slot, chunk) in order; None where a slot was refused because
-    the run is over.
+) -> Generator[tuple[int, TokenChunk | None]]:
+    """Runs one dataset over `slots` and yields (slot, chunk) in order; no chunk where a slot is no window.
+    `spec`: a reference to the `DataSpec`.
 
     Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside others, at its low priority.
     Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go

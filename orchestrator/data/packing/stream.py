@@ -71,12 +71,32 @@ class Stream:
         weights = {source.name: 1 for source in sources} if mixture is None else mixture.weights
         by = "tokens" if mixture is None else mixture.by
         self._mixture = Mixture.at(weights, self._limits, _shares(cursor), by)
-        self.needs: frozenset[str] = frozenset(self._mixture.live)
+        self._asked: StepRange | None = None  # the shape of the steps that are drawn
+        self._needs: frozenset[str] | None = None  # until it is asked for again
 
     @property
     def cursor(self) -> Cursor:
         """The place of the next sample."""
         return self._before
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The sources whose next chunk is wanted now: for the step that was asked for last, and as soon as
+        that is drawn for another one like it, so that it is there before it is asked for. Before the first
+        step: each source's first one.
+        """
+        if self._needs is None:
+            if self._asked is None:
+                empty = (name for name in self._mixture.live if self._lacks(name))
+                self._needs = frozenset(empty)
+            else:
+                lacking = self._plan(self._asked).needs
+                self._needs = frozenset() if lacking is None else frozenset({lacking})
+        return self._needs
+
+    def _lacks(self, source: str) -> bool:
+        packer = self._packers[source]
+        return packer.num_positions == 0 and not packer.finished
 
     def buffered_tokens(self, source: str) -> int:
         """Positions of a source that are there and not drawn."""
@@ -90,10 +110,12 @@ class Stream:
                 f"a chunk of source {chunk.source} came where that of {', '.join(self._names)} was due"
             )
         packer.feed(chunk)
+        self._needs = None
 
     def finish(self, source: str) -> None:
         """No chunk of this source will follow. Raises `FeedError` if an epoch is not read to its end."""
         self._packers[source].finish()
+        self._needs = None
 
     def draw(self, step: StepRange, whole: bool = True, with_cursors: bool = False) -> StepSamples | None:
         """The samples of `step`, or what the data still have of them; None: chunks of the sources that
@@ -110,10 +132,11 @@ class Stream:
             )
         assert step.num_samples == ceil_div(step.num_tokens, step.seq_len), f"{step} contradicts itself"
         plan = self._plan(step)
+        self._asked = step
         if plan.needs is not None and (whole or not plan.sources):
-            self.needs = frozenset({plan.needs})
+            self._needs = frozenset({plan.needs})
             return None
-        self.needs = frozenset()
+        self._needs = None
         return self._take(step, plan, with_cursors)
 
     # ------------------------------------------------------------------------------------ deciding

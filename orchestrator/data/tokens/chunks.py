@@ -6,6 +6,7 @@ It is a pure function of (task, files, tokenizer, settings) and may run again at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,8 @@ def tokenize_windows(
                 return
             continue
         seen = window.number
-        yield from tokenize_window(task, window, plan, encoders, settings)
+        here = task if window.number == task.window else replace(task, window=seen, record=0, piece=0)
+        yield from tokenize_window(here, window, plan, encoders, settings)
     if seen is None:
         raise _absent(task, "the block has fewer windows")
 
@@ -102,18 +104,18 @@ def tokenize_windows(
 def tokenize_window(
     task: WindowTask, window: Window, plan: SourcePlan, encoders: Encoders, settings: StreamSettings
 ) -> Iterator[TokenChunk]:
-    """The chunks of one window, from the task's record and piece on if it is the task's, else from its
-    beginning; see `tokenize_block`.
+    """The chunks of the window that `task` names, from its record and piece on, in order; the last one says
+    that it ends the window. Raises as `tokenize_block` does.
     """
+    assert window.number == task.window, f"window {window.number} is not that of {task}"
     ordered = OrderedWindow(window, plan, settings, task.epoch)
-    here = (task.record, task.piece) if window.number == task.window else (0, 0)
     writer = _Writer(task, window.number, window.last, settings, plan.manifest)
-    if here[0] and here[0] >= len(ordered):
+    if task.record and task.record >= len(ordered):
         raise _absent(task, f"window {window.number} has {len(ordered)} records")
-    for position in range(here[0], len(ordered)):
-        first_piece = here[1] if position == here[0] else 0
-        encoder = encoders.at(task.source, (task.epoch, task.block, window.number, position))
-        yield from writer.encode_with(encoder)
+    for position in range(task.record, len(ordered)):
+        first_piece = task.piece if position == task.record else 0
+        place = (task.epoch, task.block, window.number, position)
+        yield from writer.encode_with(encoders.at(task.source, place))
         yield from _add_record(writer, ordered, position, first_piece, settings, encoders)
     yield from writer.finish()
 

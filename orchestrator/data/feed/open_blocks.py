@@ -1,0 +1,74 @@
+"""The blocks that a tokenizer process has open: where a window of one was read, a later one is read on from.
+
+It knows no slot and no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.windows import Window, read_windows
+from orchestrator.data.tokens.chunks import Passed
+from orchestrator.records import WindowTask
+
+# One block of a source at a time, of so many sources. An open one keeps its file, the state of its decoder,
+# and the window that was read last.
+MAX_OPEN = 8
+
+
+class NotWantedError(Exception):
+    """Who is notified of what is passed over does not want the rest."""
+
+
+class OpenBlocks:
+    """Reads windows of blocks by their number. Not for several threads."""
+
+    def __init__(self, max_open: int = MAX_OPEN) -> None:
+        self._max_open = max_open
+        self._open: dict[str, _OpenBlock] = {}  # by source; the one that was used last comes last
+
+    def read(
+        self, task: WindowTask, plan: SourcePlan, settings: StreamSettings, passed: Passed = lambda _: True
+    ) -> Window | int:
+        """The task's window; if its block has fewer, how many those are.
+
+        What lies before is read and passed over, from where the block is open or from its beginning: `passed`
+        is called with the decoded bytes of each window of it, for it may take an hour. If it answers False,
+        `NotWantedError` is raised. Raises as `read_windows` does.
+        """
+        opened = self._open.pop(task.source, None)  # after an error the block is begun anew
+        if opened is None or not opened.leads_to(task):
+            opened = _OpenBlock(task, read_windows(plan, settings, task.epoch, task.block))
+        found = opened.read(task.window, passed)
+        self._open[task.source] = opened
+        if len(self._open) > self._max_open:
+            del self._open[next(iter(self._open))]
+        return found
+
+
+class _OpenBlock:
+    def __init__(self, task: WindowTask, windows: Iterator[Window]) -> None:
+        self._block, self._windows = (task.epoch, task.block), windows
+        self._next = 0  # the window that is read next
+        self._num_windows: int | None = None  # known at the end
+
+    def leads_to(self, task: WindowTask) -> bool:
+        """Whether the task's window is still to come, or known to be beyond the end."""
+        ahead = task.window >= (self._next if self._num_windows is None else self._num_windows)
+        return (task.epoch, task.block) == self._block and ahead
+
+    def read(self, number: int, passed: Passed) -> Window | int:
+        while self._num_windows is None:
+            window = next(self._windows)
+            self._next += 1
+            if window.last:
+                self._num_windows = self._next
+            if window.number == number:
+                return window
+            num_bytes = sum(int(part.records.sizes.sum()) for part in window.parts)
+            del window  # else there would be two while the next one is read
+            if not passed(num_bytes):
+                raise NotWantedError
+        return self._num_windows

@@ -1,0 +1,307 @@
+"""Which window each slot of the pipeline is, and each source's windows back in their order: plain state.
+
+It knows no Ray, no thread, no file and no tokens; who reads a window says what it has found.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from orchestrator.errors import DataIdentityError, FeedError
+from orchestrator.records import TokenChunk, WindowTask
+
+# Windows that are given and not delivered: this many more than there are tokenizers, and one that is taken.
+SLOTS_AHEAD = 1
+# Slots that are done stay known for so long: Ray may execute one again whose process was killed while it
+# ended.
+SLOTS_REMEMBERED = 64
+# Tokens of a source's window, as long as none was delivered.
+FIRST_GUESS = 1 << 21
+
+_Key = tuple[int, int, int]  # epoch, block, window
+
+
+class NoTask(Enum):
+    """Why a slot is no window: it is to ask again when something changed, or there are no more windows."""
+
+    NOT_YET = "not yet"
+    OVER = "over"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceWindows:
+    """A source from `first` on (None: its data are over there), for `num_epochs` epochs (None: endless) of
+    `num_blocks` blocks.
+
+    `expected` says of (epoch, block) how many windows it will probably have: an estimate, at least 1, wrong
+    in either direction without harm to the stream. `share` is the source's part of the mixture, in tokens and
+    in any unit.
+    """
+
+    source: str
+    first: WindowTask | None
+    num_blocks: int
+    num_epochs: int | None
+    expected: Callable[[int, int], int]
+    share: float = 1.0
+
+
+class Slots:
+    """Gives windows to slots, takes the slots' chunks, and delivers each source's chunks in stream order.
+
+    Slots are given in the order of their numbers, each the next window of the source that will run dry first;
+    asked again, a slot is the same. How many windows a block has is known only when it is read to its end:
+    `expected` of them are given at once, side by side. If there are more, they come before anything later of
+    their source, and what was tokenized early is held; if there are fewer, the slots of those that are not
+    there are given anew. Nothing that is delivered depends on any of this.
+
+    Given and not delivered are at most `limit` windows, however many sources there are. There is always room
+    for a window that others wait for: that it is there is known before the one before it is delivered, and it
+    comes first in the room that this delivery makes.
+    """
+
+    def __init__(self, sources: Sequence[SourceWindows], num_tokenizers: int) -> None:
+        self.limit = num_tokenizers + SLOTS_AHEAD + 1
+        self.taken = 0  # slots that were taken whole: the number of the one being taken
+        self.given = 0  # slots that were given; all before this number
+        self._sources = {source.source: _Source(source) for source in sources}
+        self._tasks: dict[int, WindowTask | NoTask] = {}
+        self._executions: dict[int, int] = {}
+        self._freed: set[int] = set()  # slots that were given a window that is not there
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self._sources)
+
+    @property
+    def undelivered(self) -> int:
+        """Windows that are given and not delivered yet, and slots whose window was not there."""
+        return sum(source.undelivered for source in self._sources.values()) + len(self._freed)
+
+    @property
+    def ended(self) -> tuple[str, ...]:
+        """The sources of which everything is delivered."""
+        return tuple(name for name, source in self._sources.items() if source.ended)
+
+    @property
+    def over(self) -> bool:
+        """Whether everything of every source is delivered."""
+        return all(source.ended for source in self._sources.values())
+
+    def begin(self, slot: int, buffered: Callable[[str], int]) -> WindowTask | NoTask:
+        """What `slot` is, the same each time, whoever executes it again; `NOT_YET`: there is no room, or it
+        is not known yet what follows. `buffered`: a source's delivered tokens that are not drawn.
+        """
+        found = self._tasks.get(slot)
+        if found is None and (slot == self.given or slot in self._freed):
+            found = self._choose(buffered, room=slot in self._freed or self.undelivered < self.limit)
+            if found is NoTask.NOT_YET:
+                return found
+            self._tasks[slot] = found
+            self._freed.discard(slot)
+            self.given = max(self.given, slot + 1)
+        if found is None:  # its turn will come, or it was taken so long ago that nobody waits for it
+            return NoTask.NOT_YET if slot > self.given else NoTask.OVER
+        self._executions[slot] = self._executions.get(slot, 0) + 1
+        return found
+
+    def executions(self, slot: int) -> int:
+        """How often the slot was begun as what it is."""
+        return self._executions.get(slot, 0)
+
+    def read(self, slot: int, task: WindowTask, num_windows: int | None) -> None:
+        """Who read `task` for `slot` has come to the end of its block, which has so many windows (the task's
+        may not be among them), or found the task's and more behind it (None).
+
+        Raises `DataIdentityError` if that contradicts the cursor or an earlier reading.
+        """
+        if self._tasks.get(slot) != task:
+            return  # by a process that was believed dead; another execution has said it
+        source, absent = self._sources[task.source], num_windows is not None and num_windows <= task.window
+        source.learn(task, num_windows, was_taken=slot < self.taken)
+        if absent:
+            source.undelivered -= 1
+            del self._tasks[slot], self._executions[slot]
+            self._freed.add(slot)
+
+    def take(self, slot: int, chunk: TokenChunk | None) -> list[TokenChunk]:
+        """The next chunk in the order of the slots, None for a slot that is no window; the chunks that their
+        source's stream takes now.
+        """
+        task = self._tasks.get(slot) if slot == self.taken else None
+        key = None if chunk is None else (chunk.source, chunk.epoch, chunk.block, chunk.window)
+        due = None if not isinstance(task, WindowTask) else (task.source, task.epoch, task.block, task.window)
+        if task is None or key != due:
+            raise FeedError(
+                f"slot {slot} brought {key} (source, epoch, block, window) where slot {self.taken} was due "
+                f"with {due if slot == self.taken else self._tasks.get(self.taken)}"
+            )
+        delivered = []
+        if chunk is not None and isinstance(task, WindowTask):
+            source = self._sources[task.source]
+            if chunk.ends_window:
+                source.learn(task, task.window + 1 if chunk.ends_block else None)
+            delivered = list(source.arrived(chunk))
+        if chunk is None or chunk.ends_window:
+            self.taken += 1
+            self._tasks.pop(slot - SLOTS_REMEMBERED, None)
+            self._executions.pop(slot - SLOTS_REMEMBERED, None)
+        return delivered
+
+    def _choose(self, buffered: Callable[[str], int], room: bool) -> WindowTask | NoTask:
+        able = [source for source in self._sources.values() if source.next_block() is not None]
+        if not able and all(source.exhausted for source in self._sources.values()):
+            return NoTask.OVER
+        if not able or not room:
+            return NoTask.NOT_YET
+        first = min(able, key=lambda s: (not s.is_behind, (buffered(s.name) + s.coming_tokens) / s.share))
+        return first.give()
+
+
+class _Block:
+    """A block of which something is given, or is to be given next."""
+
+    def __init__(self, epoch: int, block: int, first: WindowTask | None, expected: int) -> None:
+        self.epoch, self.block, self.first = epoch, block, first
+        # the next window to give, and the one that its source's stream waits for
+        self.given = self.due = 0 if first is None else first.window
+        self.known = self.given + 1  # so many are there
+        self.num_windows: int | None = None
+        self._expected = max(expected, self.known + self.given // 2)
+
+    @property
+    def to_give(self) -> bool:
+        return self.given < (self._expected if self.num_windows is None else self.num_windows)
+
+    @property
+    def all_given(self) -> bool:
+        return self.num_windows is not None and self.given >= self.num_windows
+
+    def more_after(self, window: int) -> None:
+        """Another window follows. The longer the block turns out to be, the further it is read ahead."""
+        self._expected = max(self._expected, window + 2 + window // 2)
+
+
+class _Source:
+    """A source's windows: given in stream order as far as they are known, delivered in stream order."""
+
+    def __init__(self, windows: SourceWindows) -> None:
+        self.name, self.share, self._windows = windows.source, windows.share, windows
+        first = windows.first
+        # from the one whose window the stream waits for to the last of which one is given
+        self._blocks: deque[_Block] = deque()
+        # the block after those
+        self._coming: _Block | None = None
+        if first is not None:
+            expected = windows.expected(first.epoch, first.block)
+            self._coming = _Block(first.epoch, first.block, first, expected)
+        self._held: dict[_Key, list[TokenChunk]] = {}  # whole windows that came early
+        self.undelivered = 0
+        self._windows_delivered = self._tokens_delivered = 0
+
+    # ------------------------------------------------------------------------------------ giving
+    def next_block(self) -> _Block | None:
+        """The block whose window is given next."""
+        return next((block for block in self._blocks if block.to_give), self._coming)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its next window comes before one that is given already."""
+        block = self.next_block()
+        return block is not self._coming and block is not self._blocks[-1]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it is known that no window is left to give."""
+        return self._coming is None and all(block.all_given for block in self._blocks)
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything is delivered."""
+        return self._coming is None and not self._blocks
+
+    @property
+    def coming_tokens(self) -> float:
+        """About the tokens of the windows that are given and not delivered."""
+        known = self._windows_delivered
+        return self.undelivered * (self._tokens_delivered / known if known else FIRST_GUESS)
+
+    def give(self) -> WindowTask:
+        """The next window."""
+        block = self.next_block()
+        assert block is not None, f"source {self.name} has a window to give"
+        if block is self._coming:
+            self._blocks.append(block)
+            self._coming = self._block_after(block)
+        window, first = block.given, block.first
+        block.given += 1
+        self.undelivered += 1
+        if first is not None and first.window == window:
+            return first
+        return WindowTask(source=self.name, epoch=block.epoch, block=block.block, window=window)
+
+    def _block_after(self, block: _Block) -> _Block | None:
+        epoch, number = block.epoch, block.block + 1
+        if number == self._windows.num_blocks:
+            epoch, number = epoch + 1, 0
+        num_epochs = self._windows.num_epochs
+        if num_epochs is not None and epoch >= num_epochs:
+            return None
+        return _Block(epoch, number, None, self._windows.expected(epoch, number))
+
+    # ------------------------------------------------------------------------------------ what was read
+    def learn(self, task: WindowTask, num_windows: int | None, was_taken: bool = False) -> None:
+        """See `Slots.read`; `was_taken`: the task's window was there before."""
+        block = self._find(task.epoch, task.block)
+        known, whole = (0, None) if block is None else (block.known, block.num_windows)
+        if was_taken or num_windows is None:
+            known = max(known, task.window + (1 if num_windows is not None else 2))
+        now = whole if num_windows is None else num_windows
+        if now is not None and (now < known or whole not in (None, now)):
+            was = f"at least {known}" if whole in (None, now) else str(whole)
+            raise DataIdentityError(
+                f"block {task.block} of source {self.name} in epoch {task.epoch} has {was} windows by the "
+                f"cursor or by what was read of it, and {now} by another reading: it has fewer windows than "
+                "it had, or more; the data are not those that the run was started with"
+            )
+        if block is None:
+            return  # all of it is delivered
+        block.known, block.num_windows = known, now
+        if num_windows is None:
+            block.more_after(task.window)
+
+    def _find(self, epoch: int, block: int) -> _Block | None:
+        return next((b for b in self._blocks if (b.epoch, b.block) == (epoch, block)), None)
+
+    # ------------------------------------------------------------------------------------ delivering
+    def arrived(self, chunk: TokenChunk) -> Iterable[TokenChunk]:
+        """The chunks of a window come one after the other, those of windows in the order of their slots."""
+        key = (chunk.epoch, chunk.block, chunk.window)
+        if key != self._due:
+            self._held.setdefault(key, []).append(chunk)
+            return
+        yield self._delivered(chunk)
+        while (due := self._due) is not None and due in self._held:
+            yield from map(self._delivered, self._held.pop(due))
+
+    @property
+    def _due(self) -> _Key | None:
+        if not self._blocks:
+            return None
+        block = self._blocks[0]
+        return block.epoch, block.block, block.due
+
+    def _delivered(self, chunk: TokenChunk) -> TokenChunk:
+        self._tokens_delivered += len(chunk.tokens)
+        if chunk.ends_window:
+            self._windows_delivered += 1
+            self.undelivered -= 1
+            block = self._blocks[0]
+            block.due += 1
+            if block.due == block.num_windows:  # known since this window was read
+                self._blocks.popleft()
+        return chunk

@@ -1,0 +1,456 @@
+"""Slots as windows, searched: whoever reads, dies or comes early, each source's stream is whole and in
+order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from orchestrator.data.feed import slots as machine
+from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
+from orchestrator.errors import DataIdentityError, FeedError
+from orchestrator.records import TokenChunk, WindowTask
+
+HISTORIES = 1500
+Place = tuple[str, int, int, int, int]  # source, epoch, block, window, number of the chunk
+
+
+@dataclass(frozen=True)
+class Table:
+    """How many windows each block of a source has, or seems to have."""
+
+    windows: tuple[int, ...]
+
+    def __call__(self, epoch: int, block: int) -> int:
+        return self.windows[(block + epoch) % len(self.windows)]
+
+
+@dataclass
+class Source:
+    """A source as it is: `real` is known to who reads it, `guess` to the machine."""
+
+    name: str
+    real: Table
+    guess: Table
+    num_blocks: int
+    num_epochs: int
+    start: tuple[int, int, int] = (0, 0, 0)
+    chunks_per_window: int = 1
+
+    def places(self) -> list[Place]:
+        """Its whole stream from the start on."""
+        return [
+            (self.name, epoch, block, window, chunk)
+            for epoch in range(self.num_epochs)
+            for block in range(self.num_blocks)
+            for window in range(self.real(epoch, block))
+            for chunk in range(self.chunks_per_window)
+            if (epoch, block, window) >= self.start
+        ]
+
+    def windows(self) -> SourceWindows:
+        epoch, block, window = self.start
+        first = WindowTask(source=self.name, epoch=epoch, block=block, window=window, record=5)
+        return SourceWindows(
+            source=self.name,
+            first=first if epoch < self.num_epochs else None,
+            num_blocks=self.num_blocks,
+            num_epochs=self.num_epochs,
+            expected=self.guess,
+        )
+
+
+NOTHING: Any = ()
+
+
+def chunk_at(place: Place, source: Source) -> TokenChunk:
+    name, epoch, block, window, number = place
+    ends = number == source.chunks_per_window - 1
+    return TokenChunk(
+        source=name, epoch=epoch, block=block, window=window, tokens=NOTHING, record=NOTHING, piece=NOTHING,
+        num_tokens=NOTHING, kind=NOTHING, last_piece=NOTHING, special_texts=NOTHING, file=NOTHING,
+        place=NOTHING, bad_reasons=(str(number),), ends_window=ends,
+        ends_block=ends and window == source.real(epoch, block) - 1,
+    )  # fmt: skip
+
+
+def place_of(chunk: TokenChunk) -> Place:
+    return (chunk.source, chunk.epoch, chunk.block, chunk.window, int(chunk.bad_reasons[0]))
+
+
+@dataclass
+class Tokenizer:
+    """A process: the slot that Ray gave it, and the task that it has been told and has perhaps read."""
+
+    slot: int | None = None
+    task: WindowTask | NoTask | None = None
+    has_read: bool = False
+    waits: bool = False  # it asked in vain, and nothing has happened since
+
+
+@dataclass
+class World:
+    """Ray Data (slots go out and come back in order), tokenizers that die, a drawing that wants sources by
+    turns; the machine between them.
+    """
+
+    sources: dict[str, Source]
+    num_tokenizers: int
+    accidents: int = 0
+    make: Callable[..., Slots] = Slots
+    wanted: tuple[str, ...] = ()
+    most_done: int = 10  # Ray gives out so many slots beyond the one being taken: more than are ever given
+    slots: Slots = field(init=False)
+    tokenizers: list[Tokenizer] = field(init=False)
+    next_slot: int = 0
+    outputs: dict[int, list[TokenChunk | None]] = field(default_factory=dict)
+    parts_taken: int = 0
+    streams: dict[str, list[Place]] = field(init=False)
+    delivered: dict[str, list[Place]] = field(init=False)
+    drawn: dict[str, int] = field(init=False)
+    num_drawn: int = 0
+
+    def __post_init__(self) -> None:
+        self.slots = self.make([source.windows() for source in self.sources.values()], self.num_tokenizers)
+        self.tokenizers = [Tokenizer() for _ in range(self.num_tokenizers)]
+        self.streams = {name: source.places() for name, source in self.sources.items()}
+        self.delivered = {name: [] for name in self.sources}
+        self.drawn = dict.fromkeys(self.sources, 0)
+        self.wanted = self.wanted or tuple(self.sources)
+
+    def buffered(self, source: str) -> int:
+        return len(self.delivered[source]) - self.drawn[source]
+
+    @property
+    def needs(self) -> str | None:
+        """The source that the drawing waits for, if any."""
+        ended = self.slots.ended
+        for number in range(len(self.wanted)):
+            name = self.wanted[(self.num_drawn + number) % len(self.wanted)]
+            if self.buffered(name):
+                return None
+            if name not in ended:
+                return name
+        return None
+
+    def kinds(self) -> list[str]:
+        """What may happen at all: a tokenizer goes on, dies, or executes a slot once more; a chunk is taken,
+        a sample is drawn.
+        """
+        each = [
+            f"{what} {number}" for what in ("go", "kill", "again") for number in range(self.num_tokenizers)
+        ]
+        return ["take", "draw", *each]
+
+    def can(self, kind: str) -> bool:
+        """Whether it can happen now."""
+        what, _, number = kind.partition(" ")
+        if what == "take":
+            return self.slots.taken in self.outputs and self.needs is not None
+        if what == "draw":
+            return self.needs is None and any(self.buffered(name) for name in self.sources)
+        at = self.tokenizers[int(number)]
+        if what == "go":  # Ray gives out slots as long as few are done and not taken
+            return not at.waits and (
+                at.slot is not None or self.next_slot < self.slots.taken + self.most_done
+            )
+        if what == "kill":
+            return self.accidents > 0 and at.slot is not None
+        return self.accidents > 0 and at.slot is None and bool(self.outputs)
+
+    def happens(self, kind: str) -> None:
+        """Whoever asked in vain asks again, unless this was nothing but another vain question."""
+        what, _, number = kind.partition(" ")
+        if what in ("take", "draw"):
+            (self.take if what == "take" else self.draw)()
+        else:
+            at = self.tokenizers[int(number)]
+            {"go": self.go, "kill": self.kill, "again": self.execute_again}[what](at)
+            if at.waits:
+                return
+        for other in self.tokenizers:
+            other.waits = False
+
+    # ---------------------------------------------------------------- what happens
+    def go(self, at: Tokenizer) -> None:
+        """A tokenizer's next thing: Ray gives it a slot, it asks, it reads, it is done."""
+        if at.slot is None:
+            at.slot, self.next_slot = self.next_slot, self.next_slot + 1
+        elif at.task is None:
+            self.ask(at)
+        elif isinstance(at.task, WindowTask) and not at.has_read:
+            self.read(at)
+        else:
+            self.finish(at)
+
+    def ask(self, at: Tokenizer) -> None:
+        assert at.slot is not None
+        found = self.slots.begin(at.slot, self.buffered)
+        at.waits = found is NoTask.NOT_YET
+        if not at.waits:
+            at.task = found
+            self.check_bound()
+
+    def read(self, at: Tokenizer) -> None:
+        assert at.slot is not None
+        task = at.task
+        assert isinstance(task, WindowTask)
+        real = self.sources[task.source].real(task.epoch, task.block)
+        self.slots.read(at.slot, task, real if task.window >= real - 1 else None)
+        at.has_read = task.window < real
+        if not at.has_read:
+            at.task = None  # it asks what the slot is instead
+
+    def finish(self, at: Tokenizer) -> None:
+        assert at.slot is not None
+        task, chunks = at.task, list[TokenChunk | None]([None])
+        if isinstance(task, WindowTask):
+            source = self.sources[task.source]
+            start = (task.source, task.epoch, task.block, task.window)
+            assert task.record == (5 if start[1:] == source.start else 0), "the first window's place is told"
+            chunks = [chunk_at((*start, n), source) for n in range(source.chunks_per_window)]
+        if at.slot >= self.slots.taken:
+            assert self.outputs.setdefault(at.slot, chunks) == chunks, "a slot brings the same again"
+        at.slot, at.task, at.has_read = None, None, False
+
+    def kill(self, at: Tokenizer) -> None:
+        self.accidents -= 1
+        at.task, at.has_read, at.waits = (
+            None,
+            False,
+            False,
+        )  # Ray executes the slot again, in the process that replaces it
+
+    def execute_again(self, at: Tokenizer) -> None:
+        """A slot that was done already, perhaps also taken."""
+        self.accidents -= 1
+        at.slot = max(0, min(self.outputs) - self.accidents % 2)
+
+    def take(self) -> None:
+        slot = self.slots.taken
+        chunk = self.outputs[slot][self.parts_taken]
+        self.parts_taken += 1
+        for delivered in self.slots.take(slot, chunk):
+            found = self.delivered[delivered.source]
+            found.append(place_of(delivered))
+            due = self.streams[delivered.source][len(found) - 1 : len(found)]
+            assert due == found[-1:], f"{found[-1]} is delivered where {due} is due"
+        if self.slots.taken > slot:
+            del self.outputs[slot]
+            self.parts_taken = 0
+        self.check_bound()
+
+    def draw(self) -> None:
+        for _ in self.wanted:
+            name = self.wanted[self.num_drawn % len(self.wanted)]
+            self.num_drawn += 1
+            if self.buffered(name):
+                self.drawn[name] += 1
+                return
+
+    def state(self) -> str:
+        """Equal for worlds in which the same can happen from now on."""
+        held = self.slots
+        machines = [
+            [[vars(block) for block in s._blocks], s._coming and vars(s._coming), sorted(s._held)]
+            for s in held._sources.values()
+        ]
+        tasks = {slot: task for slot, task in sorted(held._tasks.items()) if slot >= held.taken - 1}
+        mine = [self.tokenizers, self.next_slot, sorted(self.outputs), self.parts_taken, self.accidents]
+        return repr([held.taken, held.given, tasks, sorted(held._freed), machines, mine, self.drawn])
+
+    # ---------------------------------------------------------------- what holds
+    def check_bound(self) -> None:
+        most = self.num_tokenizers + machine.SLOTS_AHEAD + 1
+        assert self.slots.undelivered <= most, "more is read ahead than the bound allows"
+
+    def check_end(self) -> None:
+        assert self.delivered == self.streams, "a stream is not whole"
+        assert set(self.slots.ended) == set(self.sources)
+
+
+def some_source(rng: random.Random, name: str) -> Source:
+    num_blocks = rng.randint(1, 3)
+    real = tuple(rng.choice((1, 1, 2, 3, 6)) for _ in range(num_blocks))
+    guess = tuple(max(1, n + rng.choice((0, 0, 0, -1, 1, -6, 4))) for n in real)
+    epochs = rng.randint(1, 2)
+    epoch = rng.randint(0, epochs)
+    block = rng.randrange(num_blocks) if epoch < epochs else 0
+    window = rng.randrange(Table(real)(epoch, block)) if epoch < epochs else 0
+    start = rng.choice(((0, 0, 0), (epoch, block, window)))
+    return Source(name, Table(real), Table(guess), num_blocks, epochs, start, rng.randint(1, 2))
+
+
+def live(world: World, rng: random.Random) -> None:
+    """Lets things happen until all is over. Nothing waits for ever."""
+    kinds = world.kinds()
+    speeds = [rng.choice((1, 1, 5, 30)) if kind.startswith(("go", "take", "draw")) else 0.5 for kind in kinds]
+    for number in count():
+        if world.slots.over:
+            return
+        kind = next(filter(world.can, rng.choices(kinds, speeds, k=4)), None)
+        if kind is None:
+            able = [kind for kind in kinds if world.can(kind)]
+            assert able, f"nothing can happen any more: {world}"
+            kind = rng.choice(able)
+        world.happens(kind)
+        assert number < 20_000, "it does not end"
+
+
+def search(seeds: range, make: Callable[..., Slots] = Slots) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        names = ["a", "b", "c"][: rng.choice((1, 1, 2, 3))]
+        sources = {name: some_source(rng, name) for name in names}
+        wanted = tuple(rng.choices(names, k=rng.randint(1, 6))) + tuple(names)
+        world = World(sources, rng.randint(1, 4), rng.choice((0, 0, 3, 8)), make, wanted)
+        live(world, rng)
+        world.check_end()
+
+
+def search_all(sources: dict[str, Source], num_tokenizers: int, accidents: int) -> int:
+    """Every order in which things can happen; how many states there are."""
+    first = World(sources, num_tokenizers, accidents, most_done=num_tokenizers + 3)
+    seen, coming = {first.state()}, [pickle.dumps(first)]
+    while coming:
+        state = coming.pop()
+        world = pickle.loads(state)
+        if world.slots.over:
+            world.check_end()
+            continue
+        able = [kind for kind in world.kinds() if world.can(kind)]
+        assert able, f"nothing can happen any more: {world}"
+        for kind in able:
+            after = pickle.loads(state)
+            after.happens(kind)
+            if (key := after.state()) not in seen:
+                seen.add(key)
+                coming.append(pickle.dumps(after))
+    return len(seen)
+
+
+def test_each_source_is_delivered_whole_and_in_order_and_nothing_waits_for_ever() -> None:
+    search(range(HISTORIES))
+
+
+@pytest.mark.parametrize(
+    ("real", "guess", "accidents"),
+    [((1, 1), (1, 1), 1), ((2, 1), (1, 1), 0), ((1, 2), (1, 1), 0), ((1, 1), (3, 1), 0), ((3,), (2,), 0)],
+)
+def test_in_small_bounds_every_order_of_things_is_tried(
+    real: tuple[int, ...], guess: tuple[int, ...], accidents: int
+) -> None:
+    source = Source("a", Table(real), Table(guess), len(real), num_epochs=1)
+    assert search_all({"a": source}, 2, accidents) > 300
+
+
+class Forgetful(Slots):
+    """Gives a slot that is asked for again the next window."""
+
+    def begin(self, slot: int, buffered: Callable[[str], int]) -> WindowTask | NoTask:
+        if slot in self._tasks:
+            return self._choose(buffered, room=True)
+        return super().begin(slot, buffered)
+
+
+class Hasty(Slots):
+    """Delivers what comes, as it comes."""
+
+    def take(self, slot: int, chunk: TokenChunk | None) -> list[TokenChunk]:
+        delivered = super().take(slot, chunk)
+        return delivered if chunk is None or delivered else [chunk]
+
+
+class Generous(Slots):
+    """Knows no bound."""
+
+    def _choose(self, buffered: Callable[[str], int], room: bool) -> WindowTask | NoTask:
+        return super()._choose(buffered, room=True)
+
+
+class LaterFirst(machine._Source):
+    def next_block(self) -> Any:
+        return self._coming or super().next_block()
+
+
+class Careless(Slots):
+    """Gives what is later while a window is missing that is known to be there."""
+
+    def __init__(self, sources: Sequence[SourceWindows], num_tokenizers: int) -> None:
+        super().__init__(sources, num_tokenizers)
+        self._sources = {source.source: LaterFirst(source) for source in sources}
+
+
+class Deaf(Slots):
+    """Believes the estimate, whatever a reader says of more windows."""
+
+    def read(self, slot: int, task: WindowTask, num_windows: int | None) -> None:
+        if num_windows is not None:
+            super().read(slot, task, num_windows)
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        (Forgetful, "is due|brought|the same again|told|nothing can happen"),
+        (Hasty, "is due"),
+        (Generous, "more is read ahead"),
+        (Careless, "nothing can happen"),
+        (Deaf, "nothing can happen|brought|is due"),
+    ],
+)
+def test_the_search_finds_a_mistake_that_is_planted(planted: type[Slots], found: str) -> None:
+    with pytest.raises((AssertionError, FeedError), match=found):
+        search(range(HISTORIES), planted)
+
+
+def slots_of(sources: dict[str, Source], shares: dict[str, float] | None = None) -> Slots:
+    windows = [replace(source.windows(), share=(shares or {}).get(n, 1.0)) for n, source in sources.items()]
+    return Slots(windows, num_tokenizers=6)
+
+
+def test_the_source_that_will_run_dry_first_is_read_first() -> None:
+    sources = {name: Source(name, Table((1,) * 90), Table((1,) * 90), 90, 1) for name in ("much", "little")}
+    slots = slots_of(sources, {"much": 3.0, "little": 1.0})
+
+    def given(buffered: dict[str, int]) -> str:
+        task = slots.begin(slots.given, buffered.__getitem__)
+        assert isinstance(task, WindowTask)
+        return task.source
+
+    assert [given({"much": 0, "little": 0}) for _ in range(4)] == ["much", "little", "much", "much"]
+    assert given({"much": 40 * machine.FIRST_GUESS, "little": 0}) == "little"
+    assert given({"much": 0, "little": machine.FIRST_GUESS}) == "much"
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [((0, 0, 3), (2,)), ((0, 0, 0), (None, 1)), ((0, 0, 0), (1, None)), ((0, 0, 0), (1, 0))],
+)
+def test_a_block_that_has_another_number_of_windows_than_it_had_is_refused(
+    start: tuple[int, int, int], said: tuple[int | None, ...]
+) -> None:
+    slots = slots_of({"a": Source("a", Table((9,)), Table((9,)), 1, 1, start)})
+    task = slots.begin(0, lambda _: 0)
+    assert isinstance(task, WindowTask)
+    for num_windows in said[:-1]:
+        slots.read(0, task, num_windows)
+    with pytest.raises(DataIdentityError, match="block 0 of source a in epoch 0 has"):
+        slots.read(0, task, said[-1])
+
+
+def test_a_chunk_of_another_slot_or_window_is_refused() -> None:
+    source = Source("a", Table((2,)), Table((2,)), 1, 1)
+    slots = slots_of({"a": source})
+    for slot in range(2):
+        slots.begin(slot, lambda _: 0)
+    for slot, window in ((1, 1), (0, 1)):
+        with pytest.raises(FeedError, match="slot 0 was due"):
+            slots.take(slot, chunk_at(("a", 0, 0, window, 0), source))
