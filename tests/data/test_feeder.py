@@ -33,6 +33,7 @@ from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 from tests.conftest import TinyConfig
+from tests.data.making import some_texts, write_corpus
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
 
@@ -179,6 +180,45 @@ def test_ranks_together_get_the_canonical_stream_to_its_end(
     beyond = feeds[0].get(following(cursor, num_samples), 0, world_size, MICRO, cursor)
     assert beyond.end_of_data
     assert beyond.step.num_samples == 0
+
+
+def test_several_sources_reach_the_ranks_in_the_mixtures_order_with_their_masks(
+    cluster: Any, tiny_config: TinyConfig, tmp_path: Path
+) -> None:
+    """Of very different sizes, one of them compressed and in many windows, one with loss masks; a tokenizer
+    and the feeder are killed on the way.
+    """
+    del cluster
+    write_corpus(tmp_path / "big", some_texts(600), "jsonl.gz", num_files=2)
+    write_corpus(tmp_path / "small", some_texts(60), "parquet")
+    asked = [{"prompt": f"{i}?", "completion": text} for i, text in enumerate(some_texts(80, 20))]
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps(each) for each in asked))
+    sources = [
+        {"name": "big", "path": str(tmp_path / "big"), "format": "jsonl", "weight": 0.6},
+        {"name": "small", "path": str(tmp_path / "small"), "format": "parquet", "weight": 0.3},
+        {"name": "asked", "path": str(tmp_path / "asked.jsonl"), "format": "jsonl", "content": "prompt"}
+        | {"weight": 0.1, "max_epochs": 3},
+    ]
+    small = {"data.fragment_bytes": 4000, "data.window_bytes": 9000, "data.on_end": "drop"}
+    mixed = prepare_data(parse_config(tiny_config({"data.sources": sources, **small})))
+    canonical = list(open_samples(mixed, Cursor(), SEQ_LEN))
+    assert {sample.source for sample in canonical} == {"big", "small", "asked"}
+    assert any((s.labels[s.document_ids >= 0] < 0).any() for s in canonical), "some tokens are masked"
+    with feeder(mixed) as shared:
+
+        def kill(step: int) -> None:
+            if step == 3:
+                eventually(lambda: bool(tokenizer_pids(shared[0])))
+                os.kill(tokenizer_pids(shared[0])[0], signal.SIGKILL)
+            if step == 8:
+                os.kill(stats_of(shared[0]).pid, signal.SIGKILL)
+
+        taken, cursor = train(open_feeds(shared, Cursor(), 2), Cursor(), None, 64, after_step=kill)
+        assert_stream(taken, canonical)
+        assert cursor == canonical[-1].cursor
+        middle = canonical[len(canonical) // 2].cursor
+        taken, _ = train(open_feeds(shared, middle, 3), middle, None, 50)
+        assert_stream(taken, canonical[middle.consumed_samples :])
 
 
 def test_a_killed_feeder_costs_no_sample(shared: tuple[Any, str], samples: list[Any]) -> None:

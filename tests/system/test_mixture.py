@@ -1,0 +1,73 @@
+"""A run on several sources, one with loss masks, through kills and changes of shape and weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import orchestrator
+from orchestrator.coordinator.attempt import survey
+from orchestrator.data.packing.samples import open_samples
+from orchestrator.data.spec import prepare_data
+from orchestrator.planning.digest import batch_digest
+from orchestrator.records import Cursor
+from orchestrator.resume.store import RunStore
+from orchestrator.storage.files import Storage
+from tests.data.making import some_texts, write_corpus
+from tests.system.harness import Job
+
+pytestmark = [pytest.mark.system, pytest.mark.chaos]
+
+
+def sources(folder: Path, weights: tuple[float, ...]) -> list[dict[str, Any]]:
+    if not (folder / "web").exists():
+        write_corpus(folder / "web", some_texts(900), "jsonl.gz", num_files=2)
+        write_corpus(folder / "books", some_texts(400), "parquet")
+        asked = [{"prompt": f"{i}?", "completion": text} for i, text in enumerate(some_texts(200, 30))]
+        (folder / "asked.jsonl").write_text("\n".join(json.dumps(each) for each in asked))
+    return [
+        {"name": "web", "path": str(folder / "web"), "format": "jsonl", "weight": weights[0]},
+        {"name": "books", "path": str(folder / "books"), "format": "parquet", "weight": weights[1]},
+        {"name": "asked", "path": str(folder / "asked.jsonl"), "format": "jsonl", "content": "prompt"}
+        | {"weight": weights[2], "max_epochs": 2},
+    ]
+
+
+def test_a_mixture_is_trained_exactly_once_through_kills_and_changes_of_shape_and_weights(
+    llama: Job, cluster: Any, tmp_path: Path
+) -> None:
+    first = {"data__sources": sources(tmp_path, (0.5, 0.3, 0.2)), "data__on_end": "drop"}
+    plan = llama.faults().kill("summary_received", step=5, rank=1)
+    begun = llama.train(plan, **first, train__max_steps=20, train__global_batch_size=16)
+    assert begun.outcome == "done", begun.reason
+    second = {**first, "data__sources": sources(tmp_path, (0.2, 0.3, 0.5)), "cluster__num_workers": 1}
+    other = llama.faults().kill("votes_complete")
+    shape = {"train__global_batch_size": 24, "pack__seq_len": 48, "train__max_steps": 34}
+    gone_on = llama.train(other, **second, **shape)
+    assert gone_on.outcome == "done", gone_on.reason
+    assert [len(p.struck()) for p in (plan, other)] == [1, 1]
+
+    # the same stream in this process, step by step
+    seen = survey(RunStore(Storage(llama.run.uri)))
+    shapes = {start.id: start.seq_len for start in seen.journal.generations}
+    records, cursor = seen.lineage.records, Cursor()
+    for attempt_sources, number in ((first, 1), (second, 2)):
+        mine = [r for r in records if (shapes[r.attempt, r.generation] == 32) == (number == 1)]
+        spec = prepare_data(llama.config(**{**attempt_sources, **(shape if number == 2 else {})}))
+        samples = open_samples(spec, cursor, 32 if number == 1 else 48)
+        names = [plan.source for plan in spec.plans]
+        for record in mine:
+            digest = 0
+            for _ in range(record.consumed_samples - cursor.consumed_samples):
+                sample = next(samples)
+                row = (sample.input_ids[None], sample.labels[None], sample.document_ids[None])
+                digest += batch_digest(sample.index, np.array([names.index(sample.source)], np.int32), *row)
+                cursor = sample.cursor
+            assert record.digest == f"{digest % 2**64:016x}", f"step {record.step}"
+            assert record.target_tokens == cursor.target_tokens < record.consumed_tokens
+    found = orchestrator.open(llama.run.uri).audit()
+    assert found["exactly_once"], found
