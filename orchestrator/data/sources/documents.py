@@ -12,7 +12,7 @@ from typing import Any
 
 # Of a record's fields so many are named, each so far.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
-# Beside the messages of a chat a record may say which tools the model is offered.
+# Beside its messages a chat may say which tools the model is offered.
 TOOLS_FIELD = "tools"
 
 
@@ -144,7 +144,15 @@ def _conversation(record: Mapping[str, Any], field: str) -> Conversation:
         if not isinstance(message.get("role"), str):
             what = f"the role {message['role']!r}" if "role" in message else "no field `role`"
             raise WrongFieldError(f"message {number} of {field!r} has {what}; it has: {names(message)}")
-    return Conversation(messages=tuple(messages), tools=record.get(TOOLS_FIELD))
+    return Conversation(messages=tuple(messages), tools=_tools(record, field))
+
+
+def _tools(record: Mapping[str, Any], field: str) -> Any:
+    """What lies beside the messages."""
+    around = field.rpartition(".")[0]
+    if not around or field in record:
+        return record.get(f"{around}.{TOOLS_FIELD}", record.get(TOOLS_FIELD))
+    return value_at(record, around).get(TOOLS_FIELD)
 
 
 def names(record: Mapping[str, Any]) -> str:
