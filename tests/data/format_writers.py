@@ -28,7 +28,7 @@ PRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": zstandard.ZstdCompressor().compress,
     ".bz2": bz2.compress,
-    ".xz": lzma.compress,
+    ".xz": lambda data: lzma.compress(data, preset=0),
 }
 
 

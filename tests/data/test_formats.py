@@ -30,7 +30,7 @@ from tests.data.format_writers import PRESS, Record, write_files
 
 ROWS = ("parquet", "arrow", "hf_dataset")
 STREAMS = ("jsonl", "lines", "text", "csv", "tsv", "webdataset", "mds", "cbor")
-EVERY = [*((form, "") for form in ROWS), *((form, press) for form in STREAMS for press in PRESS)]
+EVERY = [(form, press) for form in (*ROWS, *STREAMS) for press in (PRESS if form in STREAMS else [""])]
 # What a text may have in it that some format could trip over.
 TRICKY = [
     "",
@@ -111,13 +111,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_UNIT_BYTES", 500)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("form", "press"), EVERY)
+@pytest.mark.parametrize(
+    ("form", "press", "sizes"),
+    [(form, press, sizes) for form, press in EVERY for sizes in (SIZES[:1] if press else SIZES)],
+)
 @pytest.mark.usefixtures("small")
 def test_what_was_written_comes_out_however_it_is_cut(
     form: str, press: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    texts = texts_for(form, 60)
+    texts = texts_for(form, 40)
     write_files(tmp_path, form, dealt(form, texts, more=form != "lines"), press)
     plan = planned(tmp_path, form, Content(), sizes)
     straight = read_straight(plan)
@@ -126,7 +128,7 @@ def test_what_was_written_comes_out_however_it_is_cut(
     assert read(plan, sizes[1], "none") == straight
     assert sorted(read(plan, sizes[1], "block"), key=str) == sorted(straight, key=str)
     if sizes[0] < 100 and form in (*ROWS, *(("jsonl", "lines") if not press else ())):
-        assert plan.num_fragments > 5, "a large file is many fragments"
+        assert plan.num_fragments > 3, "a large file is many fragments"
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "cbor"])
@@ -201,7 +203,7 @@ CHATS = [
 HOLDING = ("jsonl", "parquet", "arrow", "hf_dataset", "mds", "cbor", "webdataset")
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", SIZES[:2])
 @pytest.mark.parametrize("form", HOLDING)
 @pytest.mark.usefixtures("small")
 def test_messages_become_conversations(form: str, sizes: tuple[int, int], tmp_path: Path) -> None:
@@ -415,7 +417,7 @@ def test_a_header_may_begin_with_a_byte_order_mark_and_rows_may_be_blank(tmp_pat
 FIELD = st.text(alphabet='a",\t\r\né', max_size=6)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows=st.lists(st.tuples(FIELD, FIELD), max_size=6), piece=st.integers(1, 40), tabs=st.booleans())
 def test_any_rows_that_pythons_csv_writes_come_out(
     rows: list[tuple[str, str]], piece: int, tabs: bool

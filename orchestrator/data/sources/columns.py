@@ -38,14 +38,12 @@ def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
 def _inner_names(schema: Any, way: list[str]) -> list[str]:
     import pyarrow as pa
 
-    fields = {field.name: field.type for field in schema}
+    fields: list[Any] = list(schema)
     for name in way:
-        kind = fields.get(name)
+        kind = next((field.type for field in fields if field.name == name), None)
         is_struct = kind is not None and pa.types.is_struct(kind)
-        fields = (
-            {f.name: f.type for f in (kind.field(i) for i in range(kind.num_fields))} if is_struct else {}
-        )
-    return list(fields)
+        fields = list(kind) if is_struct else []  # type: ignore[arg-type]
+    return [field.name for field in fields]
 
 
 def require_columns(path: str, schema: Any, content: Content) -> None:

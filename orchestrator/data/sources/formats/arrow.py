@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.data.sources.input_file import InputFile
     from orchestrator.data.sources.manifest import FileRow
 
-_MAGIC, _CONTINUES = b"ARROW1\0\0", b"\xff\xff\xff\xff"
+_MAGIC, _END, _CONTINUES = b"ARROW1\0\0", b"ARROW1", b"\xff\xff\xff\xff"
 # Record batches are joined to units of at least so many bytes; a batch is held as a whole.
 _UNIT_BYTES = 2 << 20
 # Headers are read in such pieces.
@@ -118,6 +118,8 @@ def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
                 "right? If it is, leave this file out (a Feather file of version 1 is to be written anew)"
             )
         if len(data) >= 8 and data[:8] == _CONTINUES + bytes(4):
+            if _head(file) and file.read_at(file_bytes - len(_END), len(_END)) != _END:
+                raise DataError(_cut_off(file, at))
             return
         size = int.from_bytes(data[4:8], "little")
         if len(data) < 8 + size:
@@ -134,8 +136,8 @@ def _messages(file: InputFile, file_bytes: int) -> Iterator[_Message]:
 
 def _cut_off(file: InputFile, at: int) -> str:
     return (
-        f"{file.name}: not a whole Arrow file: the message at byte {at} of {file.size} is cut off, or the "
-        "mark that ends them is missing; replace the file or leave it out"
+        f"{file.name}: not a whole Arrow file: what begins at byte {at} of {file.size} is cut off, or what "
+        "ends the file is missing; replace the file or leave it out"
     )
 
 
