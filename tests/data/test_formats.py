@@ -7,8 +7,9 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import FORMAT_NAMES
+from orchestrator.data.first_records import check_first_records
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Document, Prompted
 from orchestrator.data.sources.formats import arrow, csv, format_of
@@ -27,6 +29,9 @@ from orchestrator.data.sources.windows import OrderedWindow, Window, read_window
 from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers
 from tests.data.format_writers import PRESS, Record, write_files
+from tests.data.making import job, plain, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
 
 ROWS = ("parquet", "arrow", "hf_dataset")
 STREAMS = ("jsonl", "lines", "text", "csv", "tsv", "webdataset", "mds", "cbor")
@@ -435,3 +440,62 @@ def test_any_rows_that_pythons_csv_writes_come_out(
             found.append(tuple(csv.fields_of(bytes(raw or b"").decode().removesuffix("\r"), delimiter)))
     assert found == ([("text", "n"), *rows] if rows else found)
     assert at == len(data)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    texts=st.lists(st.text(max_size=12), max_size=12),
+    press=st.sampled_from(list(PRESS)),
+    newline_ends=st.booleans(),
+    sizes=st.tuples(st.integers(1, 60), st.integers(60, 200)),
+)
+def test_any_texts_come_out_of_jsonl_in_order_wherever_files_are_cut(
+    texts: list[str], press: str, newline_ends: bool, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    data = "\n".join(json.dumps({"text": text}) for text in texts) + "\n" * newline_ends
+    for old in tmp_path.iterdir():
+        old.unlink()
+    (tmp_path / f"a.jsonl{press}").write_bytes(PRESS[press](data.encode()))
+    plan = planned(tmp_path, "jsonl", Content(), sizes)
+    found = [text for _, text in read(plan, sizes[1], "none") if text is not None]
+    assert found == texts
+    assert {origin for origin, _ in read(plan, sizes[1], "block")} == {o for o, _ in read_straight(plan)}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    data=st.text(alphabet="a \r\né\ufeff\u2028\0", max_size=40),
+    press=st.sampled_from(list(PRESS)),
+    sizes=st.tuples(st.integers(1, 20), st.integers(20, 60)),
+)
+def test_any_lines_come_out_of_lines(data: str, press: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    for old in tmp_path.iterdir():
+        old.unlink()
+    (tmp_path / f"a{press}").write_bytes(PRESS[press](data.encode()))
+    found = read(planned(tmp_path, "lines", Content(), sizes), sizes[1], "none")
+    lines = data.removeprefix("\ufeff").split("\n")
+    # what is blank is judged by bytes
+    expected = [line.removesuffix("\r") for line in lines if line.encode().strip()]
+    assert [text for _, text in found if text is not None] == expected
+
+
+# ---------------------------------------------------------------------------------------- before a start
+@pytest.mark.parametrize("form", [*ROWS, *STREAMS])
+def test_every_format_gives_the_stream_that_jsonl_gives(form: str, tmp_path: Path, tiny_config: Make) -> None:
+    texts = [f"{i} {text}" for i, text in enumerate(TRICKY[3:8] * 5)]
+    made = {}
+    for kind in ("jsonl", form):
+        write_files(tmp_path / kind, kind, dealt(kind, texts, more=kind != "lines"))
+        spec = spec_of(job(tiny_config, tmp_path / kind, kind, shuffle="none", encoder="tokenizers"))
+        check_first_records(spec)
+        made[kind] = plain(samples(spec, 16))
+    assert made[form] == made["jsonl"]
+
+
+@pytest.mark.parametrize("form", [*ROWS, *(form for form in STREAMS if form not in ("lines", "text"))])
+def test_a_field_that_no_record_has_is_refused_before_the_start(
+    form: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    write_files(tmp_path, form, [[{"body": "x", "id": "1"}]])
+    with pytest.raises(ConfigError, match=r"no (field|column) `text`; .*has: body, id.* Set text_field"):
+        check_first_records(spec_of(job(tiny_config, tmp_path, form, encoder="tokenizers")))
