@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 import tracemalloc
 from collections.abc import Callable
@@ -307,3 +308,43 @@ def test_a_carriage_return_before_the_newline_is_of_the_line_end_in_lines_and_ro
         (tmp_path / form).mkdir()
         (tmp_path / form / name).write_bytes(data)
         assert [d for _, d in read_straight(planned(tmp_path / form, form, Content()))] == ["one", "two\r"]
+
+
+# ---------------------------------------------------------------------------------------- damage
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """A byte that is another one, a few that are gone, or a few more."""
+    at, kind = chance.randrange(len(data)), chance.randrange(3)
+    if kind == 0:
+        return (
+            data[:at] + bytes([chance.choice([0, 255, data[at] ^ 1 << chance.randrange(8)])]) + data[at + 1 :]
+        )
+    return data[:at] + (chance.randbytes(4) if kind == 1 else b"") + data[at + (0 if kind == 1 else 4) :]
+
+
+# a damaged footer of a Parquet file can end pyarrow's process
+@pytest.mark.parametrize("form", [form for form in (*WRITERS, "hf_dataset") if form != "parquet"])
+def test_whatever_is_damaged_the_errors_are_ours(form: str, tmp_path: Path) -> None:
+    records = [{"text": f"text {i}", "messages": [{"role": "user", "content": f"q {i}"}]} for i in range(12)]
+    flat = form in ("lines", "csv", "tsv")
+    write_files(tmp_path, form, [[{"text": r["text"]} for r in records] if flat else records])
+    file, chance = tmp_path / FILES[form], random.Random(form)  # noqa: S311
+    whole, wrong = file.read_bytes(), 0
+    chat = "json.messages" if form == "webdataset" else "messages"
+    for number in range(40):
+        file.write_bytes(damaged(whole, chance))
+        content = Content(kind="text" if flat or number % 2 else "chat", messages_field=chat)
+        try:
+            plan = planned(tmp_path, form, content)
+            for window in (
+                w for b in range(plan.num_blocks) for w in read_windows(plan, StreamSettings(), 0, b)
+            ):
+                ordered = OrderedWindow(window, plan, StreamSettings(), 0)
+                for position in range(len(ordered)):
+                    assert ordered.place(position).startswith(str(file))
+                    try:
+                        ordered.document(position)
+                    except BadRecordError:
+                        wrong += 1
+        except (DataError, ConfigError):
+            wrong += 1
+    assert wrong or flat

@@ -71,9 +71,9 @@ class ArrowFiles(RowFormat):
                 begin = message.stop
         try:
             schema = pa.ipc.open_stream(_Joined(file, _head(file), begin, begin)).schema
-        except (pa.ArrowException, OSError) as error:
+            require_columns(file.name, schema, content)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file.name}: not a whole Arrow file: {error}; replace it") from error
-        require_columns(file.name, schema, content)
         return tuple(rows for rows, _ in units), tuple(size for _, size in units)
 
     def read(
@@ -95,9 +95,38 @@ class ArrowFiles(RowFormat):
             with pa.ipc.open_stream(_Joined(file, _head(file), begin, start, stop)) as reader:
                 columns = columns_of(reader.schema, content)
                 first_row = sum(row.group_rows[: part.group])
-                yield from read_columns(iter(reader), content, first_row, columns)
-        except pa.ArrowException as error:
+                yield from read_columns(_sound(reader, columns), content, first_row, columns)
+        except (pa.ArrowException, UnicodeDecodeError) as error:
             raise OSError(str(error)) from error
+
+
+def _sound(batches: Any, columns: dict[str, tuple[str, ...]]) -> Iterator[Any]:
+    """The batches, once it is sure that no value of the columns reaches out of the memory that was read:
+    pyarrow takes the offsets in a file as they are. What is no UTF-8 is another matter, that of its record.
+    """
+    for batch in batches:
+        for name in dict.fromkeys(way[0] for way in columns.values()):
+            column = batch.column(name)
+            column.validate()
+            column.view(_as_binary(column.type)).validate(full=True)
+        yield batch
+
+
+def _as_binary(kind: Any) -> Any:
+    """The type with bytes in the place of texts."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_binary(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_binary(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_binary(kind.value_type)))
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    return kind
 
 
 def _head(file: InputFile) -> int:

@@ -63,7 +63,10 @@ class MosaicShards(HeadedFormat):
                 raise ConfigError(
                     f"{folder}/{_INDEX}: it names shards of format {shard.get('format')!r}, mds is expected"
                 )
-            files = [facts["basename"] for key in ("zip_data", "raw_data") if (facts := shard.get(key))]
+            facts = [shard[key] for key in ("zip_data", "raw_data") if isinstance(shard.get(key), dict)]
+            files = [str(fact["basename"]) for fact in facts if "basename" in fact]
+            if not files:
+                raise ConfigError(f"{folder}/{_INDEX}: it names no file of a shard; restore it")
             there = [name for name in files if name in names]
             if there and not there[0].endswith(self.suffixes):
                 raise ConfigError(
