@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -299,6 +300,15 @@ def test_a_folder_without_its_index_is_refused(form: str, name: str, tmp_path: P
     (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=name):
         planned(tmp_path, form, Content())
+
+
+def test_a_format_whose_package_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, "cbor", [[{"text": "x"}]])
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(ConfigError, match=r"needs the package cbor2, .*pip install 'orchestrator\[cbor\]'"):
+        planned(tmp_path, "cbor", Content())
 
 
 def test_a_pickled_column_is_never_read(tmp_path: Path) -> None:
