@@ -35,7 +35,6 @@ FormatName = Literal[
     "webdataset",
     "mds",
     "cbor",
-    "python",
 ]
 FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 

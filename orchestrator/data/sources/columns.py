@@ -26,10 +26,24 @@ BATCH_BYTES = 4 << 20
 # ---------------------------------------------------------------------------------------- schema
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
     """The columns that a document is made of: each field's name, and the way to it in the schema."""
-    fields = content.fields
-    if content.kind == "chat" and TOOLS_FIELD in schema.names:
-        fields = (*fields, TOOLS_FIELD)
-    return {field: (field,) if field in schema.names else tuple(field.split(".")) for field in fields}
+    ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.fields}
+    if content.kind == "chat":
+        *around, _ = ways[content.messages_field]
+        beside = _inner_names(schema, around)
+        if TOOLS_FIELD in beside:
+            ways[".".join((*around, TOOLS_FIELD))] = (*around, TOOLS_FIELD)
+    return ways
+
+
+def _inner_names(schema: Any, way: list[str]) -> list[str]:
+    import pyarrow as pa
+
+    fields: list[Any] = list(schema)
+    for name in way:
+        kind = next((field.type for field in fields if field.name == name), None)
+        is_struct = kind is not None and pa.types.is_struct(kind)
+        fields = list(kind) if is_struct else []  # type: ignore[arg-type]
+    return [field.name for field in fields]
 
 
 def require_columns(path: str, schema: Any, content: Content) -> None:
@@ -43,7 +57,7 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
                 f"can tell; rename them in the file, or set {content.settings} to another column"
             )
         kind = _type_at(path, schema, field, way, content)
-        if field == TOOLS_FIELD and content.kind == "chat":
+        if field not in content.fields:  # the tools of a chat
             continue
         if content.kind == "chat" and not _is_list_of_structs(kind):
             raise ConfigError(

@@ -27,7 +27,7 @@ _STREAM_READ_BYTES = 1 << 16
 _ZSTD_READ_BYTES = 1 << 11
 # What an xz stream may ask for; the strongest preset takes 65 MiB.
 _XZ_MEMORY_BYTES = 1 << 30
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 DAMAGE = (OSError, EOFError, zlib.error, zstandard.ZstdError, lzma.LZMAError)
 
 
@@ -42,7 +42,7 @@ def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
     try:
         if path.endswith(".gz"):
             yield from _gunzip(begin)
-        elif path.endswith(".zst"):
+        elif path.endswith((".zst", ".zstd")):
             yield from _unzstd(begin)
         elif path.endswith(".bz2"):
             yield from _streams(begin, bz2.BZ2Decompressor, b"")
@@ -146,3 +146,42 @@ def _streams(
 
 def _cut(data: bytes) -> Iterator[bytes]:
     return (data[start : start + READ_BYTES] for start in range(0, len(data), READ_BYTES))
+
+
+class ExactReader:
+    """A stream of pieces that is read by exact numbers of bytes. `place` counts those that were."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._held, self._at = pieces, b"", 0
+        self.place = 0
+
+    def read(self, num_bytes: int, what: str) -> bytes:
+        """So many bytes of `what`. Raises `EOFError` if there are fewer."""
+        found = list[bytes]()
+        self._pass(num_bytes, what, found)
+        return join(found) if found else b""
+
+    def skip(self, num_bytes: int, what: str) -> None:
+        """Passes over so many bytes of `what`. Raises as `read` does."""
+        self._pass(num_bytes, what, None)
+
+    def at_end(self) -> bool:
+        """Whether nothing follows."""
+        while self._at == len(self._held):
+            piece = next(self._pieces, None)
+            if piece is None:
+                return True
+            self._held, self._at = piece, 0
+        return False
+
+    def _pass(self, num_bytes: int, what: str, found: list[bytes] | None) -> None:
+        left = num_bytes
+        while left:
+            if self.at_end():
+                raise EOFError(f"cut off: {what} at byte {self.place} lacks {left} of {num_bytes} bytes")
+            piece = self._held[self._at : self._at + left]
+            self._at += len(piece)
+            left -= len(piece)
+            if found is not None:
+                found.append(piece)
+        self.place += num_bytes

@@ -12,7 +12,9 @@ from typing import Any
 
 # Of a record's fields so many are named, each so far.
 _NUM_NAMES, _NAME_LENGTH = 12, 60
-# Beside the messages of a chat a record may say which tools the model is offered.
+# What a document of each content is made of: `<name>_field` of the configuration.
+_FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "completion")}
+# Beside its messages a chat may say which tools the model is offered.
 TOOLS_FIELD = "tools"
 
 
@@ -61,20 +63,18 @@ class Content:
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields that a record must have."""
-        return {
-            "text": (self.text_field,),
-            "chat": (self.messages_field,),
-            "prompt": (self.prompt_field, self.completion_field),
-        }[self.kind]
+        return tuple(getattr(self, f"{name}_field") for name in _FIELDS[self.kind])
+
+    @property
+    def needed(self) -> Content:
+        """The same without the names of fields that a document is not made of."""
+        used = {f"{name}_field" for name in _FIELDS[self.kind]}
+        return Content(kind=self.kind, **{name: getattr(self, name) for name in used})
 
     @property
     def settings(self) -> str:
         """What of the configuration names these fields, for messages."""
-        return {
-            "text": "text_field",
-            "chat": "messages_field",
-            "prompt": "prompt_field and completion_field",
-        }[self.kind]
+        return " and ".join(f"{name}_field" for name in _FIELDS[self.kind])
 
 
 def document_of(record: Mapping[str, Any], content: Content) -> Document:
@@ -144,7 +144,15 @@ def _conversation(record: Mapping[str, Any], field: str) -> Conversation:
         if not isinstance(message.get("role"), str):
             what = f"the role {message['role']!r}" if "role" in message else "no field `role`"
             raise WrongFieldError(f"message {number} of {field!r} has {what}; it has: {names(message)}")
-    return Conversation(messages=tuple(messages), tools=record.get(TOOLS_FIELD))
+    return Conversation(messages=tuple(messages), tools=_tools(record, field))
+
+
+def _tools(record: Mapping[str, Any], field: str) -> Any:
+    """What lies beside the messages."""
+    around = field.rpartition(".")[0]
+    if not around or field in record:
+        return record.get(f"{around}.{TOOLS_FIELD}", record.get(TOOLS_FIELD))
+    return value_at(record, around).get(TOOLS_FIELD)
 
 
 def names(record: Mapping[str, Any]) -> str:

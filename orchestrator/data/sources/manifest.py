@@ -97,6 +97,7 @@ def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -
     format cannot hold such content.
     """
     format_of(format_).require_content(name, content)
+    content = content.needed
     require_regular(name, listing)
     with ThreadPoolExecutor(_THREADS) as pool:
         files = tuple(pool.map(partial(_row, listing.base, format_, content), listing.names))

@@ -218,3 +218,44 @@ class Made:
     def cut(self, start: int, stop: int) -> Made:
         """Records [start, stop), of the same bytes."""
         return Made(self.raw.cut(start, stop), self.make)
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """Records that are objects already, or the error that says what is wrong with one; `names` are for
+    people.
+    """
+
+    items: tuple[Any, ...]
+    sizes: Int64Array
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        found = self.items[index]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def size(self, index: int) -> int:
+        """As it was reckoned."""
+        return int(self.sizes.item(index))
+
+    def bytes_before(self, index: int) -> int:
+        """As they were reckoned."""
+        return int(self.sizes[:index].sum())
+
+    def cut(self, start: int, stop: int) -> Objects:
+        """Records [start, stop)."""
+        return Objects(self.items[start:stop], self.sizes[start:stop], self.names[start:stop])
+
+
+def packed(pieces: Sequence[bytes]) -> Values:
+    """Pieces as records of one buffer."""
+    offsets = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
+    return Values(memoryview(b"".join(pieces)), offsets)

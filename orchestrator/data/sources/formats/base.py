@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.documents import Content, Document
 from orchestrator.data.sources.line_records import Batch
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.fragments import FilePart
@@ -123,3 +123,14 @@ class Format(ABC):
                 f"data.sources {source}: content is {content.kind}, but a record of format {self.name} holds "
                 f"no more than {' or '.join(self.contents)}; use another format, such as jsonl or parquet"
             )
+
+
+class HeadedFormat(Format):
+    """A format of which every file says at its head which fields its records have."""
+
+    def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
+        """See `Format`. Raises `ConfigError` if the head has not the fields."""
+        try:
+            yield from super().first_records(file, row, content)
+        except DataError as error:
+            raise ConfigError(str(error)) from error

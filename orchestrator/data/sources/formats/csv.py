@@ -23,10 +23,10 @@ from orchestrator.data.sources.documents import (
     names,
     utf8_text,
 )
-from orchestrator.data.sources.formats.base import Attempt, Format, Parser
+from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Lines, Made, Records, Whole, join
-from orchestrator.errors import ConfigError, DataError
+from orchestrator.errors import DataError
 
 if TYPE_CHECKING:
     from orchestrator.data.sources.fragments import FilePart
@@ -38,7 +38,7 @@ _QUOTE, _NEWLINE, _BOM = ord('"'), ord("\n"), b"\xef\xbb\xbf"
 Row = dict[str, str]
 
 
-class Csv(Format):
+class Csv(HeadedFormat):
     """A record per row of fields that `delimiter` parts."""
 
     contents = ("text", "prompt")
@@ -86,13 +86,6 @@ class Csv(Format):
             return None if isinstance(row, _Blank) else document_of(row, content)
 
         return document
-
-    def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
-        """See `Format`. Raises `ConfigError` if the header has not the fields."""
-        try:
-            yield from super().first_records(file, row, content)
-        except DataError as error:
-            raise ConfigError(str(error)) from error
 
     def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
         """Byte and row; the header is row 1."""

@@ -54,7 +54,8 @@ class Parquet(RowFormat):
             with pq.ParquetFile(for_arrow(file)) as opened:
                 schema, facts = opened.schema_arrow, opened.metadata
                 groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
-        except (pa.ArrowException, OSError) as error:
+                schema.names  # noqa: B018  (decodes them)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             if (begin := file.read_at(0, len(_MAGIC))) != _MAGIC:
                 raise ConfigError(
                     f"{file.name}: no Parquet file: it begins with {begin!r}, not with {_MAGIC!r}; "
@@ -105,7 +106,7 @@ def read_row_group(source: Any, group: int, content: Content, first_row: int) ->
                 batch_size=num, row_groups=[group], columns=[".".join(way) for way in columns.values()]
             )
             yield from read_columns(batches, content, first_row, columns)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise OSError(str(error)) from error
 
 

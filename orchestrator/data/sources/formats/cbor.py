@@ -1,0 +1,152 @@
+"""`cbor`: a map per item of a CBOR sequence (RFC 8949, RFC 8742), as Epochraft reads it.
+
+An item's end shows only when it is read, so a file is read from its first byte to its last. Where items end
+is found here, so that a file that is cut off is told from one that ends; what they hold says `cbor2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.data.sources.compressed import decoded, with_compressed
+from orchestrator.data.sources.documents import BadRecordError, Content, Document, document_of
+from orchestrator.data.sources.formats.base import Format, Parser
+from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, join, packed
+from orchestrator.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orchestrator.data.sources.fragments import FilePart
+    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.manifest import FileRow
+    from orchestrator.data.sources.readers import Part
+
+_MAX_DEPTH = 256
+_BREAK, _INDEFINITE = 0xFF, 31
+_BYTES, _TEXT, _ARRAY, _MAP, _TAG = 2, 3, 4, 5, 6
+
+
+class CborSequence(Format):
+    """A map per item."""
+
+    name = "cbor"
+    suffixes = with_compressed(".cbor")
+
+    def require_content(self, source: str, content: Content) -> None:
+        """See `Format`. Raises `ConfigError` if cbor2 is not installed, too."""
+        super().require_content(source, content)
+        _cbor2()
+
+    def read(
+        self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
+    ) -> Iterator[Batch]:
+        """See `Format`. Raises `OSError` at what is no CBOR, or longer than a record may be: what follows
+        could not be found.
+        """
+        del part, content, whole
+        held, num_held, wanted, place, number = list[bytes](), 0, 1, 0, 1
+        for piece in chain(decoded(file, row.path, row.bytes), (None,)):
+            if piece is not None:
+                held.append(piece)
+                num_held += len(piece)
+                if (
+                    num_held < wanted
+                ):  # an item that does not end is looked at again when there is twice as much
+                    continue
+            data, items, at = join(held) if held else b"", list[bytes](), 0
+            while at < len(data) and (end := item_end(data, at, place)) is not None:
+                items.append(data[at:end])
+                at = end
+            if items:
+                yield number, packed(items), place
+            place, number = place + at, number + len(items)
+            held, num_held = [data[at:]], len(data) - at
+            wanted = 2 * num_held
+            if num_held > MAX_RECORD_BYTES:
+                raise OSError(f"the item at byte {place} has more than {MAX_RECORD_BYTES:,} bytes")
+        if num_held:
+            raise EOFError(f"cut off: the item at byte {place} does not end")
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`."""
+        cbor2 = _cbor2()
+
+        def document(item: bytes) -> Document | None:
+            try:
+                value = cbor2.loads(item)
+            except cbor2.CBORDecodeError as error:
+                raise BadRecordError(f"no CBOR: {error}") from error
+            if not isinstance(value, dict):
+                raise BadRecordError(f"a CBOR {type(value).__name__}, a map is expected")
+            return document_of(value, content)
+
+        return document
+
+    def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
+        """Byte and number of the item."""
+        del line
+        assert part.line is not None, "items are counted as they are read"
+        return f"{path}: byte {part.place_of(index)}, item {part.line + index}"
+
+
+def item_end(data: bytes, at: int, place: int) -> int | None:
+    """Where the item that begins at `at` ends; None if it goes on behind the data. Raises `OSError` if it is
+    no CBOR; `place` is where the data begin in the file.
+    """
+    left = [1]  # items to come at each depth, -1: up to a break
+    while left:
+        if left[-1] == 0:
+            left.pop()
+            continue
+        if at >= len(data):
+            return None
+        if data[at] == _BREAK and left[-1] < 0:
+            left.pop()
+            at += 1
+            continue
+        left[-1] -= left[-1] > 0
+        begin, at, major, value = (at, *_head(data, at, place))
+        if at > len(data):
+            return None
+        if value is None:
+            left.append(-1)
+        elif major in (_BYTES, _TEXT):
+            at += value
+        elif major in (_ARRAY, _MAP, _TAG):
+            left.append({_ARRAY: value, _MAP: 2 * value, _TAG: 1}[major])
+        if len(left) > _MAX_DEPTH:
+            raise OSError(f"items lie in each other more than {_MAX_DEPTH} deep at byte {place + begin}")
+    return at if at <= len(data) else None
+
+
+def _head(data: bytes, at: int, place: int) -> tuple[int, int, int | None]:
+    """(where the head of an item ends, its major type, its value): the value is None where a break ends the
+    item. The end may lie behind the data; then the value is not known.
+    """
+    major, value = data[at] >> 5, data[at] & 31
+    if value < 24:
+        return at + 1, major, value
+    if value < 28:
+        end = at + 1 + (1 << (value - 24))
+        return end, major, int.from_bytes(data[at + 1 : end], "big")
+    if value == _INDEFINITE and _BYTES <= major <= _MAP:
+        return at + 1, major, None
+    raise OSError(f"no CBOR at byte {place + at}")
+
+
+def _cbor2() -> Any:
+    try:
+        import cbor2
+    except ImportError as error:
+        raise ConfigError(
+            "data.sources[].format=cbor needs the package cbor2, which is not installed; "
+            "pip install 'orchestrator[cbor]'"
+        ) from error
+    return cbor2
+
+
+FORMAT: Format = CborSequence()

@@ -1,0 +1,204 @@
+"""`mds`: a record per sample of shards that MosaicML Streaming wrote: the files that `index.json` names.
+
+A shard is: the number n of samples (uint32), n + 1 offsets (uint32), a JSON object that says what the columns
+are, and the samples. A sample is the sizes (uint32) of its columns that have no fixed one, and the columns.
+Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    WrongFieldError,
+    document_of,
+    names,
+    utf8_text,
+)
+from orchestrator.data.sources.formats.base import Format, HeadedFormat, Parser
+from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Made, Whole, packed
+from orchestrator.errors import ConfigError, DataError
+from orchestrator.records import Int64Array
+
+if TYPE_CHECKING:
+    from orchestrator.data.sources.fragments import FilePart
+    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.manifest import FileRow
+
+_INDEX = "index.json"
+# Samples are handed on by about so many bytes.
+_BATCH_BYTES = 1 << 20
+
+
+class MosaicShards(HeadedFormat):
+    """A record per sample."""
+
+    name = "mds"
+    suffixes = with_compressed(".mds")
+    counts_records = True
+    unit = "sample"
+
+    def choose(self, folder: str, names: Sequence[str]) -> list[str]:
+        """The shards that `index.json` names, compressed where both are there. Raises `ConfigError` if one is
+        not there, or is no MDS shard.
+        """
+        if _INDEX not in names:
+            raise ConfigError(
+                f"{folder}: no {_INDEX} is there, so it is no MDS dataset; give the folder of one split, or "
+                "the shards themselves as a glob"
+            )
+        found, absent = list[str](), list[str]()
+        for shard in _shards(folder):
+            if shard.get("format") != "mds":
+                raise ConfigError(
+                    f"{folder}/{_INDEX}: it names shards of format {shard.get('format')!r}, mds is expected"
+                )
+            facts = [shard[key] for key in ("zip_data", "raw_data") if isinstance(shard.get(key), dict)]
+            files = [str(fact["basename"]) for fact in facts if "basename" in fact]
+            if not files:
+                raise ConfigError(f"{folder}/{_INDEX}: it names no file of a shard; restore it")
+            there = [name for name in files if name in names]
+            if there and not there[0].endswith(self.suffixes):
+                raise ConfigError(
+                    f"{folder}/{there[0]}: compressed by {shard.get('compression')!r}, which is not read; "
+                    "write the shards with zstd, gz or bz2, or without compression"
+                )
+            (found if there else absent).append((there or files)[0])
+        if absent:
+            raise ConfigError(
+                f"{folder}: {_INDEX} names {len(found) + len(absent)} shards, and {len(absent)} are not "
+                f"there, e.g. {absent[0]}; put them back"
+            )
+        return found
+
+    def read(
+        self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
+    ) -> Iterator[Batch]:
+        """See `Format`. Raises `DataError` if the shard has not the columns, or they cannot be read."""
+        del part, whole
+        shard = ExactReader(decoded(file, row.path, row.bytes))
+        num = int.from_bytes(shard.read(4, "the number of samples"), "little")
+        if 4 * (num + 1) > MAX_RECORD_BYTES:
+            raise OSError(f"no MDS shard: it begins with {num:,} as the number of its samples")
+        offsets = np.frombuffer(shard.read(4 * (num + 1), "the offsets"), "<u4").astype(np.int64)
+        sizes = np.diff(offsets)
+        if offsets[0] < shard.place or (sizes < 0).any():
+            raise OSError("no MDS shard: its offsets are not in order")
+        columns = _columns(file, shard.read(int(offsets[0]) - shard.place, "the columns"), content)
+        begin = 0
+        for stop in _batch_ends(sizes):
+            if sizes[begin] > MAX_RECORD_BYTES:
+                shard.skip(int(sizes[begin]), f"sample {begin}")
+                yield begin + 1, Whole(None, int(sizes[begin])), begin
+            else:
+                found = [
+                    shard.read(n, f"sample {begin + i}") for i, n in enumerate(sizes[begin:stop].tolist())
+                ]
+                yield begin + 1, Made(packed(found), columns.fields), begin
+            begin = stop
+        if not shard.at_end():
+            raise OSError(f"something follows its last sample at byte {shard.place}")
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`."""
+        return lambda record: document_of(record, content)
+
+
+def _batch_ends(sizes: Int64Array) -> Iterator[int]:
+    """Where batches of about `_BATCH_BYTES` end, or of one sample that is larger."""
+    num_bytes = 0
+    for index, size in enumerate(sizes.tolist()):
+        if num_bytes and num_bytes + size > _BATCH_BYTES:
+            yield index
+            num_bytes = 0
+        num_bytes += size
+    if len(sizes):
+        yield len(sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """The columns of a shard, in the order in which a sample has them, and those that are needed. A size is
+    None where each sample gives its own.
+    """
+
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+    needed: frozenset[str]
+
+    def fields(self, sample: bytes) -> dict[str, Any]:
+        """What a sample holds in the columns that are needed. Raises `BadRecordError`."""
+        num = sum(size is None for size in self.sizes)
+        if len(sample) < 4 * num:
+            raise BadRecordError(f"it has {len(sample)} bytes, too few for the sizes of {num} columns")
+        given, at, found = iter(np.frombuffer(sample, "<u4", num).tolist()), 4 * num, dict[str, Any]()
+        for name, encoding, fixed in zip(self.names, self.encodings, self.sizes, strict=True):
+            size = next(given) if fixed is None else fixed
+            if name in self.needed:
+                found[name] = _decode(name, encoding, sample[at : at + size])
+            at += size
+        if at != len(sample):
+            raise BadRecordError(f"it has {len(sample)} bytes, and its columns take {at}")
+        return found
+
+
+def _decode(name: str, encoding: str, data: bytes) -> Any:
+    if encoding in ("str", "bytes"):
+        return utf8_text(data)
+    if encoding == "json":
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise BadRecordError(f"column {name!r} is not JSON: {error}") from error
+    raise WrongFieldError(f"column {name!r} is encoded as {encoding}, text or JSON is expected")
+
+
+def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
+    try:
+        facts = orjson.loads(config)
+        given = tuple(facts["column_names"])
+        columns = dict.fromkeys(
+            field if field in given else field.partition(".")[0] for field in content.fields
+        )
+        found = _Columns(
+            names=given,
+            encodings=tuple(facts["column_encodings"]),
+            sizes=tuple(facts["column_sizes"]),
+            needed=frozenset(columns) | ({"tools"} & set(given) if content.kind == "chat" else frozenset()),
+        )
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise OSError(f"no MDS shard: what its columns are cannot be read: {error!r}") from error
+    if not len(found.names) == len(found.encodings) == len(found.sizes):
+        raise OSError("no MDS shard: it does not say of each column what it is")
+    for name in columns:
+        if name not in given:
+            raise DataError(
+                f"{file.name}: no column `{name}`; it has: {names(dict.fromkeys(given))}. Set "
+                f"{content.settings}"
+            )
+    return found
+
+
+def _shards(folder: str) -> list[dict[str, Any]]:
+    try:
+        with open_input(folder, _INDEX) as file:
+            shards = orjson.loads(file.read_at(0, file.size))["shards"]
+    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{folder}/{_INDEX}: cannot be read: {error!r}; restore it") from error
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        raise ConfigError(f"{folder}/{_INDEX}: it has no list of shards; restore it")
+    return shards
+
+
+FORMAT: Format = MosaicShards()

@@ -1,0 +1,248 @@
+"""`webdataset`: a record per sample of a tar file: the members that follow each other and share their name up
+to its first dot. A field is the rest of a member's name (`txt`, `json`), or a way into one that is JSON:
+`json.text`.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from orchestrator.data.sources.columns import BATCH_BYTES
+from orchestrator.data.sources.compressed import ExactReader, decoded, with_compressed
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    Document,
+    WrongFieldError,
+    document_of,
+    names,
+    utf8_text,
+)
+from orchestrator.data.sources.formats.base import Format, Parser
+from orchestrator.data.sources.formats.jsonl import json_object
+from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
+
+if TYPE_CHECKING:
+    from orchestrator.data.sources.fragments import FilePart
+    from orchestrator.data.sources.input_file import InputFile
+    from orchestrator.data.sources.manifest import FileRow
+    from orchestrator.data.sources.readers import Part
+
+_BLOCK = 512
+# What a member's name is to a sample: its key, and the field.
+_NAME = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$", re.DOTALL)
+# A header that says more of the next member has at most so many bytes.
+_MAX_HEADER_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A sample while its members are read: those that its document may need, and the names of all."""
+
+    key: str
+    members: dict[str, bytes] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)
+    error: BadRecordError | None = None
+    num_bytes: int = 0  # of the members that are needed, and of every member's header
+    too_long: bool = False
+
+
+class WebDataset(Format):
+    """A record per sample."""
+
+    name = "webdataset"
+    suffixes = with_compressed(".tar")
+    counts_records = True
+    unit = "sample"
+
+    def read(
+        self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
+    ) -> Iterator[Batch]:
+        """See `Format`. A record's size is that of the members that its document is made of, and 512 for
+        each member's header.
+        """
+        del part, whole
+        place, held, num_bytes = 0, list[_Sample](), 0
+        for sample in _samples(ExactReader(decoded(file, row.path, row.bytes)), content):
+            if held and (num_bytes + sample.num_bytes > BATCH_BYTES or sample.too_long):
+                yield place + 1, _objects(held), place
+                place, held, num_bytes = place + len(held), [], 0
+            if sample.too_long:
+                yield place + 1, Whole(None, sample.num_bytes), place
+                place += 1
+                continue
+            held.append(sample)
+            num_bytes += sample.num_bytes
+        if held:
+            yield place + 1, _objects(held), place
+
+    def parser(self, content: Content) -> Parser:
+        """See `Format`."""
+
+        def document(sample: _Sample) -> Document | None:
+            return document_of(_fields(sample, content), content)
+
+        return document
+
+    def place(self, path: str, part: Part, index: int, line: Callable[[], int | None]) -> str:
+        """The sample's number in its file, and its key."""
+        at = super().place(path, part, index, line)
+        return f"{at} ({part.records.names[index]})" if isinstance(part.records, Objects) else at
+
+
+def _objects(samples: list[_Sample]) -> Objects:
+    return Objects(
+        tuple(sample.error or sample for sample in samples),
+        np.array([sample.num_bytes for sample in samples], np.int64),
+        tuple(sample.key for sample in samples),
+    )
+
+
+def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
+    """What a document is made of: a member as its text, or, on a way that dots lead, as its JSON."""
+    found = dict[str, Any]()
+    for name in content.fields:
+        member = _member_of(name, sample.names)
+        if member is None:
+            raise WrongFieldError(f"no field `{name}`; the sample has: {names(sample.names)}")
+        if member == name:
+            found[name] = utf8_text(sample.members[member])
+        else:
+            inner: Any = json_object(sample.members[member])
+            for part in reversed(member.split(".")):
+                inner = {part: inner}
+            found |= inner
+    return found
+
+
+def _member_of(name: str, members: dict[str, None]) -> str | None:
+    """The member that holds a field: the longest whose name the field's is, or begins with."""
+    parts = name.split(".")
+    for num in range(len(parts), 0, -1):
+        if (begin := ".".join(parts[:num])) in members:
+            return begin
+    return None
+
+
+def _samples(tar: ExactReader, content: Content) -> Iterator[_Sample]:
+    sample: _Sample | None = None
+    for name, size, is_file in _members(tar):
+        split = _NAME.match(name)
+        if split is None or not is_file:
+            if sample is not None:
+                yield sample
+            sample = None
+            tar.skip(_padded(size), f"member {name}")
+            what = "has no extension" if is_file else "is no regular file"
+            error = BadRecordError(f"member {name!r} {what}, and so belongs to no sample; leave it out")
+            yield _Sample(key=name, error=error, num_bytes=_BLOCK)
+            continue
+        key, extension = split.groups()
+        if sample is None or key != sample.key:
+            if sample is not None:
+                yield sample
+            sample = _Sample(key=key)
+        _add(sample, extension, tar, size, content)
+    if sample is not None:
+        yield sample
+
+
+def _add(sample: _Sample, extension: str, tar: ExactReader, size: int, content: Content) -> None:
+    what = f"member {sample.key}.{extension}"
+    if extension in sample.names:
+        sample.error = BadRecordError(f"two members are called {sample.key}.{extension}")
+    sample.names[extension] = None
+    needed = any(name == extension or name.startswith(f"{extension}.") for name in content.fields)
+    sample.num_bytes += _BLOCK + (size if needed else 0)
+    if sample.num_bytes > MAX_RECORD_BYTES:
+        sample.too_long = True
+        sample.members.clear()
+    if needed and not sample.too_long:
+        sample.members[extension] = tar.read(size, what)
+        tar.skip(_padded(size) - size, what)
+    else:
+        tar.skip(_padded(size), what)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+# ---------------------------------------------------------------------------------------- tar
+def _members(tar: ExactReader) -> Iterator[tuple[str, int, bool]]:
+    """(name, size, whether it is a file) of each member but folders; who takes it reads its content and the
+    padding. Raises `EOFError` where the file is cut off, `OSError` where it is no tar file.
+
+    Python's own reader takes a damaged header, and the end of a file that is cut off, for the end of all.
+    """
+    longer = dict[str, str]()  # what a header before the member's own says of it
+    while True:
+        if tar.at_end():
+            raise EOFError(
+                f"cut off: the blocks of zeros that end a tar file are missing at byte {tar.place}"
+            )
+        start = tar.place
+        block = tar.read(_BLOCK, "a header")
+        if not any(block):
+            break
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise OSError(f"no header of a tar file at byte {start}: {error}") from error
+        if info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME):
+            if info.size > _MAX_HEADER_BYTES:
+                raise OSError(f"a header at byte {start} has {info.size} bytes")
+            data = tar.read(_padded(info.size), "a header")[: info.size]
+            is_pax = info.type != tarfile.GNUTYPE_LONGNAME
+            longer |= _pax(data, start) if is_pax else {"path": _text(data.rstrip(b"\0"))}
+        elif info.type in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
+            tar.skip(_padded(info.size), "a header")
+        elif info.type == tarfile.GNUTYPE_SPARSE or "GNU.sparse.major" in longer:
+            raise OSError(f"a sparse member at byte {start}; write the file without --sparse")
+        else:
+            size = int(longer.get("size", info.size))
+            if not info.isdir():
+                yield longer.get("path", info.name), size if info.isreg() else 0, info.isreg()
+            longer = {}
+    _require_zeros(tar)
+
+
+def _require_zeros(tar: ExactReader) -> None:
+    """What lies behind the end would not be read."""
+    while not tar.at_end():
+        start = tar.place
+        if any(tar.read(_BLOCK, "the end")):
+            raise OSError(
+                f"something follows the end of the tar file at byte {start}; tar files cannot be joined"
+            )
+
+
+def _pax(data: bytes, start: int) -> dict[str, str]:
+    """The records of a pax header: length, a space, name=value, a newline."""
+    found, at = dict[str, str](), 0
+    try:
+        while at < len(data):
+            length = int(data[at : data.index(b" ", at)])
+            name, _, value = data[data.index(b" ", at) + 1 : at + length - 1].partition(b"=")
+            if length <= 0:
+                raise ValueError("a record without length")
+            found[_text(name)] = _text(value)
+            at += length
+        int(found.get("size", 0))
+    except ValueError as error:
+        raise OSError(f"no pax header at byte {start}: {error}") from error
+    return found
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+FORMAT: Format = WebDataset()

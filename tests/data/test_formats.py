@@ -1,0 +1,511 @@
+"""Every format by one check: what an independent writer has written comes out, at its place, however it is
+cut.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.schema import FORMAT_NAMES
+from orchestrator.data.first_records import check_first_records
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Document, Prompted
+from orchestrator.data.sources.formats import arrow, csv, format_of
+from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
+from orchestrator.data.sources.readers import read_files
+from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
+from orchestrator.errors import ConfigError, DataError
+from tests.data import format_writers
+from tests.data.format_writers import PRESS, Record, write_files
+from tests.data.making import job, plain, samples, spec_of
+
+Make = Callable[..., dict[str, Any]]
+
+ROWS = ("parquet", "arrow", "hf_dataset")
+STREAMS = ("jsonl", "lines", "text", "csv", "tsv", "webdataset", "mds", "cbor")
+EVERY = [(form, press) for form in (*ROWS, *STREAMS) for press in (PRESS if form in STREAMS else [""])]
+# What a text may have in it that some format could trip over.
+TRICKY = [
+    "",
+    " ",
+    "a",
+    'a "quoted" word, and a comma',
+    "tab\there",
+    "é日本\U0001f3f3",
+    "\u2028x\u2029",
+    "\0 NUL",
+    "\ufeffBOM",
+]
+MULTI = ["two\nlines", "end\n", "\r\nDOS\r\n", '"\n"', '""', "\n\n"]
+SIZES = [(60, 100), (900, 2500), (1 << 20, 1 << 20)]
+
+
+def texts_for(form: str, num: int) -> list[str]:
+    tricky = TRICKY[2:] if form == "lines" else [*TRICKY, *MULTI]
+    return [
+        f"{i}:{tricky[i % len(tricky)] * (i % 5 + 1)}" if i % 3 else tricky[i % len(tricky)]
+        for i in range(num)
+    ]
+
+
+def dealt(form: str, texts: Sequence[str], more: bool = True) -> list[list[Record]]:
+    """The texts in files of different lengths, one of them empty."""
+    records = [{"text": text, **({"id": str(i)} if more else {})} for i, text in enumerate(texts)]
+    if form == "text":
+        return [[record] for record in records]
+    third = len(records) // 3
+    empty = [] if form in ("parquet", "arrow", "hf_dataset", "mds", "csv", "tsv") else [[]]
+    return [records[:third], *empty, records[third : third + 1], records[third + 1 :]]
+
+
+def planned(
+    folder: Path, form: str, content: Content, sizes: tuple[int, int] = (1 << 20, 1 << 20)
+) -> SourcePlan:
+    manifest = freeze_listed("s", list_files("s", str(folder), form), form, content)
+    assert from_parquet(to_parquet(manifest), "here") == manifest
+    return plan_source(manifest, *sizes)
+
+
+def read(plan: SourcePlan, window_bytes: int, shuffle: str) -> list[tuple[tuple[int, int], Document | None]]:
+    """(origin, document) of every record of an epoch."""
+    found, stream = [], StreamSettings(window_bytes=window_bytes, shuffle=shuffle)
+    for position in range(plan.num_blocks):
+        windows = list(read_windows(plan, stream, 0, position))
+        assert [window.last for window in windows] == [False] * (len(windows) - 1) + [True]
+        for window in windows:
+            ordered = OrderedWindow(window, plan, stream, 0)
+            sizes = [ordered.size(i) for i in range(len(ordered))]
+            assert len(sizes) == 1 or sum(sizes) <= window_bytes
+            found += [(ordered.origin(i), ordered.document(i)) for i in range(len(ordered))]
+    return found
+
+
+def read_straight(plan: SourcePlan) -> list[tuple[tuple[int, int], Document | None]]:
+    """The same from the files, without fragments and windows."""
+    found = []
+    for part in read_files(plan):
+        ordered = OrderedWindow(
+            Window(number=0, last=False, parts=(part,)), plan, StreamSettings(shuffle="none"), 0
+        )
+        found += [(ordered.origin(i), ordered.document(i)) for i in range(len(ordered))]
+    return found
+
+
+def as_documents(form: str, texts: Sequence[str]) -> list[str]:
+    """The texts as documents: blank lines are none, and a file's first mark of byte order is dropped."""
+    if form == "text":
+        return [text.removeprefix("\ufeff") for text in texts]
+    return [text for text in texts if form != "lines" or text.strip()]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few KB have several units."""
+    monkeypatch.setattr(arrow, "_UNIT_BYTES", 500)
+
+
+@pytest.mark.parametrize(
+    ("form", "press", "sizes"),
+    [(form, press, sizes) for form, press in EVERY for sizes in (SIZES[:1] if press else SIZES)],
+)
+@pytest.mark.usefixtures("small")
+def test_what_was_written_comes_out_however_it_is_cut(
+    form: str, press: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    texts = texts_for(form, 40)
+    write_files(tmp_path, form, dealt(form, texts, more=form != "lines"), press)
+    plan = planned(tmp_path, form, Content(), sizes)
+    straight = read_straight(plan)
+    assert [text for _, text in straight if text is not None] == as_documents(form, texts)
+    assert len({origin for origin, _ in straight}) == len(straight)
+    assert read(plan, sizes[1], "none") == straight
+    assert sorted(read(plan, sizes[1], "block"), key=str) == sorted(straight, key=str)
+    if sizes[0] < 100 and form in (*ROWS, *(("jsonl", "lines") if not press else ())):
+        assert plan.num_fragments > 3, "a large file is many fragments"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "cbor"])
+def test_a_place_in_bytes_is_where_the_record_begins(form: str, tmp_path: Path) -> None:
+    write_files(tmp_path, form, dealt(form, texts_for(form, 30)))
+    plan = planned(tmp_path, form, Content())
+    write = format_writers.WRITERS[form][1]
+    for (file, place), text in read_straight(plan):
+        data = Path(plan.manifest.path(file)).read_bytes()[place:]
+        alone = write([{"text": text}]).split(b"\n" if form == "tsv" else b"\r\n", 1)[-1]
+        body = {"jsonl": json.dumps(text).encode(), "cbor": str(text).encode()}.get(
+            form, alone.rstrip(b"\r\n")
+        )
+        assert body in data[: len(body) + 10]
+
+
+def test_every_format_has_a_file_that_gives_it(tmp_path: Path) -> None:
+    assert [format_of(name).name for name in FORMAT_NAMES] == list(FORMAT_NAMES)
+    assert {form for form, _ in EVERY} == set(FORMAT_NAMES)
+
+
+# ---------------------------------------------------------------------------------------- inner fields
+NESTED = ("jsonl", "parquet", "arrow", "hf_dataset", "mds", "cbor", "webdataset")
+
+
+@pytest.mark.parametrize("form", NESTED)
+def test_dots_lead_to_an_inner_field(form: str, tmp_path: Path) -> None:
+    files = [[{"meta": {"body": text, "n": {"deep": f"{i}"}}} for i, text in enumerate(TRICKY)]]
+    write_files(tmp_path, form, files)
+    begin = "json." if form == "webdataset" else ""
+    for field, expected in (("meta.body", TRICKY), ("meta.n.deep", [f"{i}" for i in range(len(TRICKY))])):
+        plan = planned(tmp_path, form, Content(text_field=begin + field))
+        assert [text for _, text in read(plan, 1000, "none")] == expected
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "arrow", "cbor"])
+def test_a_field_whose_own_name_has_dots_comes_first(form: str, tmp_path: Path) -> None:
+    write_files(tmp_path, form, [[{"a.b": "outer", "a": {"b": "inner"}}]])
+    plan = planned(tmp_path, form, Content(text_field="a.b"))
+    assert [text for _, text in read(plan, 1000, "none")] == ["outer"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow", "hf_dataset"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (Content(text_field="body"), "no field `body`; it has: meta, text, n. Set text_field"),
+        (Content(text_field="meta.x"), "no field `meta.x`; `meta` has: body. Set text_field"),
+        (Content(text_field="text.x"), "no field `text.x`: column 'text' is string, and has no inner fields"),
+        (Content(text_field="n"), "column 'n' is int64, text is expected; set text_field"),
+        (
+            Content(kind="chat", messages_field="text"),
+            "column 'text' is string, a list of messages is expected",
+        ),
+        (Content(kind="prompt"), "no field `prompt`; it has: meta, text, n. Set prompt_field and"),
+    ],
+)
+def test_columns_that_are_not_there_are_refused_with_those_that_are(
+    form: str, content: Content, said: str, tmp_path: Path
+) -> None:
+    write_files(tmp_path, form, [[{"meta": {"body": "x"}, "text": "y", "n": 1}]])
+    with pytest.raises(ConfigError) as raised:
+        planned(tmp_path, form, content)
+    assert said in str(raised.value)
+
+
+# ---------------------------------------------------------------------------------------- chats and prompts
+CHATS = [
+    [{"role": "user", "content": f"question {i} é"}, *([{"role": "assistant", "content": "\n"}] * (i % 4))]
+    for i in range(40)
+]
+HOLDING = ("jsonl", "parquet", "arrow", "hf_dataset", "mds", "cbor", "webdataset")
+
+
+@pytest.mark.parametrize("sizes", SIZES[:2])
+@pytest.mark.parametrize("form", HOLDING)
+@pytest.mark.usefixtures("small")
+def test_messages_become_conversations(form: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    write_files(tmp_path, form, [[{"messages": chat, "n": "x"} for chat in CHATS]])
+    field = "json.messages" if form == "webdataset" else "messages"
+    plan = planned(tmp_path, form, Content(kind="chat", messages_field=field), sizes)
+    expected = [Conversation(messages=tuple(chat)) for chat in CHATS]
+    assert [chat for _, chat in read(plan, sizes[1], "none")] == expected
+    assert {origin for origin, _ in read(plan, sizes[1], "block")} == {o for o, _ in read_straight(plan)}
+
+
+@pytest.mark.parametrize("form", HOLDING)
+def test_the_tools_beside_the_messages_go_with_them(form: str, tmp_path: Path) -> None:
+    tools = [{"name": "look", "strict": True}]
+    write_files(tmp_path, form, [[{"inner": {"messages": CHATS[1], "tools": tools}}]])
+    field = "json.inner.messages" if form == "webdataset" else "inner.messages"
+    ((_, chat),) = read_straight(planned(tmp_path, form, Content(kind="chat", messages_field=field)))
+    assert chat == Conversation(messages=tuple(CHATS[1]), tools=tools)
+
+
+@pytest.mark.parametrize("form", [*HOLDING, "csv", "tsv"])
+def test_a_prompt_and_its_completion_are_one_document(form: str, tmp_path: Path) -> None:
+    pairs = list(zip(TRICKY, reversed(TRICKY), strict=True))
+    write_files(tmp_path, form, [[{"q": q, "completion": c} for q, c in pairs]])
+    plan = planned(tmp_path, form, Content(kind="prompt", prompt_field="q"))
+    assert [d for _, d in read_straight(plan)] == [Prompted(prompt=q, completion=c) for q, c in pairs]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"text": "x"}, "no field `messages`; it has: text"),
+        ({"messages": None}, "'messages' is null"),
+        (
+            {"messages": "x"},
+            "'messages' is a JSON string, a list of messages is expected; the record has: messages",
+        ),
+        ({"messages": []}, "'messages' has no messages"),
+        ({"messages": ["x"]}, "message 1 of 'messages' is a JSON string, an object with a role is expected"),
+        ({"messages": [{"from": "a", "value": "b"}]}, "has no field `role`; it has: from, value"),
+        ({"messages": [{"role": 1}]}, "message 1 of 'messages' has the role 1; it has: role"),
+    ],
+)
+def test_a_record_that_is_no_chat_says_which_fields_it_has(record: Record, said: str, tmp_path: Path) -> None:
+    for form in ("jsonl", "cbor"):
+        write_files(tmp_path / form, form, [[record]])
+        with pytest.raises(BadRecordError) as raised:
+            read_straight(planned(tmp_path / form, form, Content(kind="chat")))
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["lines", "text", "csv", "tsv"])
+def test_a_format_that_cannot_hold_a_chat_refuses_it(form: str, tmp_path: Path) -> None:
+    write_files(tmp_path, form, [[{"text": "x"}]])
+    with pytest.raises(ConfigError, match=f"a record of format {form} holds no more than text"):
+        planned(tmp_path, form, Content(kind="chat"))
+
+
+def test_of_columns_inner_nulls_are_left_out_but_for_role_and_content(tmp_path: Path) -> None:
+    chat = [{"role": "assistant", "content": None, "name": "x"}, {"role": "user", "content": "y"}]
+    write_files(tmp_path, "parquet", [[{"messages": chat}]])
+    ((_, found),) = read_straight(planned(tmp_path, "parquet", Content(kind="chat")))
+    assert found == Conversation(messages=tuple(chat))
+
+
+# ---------------------------------------------------------------------------------------- each format's own
+def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path) -> None:
+    write_files(tmp_path / "train", "hf_dataset", [[{"text": "x"}]])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(
+        ConfigError, match=r"splits \['train', 'test'\]; give the folder of one, e.g. path=.*/train"
+    ):
+        planned(tmp_path, "hf_dataset", Content())
+
+
+@pytest.mark.parametrize("form", ["hf_dataset", "mds"])
+def test_a_dataset_that_lacks_one_of_its_files_is_refused(form: str, tmp_path: Path) -> None:
+    write_files(tmp_path, form, [[{"text": "x"}], [{"text": "y"}]])
+    gone = sorted(p for p in tmp_path.iterdir() if p.suffix in (".arrow", ".mds") and "0001" in p.name)[0]
+    gone.unlink()
+    with pytest.raises(ConfigError, match=f"names 2 (files|shards), and 1 are not there, e.g. {gone.name}"):
+        planned(tmp_path, form, Content())
+
+
+@pytest.mark.parametrize(("form", "name"), [("hf_dataset", "state.json"), ("mds", "index.json")])
+def test_a_folder_without_its_index_is_refused(form: str, name: str, tmp_path: Path) -> None:
+    write_files(tmp_path, form, [[{"text": "x"}]])
+    (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        planned(tmp_path, form, Content())
+
+
+def test_a_format_whose_package_is_missing_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, "cbor", [[{"text": "x"}]])
+    monkeypatch.setitem(sys.modules, "cbor2", None)
+    with pytest.raises(ConfigError, match=r"needs the package cbor2, .*pip install 'orchestrator\[cbor\]'"):
+        planned(tmp_path, "cbor", Content())
+
+
+def test_a_pickled_column_is_never_read(tmp_path: Path) -> None:
+    write_files(tmp_path, "mds", [[{"text": "x"}]])
+    file = tmp_path / "part.00000.mds"
+    file.write_bytes(file.read_bytes().replace(b'["int", "str"]', b'["int", "pkl"]'))
+    with pytest.raises(BadRecordError, match="column 'text' is encoded as pkl, text or JSON is expected"):
+        read_straight(planned(tmp_path, "mds", Content()))
+
+
+@pytest.mark.parametrize("kind", ["uncompressed", "lz4", "zstd", "stream", "dictionary", "views"])
+@pytest.mark.usefixtures("small")
+def test_arrow_files_of_every_kind_are_read(kind: str, tmp_path: Path) -> None:
+    texts = texts_for("arrow", 60)
+    table = pa.table({"text": texts})
+    if kind == "dictionary":
+        table = pa.table({"text": pa.array(texts).dictionary_encode()})
+    elif kind == "views":
+        table = pa.table({"text": pa.array(texts, pa.string_view())})
+    out = io.BytesIO()
+    if kind in ("lz4", "zstd", "uncompressed"):
+        out.write(format_writers.arrow_file([{"text": text} for text in texts], kind))
+    else:
+        with pa.ipc.new_stream(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    (tmp_path / "a.arrow").write_bytes(out.getvalue())
+    plan = planned(tmp_path, "arrow", Content(), (60, 100))
+    assert plan.num_fragments > 3
+    assert [text for _, text in read(plan, 100, "none")] == texts
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_samples_of_a_tar_file_have_fields_by_their_extensions(kind: int, tmp_path: Path) -> None:
+    records = [{"txt": f"text {i}", "cls": "0"} for i in range(30)]
+    (tmp_path / "a.tar").write_bytes(format_writers.tar(records, kind))
+    plan = planned(tmp_path, "webdataset", Content(text_field="txt"))
+    assert [text for _, text in read(plan, 5000, "none")] == [f"text {i}" for i in range(30)]
+    with pytest.raises(BadRecordError, match="no field `text`; the sample has: txt, cls, json"):
+        read_straight(planned(tmp_path, "webdataset", Content()))
+
+
+def tar_of(*members: tuple[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as opened:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            opened.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (
+            [("a.txt", b"x"), ("README", b"y")],
+            "member 'README' has no extension, and so belongs to no sample",
+        ),
+        ([("a.txt", b"x"), ("a.txt", b"y")], "two members are called a.txt"),
+        ([("a.txt", b"\xff")], "not UTF-8"),
+    ],
+)
+def test_members_that_make_no_sample_are_bad_records(
+    members: list[tuple[str, bytes]], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(*members))
+    with pytest.raises(BadRecordError) as raised:
+        read_straight(planned(tmp_path, "webdataset", Content(text_field="txt")))
+    assert said in str(raised.value)
+
+
+def test_a_place_in_a_tar_file_names_the_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of(("dir/one.txt", b"1"), ("dir/two.txt", b"2")))
+    plan = planned(tmp_path, "webdataset", Content(text_field="txt"))
+    (window,) = read_windows(plan, StreamSettings(shuffle="none"), 0, 0)
+    assert (
+        OrderedWindow(window, plan, StreamSettings(shuffle="none"), 0)
+        .place(1)
+        .endswith("a.tar: sample 1 (dir/two)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (b'"a"b,c', "field 1 goes on after its closing quote"),
+        (b'x"y",c"', "a quote stands inside of field 1, which has none around"),
+        (b"a,b,c", "it has 3 fields, and the header has 2: text, n"),
+        (b'"\xff",c', "not UTF-8"),
+    ],
+)
+def test_a_row_that_is_not_as_rfc_4180_has_it_is_bad(row: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,n\r\n" + row + b"\r\n")
+    with pytest.raises(BadRecordError) as raised:
+        read_straight(planned(tmp_path, "csv", Content()))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (b"body,n\r\n", "the header has no column `text`; it has: body, n. Set text_field"),
+        (b"text,text\r\n", "the header has twice or more column `text`"),
+        (b'"text\r\n', "its first row is no header: a quote is not closed"),
+    ],
+)
+def test_a_header_without_the_column_stops_the_reading(header: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(header)
+    with pytest.raises(DataError) as raised:
+        read_straight(planned(tmp_path, "csv", Content()))
+    assert said in str(raised.value)
+
+
+def test_a_header_may_begin_with_a_byte_order_mark_and_rows_may_be_blank(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("\ufefftext,n\r\n\r\nx,1\r\n,2".encode())
+    found = read_straight(planned(tmp_path, "csv", Content()))
+    assert [text for _, text in found] == [None, "x", ""]
+
+
+# ---------------------------------------------------------------------------------------- any lines, any rows
+FIELD = st.text(alphabet='a",\t\r\né', max_size=6)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(st.tuples(FIELD, FIELD), max_size=6), piece=st.integers(1, 40), tabs=st.booleans())
+def test_any_rows_that_pythons_csv_writes_come_out(
+    rows: list[tuple[str, str]], piece: int, tabs: bool
+) -> None:
+    delimiter = "\t" if tabs else ","
+    data = format_writers.separated(delimiter, "\r\n")([{"text": a, "n": b} for a, b in rows])
+    pieces = [data[i : i + piece] for i in range(0, len(data), piece)]
+    found, at = [], 0
+    for number, records, place in csv.stream_rows(iter(pieces)):
+        assert (number, place) == (len(found) + 1, at)
+        for i in range(len(records)):
+            raw = records[i]
+            assert data[at : at + records.size(i)].removesuffix(b"\n") == raw
+            at += records.size(i)
+            found.append(tuple(csv.fields_of(bytes(raw or b"").decode().removesuffix("\r"), delimiter)))
+    assert found == ([("text", "n"), *rows] if rows else found)
+    assert at == len(data)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    texts=st.lists(st.text(max_size=12), max_size=12),
+    press=st.sampled_from(list(PRESS)),
+    newline_ends=st.booleans(),
+    sizes=st.tuples(st.integers(1, 60), st.integers(60, 200)),
+)
+def test_any_texts_come_out_of_jsonl_in_order_wherever_files_are_cut(
+    texts: list[str], press: str, newline_ends: bool, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    data = "\n".join(json.dumps({"text": text}) for text in texts) + "\n" * newline_ends
+    for old in tmp_path.iterdir():
+        old.unlink()
+    (tmp_path / f"a.jsonl{press}").write_bytes(PRESS[press](data.encode()))
+    plan = planned(tmp_path, "jsonl", Content(), sizes)
+    found = [text for _, text in read(plan, sizes[1], "none") if text is not None]
+    assert found == texts
+    assert {origin for origin, _ in read(plan, sizes[1], "block")} == {o for o, _ in read_straight(plan)}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    data=st.text(alphabet="a \r\né\ufeff\u2028\0", max_size=40),
+    press=st.sampled_from(list(PRESS)),
+    sizes=st.tuples(st.integers(1, 20), st.integers(20, 60)),
+)
+def test_any_lines_come_out_of_lines(data: str, press: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    for old in tmp_path.iterdir():
+        old.unlink()
+    (tmp_path / f"a{press}").write_bytes(PRESS[press](data.encode()))
+    found = read(planned(tmp_path, "lines", Content(), sizes), sizes[1], "none")
+    lines = data.removeprefix("\ufeff").split("\n")
+    # what is blank is judged by bytes
+    expected = [line.removesuffix("\r") for line in lines if line.encode().strip()]
+    assert [text for _, text in found if text is not None] == expected
+
+
+# ---------------------------------------------------------------------------------------- before a start
+@pytest.mark.parametrize("form", [*ROWS, *STREAMS])
+def test_every_format_gives_the_stream_that_jsonl_gives(form: str, tmp_path: Path, tiny_config: Make) -> None:
+    texts = [f"{i} {text}" for i, text in enumerate(TRICKY[3:8] * 5)]
+    made = {}
+    for kind in ("jsonl", form):
+        write_files(tmp_path / kind, kind, dealt(kind, texts, more=kind != "lines"))
+        spec = spec_of(job(tiny_config, tmp_path / kind, kind, shuffle="none", encoder="tokenizers"))
+        check_first_records(spec)
+        made[kind] = plain(samples(spec, 16))
+    assert made[form] == made["jsonl"]
+
+
+@pytest.mark.parametrize("form", [*ROWS, *(form for form in STREAMS if form not in ("lines", "text"))])
+def test_a_field_that_no_record_has_is_refused_before_the_start(
+    form: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    write_files(tmp_path, form, [[{"body": "x", "id": "1"}]])
+    with pytest.raises(ConfigError, match=r"no (field|column) `text`; .*has: body, id.* Set text_field"):
+        check_first_records(spec_of(job(tiny_config, tmp_path, form, encoder="tokenizers")))
