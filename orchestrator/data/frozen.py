@@ -52,6 +52,11 @@ class FrozenData:
     tokenizer_files: dict[str, bytes]
 
 
+def manifest_path(source: str) -> str:
+    """Where a source's list lies in the run's folder."""
+    return f"{_MANIFESTS}/{source}.parquet"
+
+
 def write_frozen(
     folder: Path, record: DataRecord, manifests: Sequence[Manifest], tokenizer_files: dict[str, bytes]
 ) -> bool:
@@ -59,7 +64,7 @@ def write_frozen(
 
     What a start that was cut off left without a record is replaced.
     """
-    files = {f"{_MANIFESTS}/{manifest.source}.parquet": to_parquet(manifest) for manifest in manifests}
+    files = {manifest_path(manifest.source): to_parquet(manifest) for manifest in manifests}
     files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
     document = orjson.dumps(encode(record), option=orjson.OPT_INDENT_2)
     return _write(Storage(str(folder)), files, document)
@@ -118,7 +123,7 @@ def read_frozen(folder: Path) -> FrozenData | None:
         record = decode(DataRecord, orjson.loads(storage.read(_RECORD)), _RECORD)
         names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
         tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
-        paths = {source: f"{_MANIFESTS}/{source}.parquet" for source in record.manifests}
+        paths = {source: manifest_path(source) for source in record.manifests}
         manifests = {s: from_parquet(storage.read(p), str(folder / p)) for s, p in paths.items()}
     except (FileNotFoundError, orjson.JSONDecodeError) as error:
         raise DataIdentityError(

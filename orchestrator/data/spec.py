@@ -5,21 +5,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
+from orchestrator.data.frozen import (
+    TOKENIZER_FOLDER,
+    DataRecord,
+    FrozenData,
+    manifest_path,
+    read_frozen,
+    write_frozen,
+)
 from orchestrator.data.packing.stream import Packer, Sample, open_samples
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import manifest as manifests
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
     SourcePlan,
-    decoded_bytes,
-    is_plain,
+    frozen_at,
+    num_window_shuffled,
     plan_source,
 )
 from orchestrator.data.sources.listing import list_files
@@ -192,7 +200,14 @@ def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpe
         return looked_at
     if not write_frozen(folder, found.record, list(found.manifests.values()), found.tokenizer_files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
-    return replace(looked_at, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+    plans = tuple(_frozen_at(plan, looked_at.settings, folder) for plan in looked_at.plans)
+    return replace(looked_at, plans=plans, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+
+
+def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> SourcePlan:
+    """The plan, which pickles as the name of its list in the run's folder: it goes to many processes."""
+    path = os.path.abspath(folder / manifest_path(plan.source))
+    return frozen_at(plan, path, settings.fragment_bytes, settings.window_bytes)
 
 
 def _settings(config: JobConfig) -> StreamSettings:
@@ -304,7 +319,7 @@ def _frozen_spec(
     _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
     return DataSpec(
-        plans=(plan,),
+        plans=(_frozen_at(plan, settings, folder),),
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
@@ -365,24 +380,15 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
-    files = plan.manifest.files
-    if plan.manifest.format != "parquet" and not any(
-        row.path.endswith(manifests.COMPRESSED) for row in files
-    ):
-        return ()
-    large = set[int]()
-    for block in range(plan.num_blocks):
-        parts = [part for fragment in plan.fragments(block) for part in plan.parts(fragment)]
-        if sum(decoded_bytes(plan.manifest, part) for part in parts) > settings.window_bytes:
-            large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
+    large = num_window_shuffled(plan, settings.window_bytes)
     if not large:
         return ()
     return (
-        f"{len(large)} of {len(files)} files of source {plan.source} are compressed, or have row groups, in "
-        f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
-        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
-        "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "
-        "it up to there",
+        f"{large} of {len(plan.manifest.files)} files of source {plan.source} are compressed, or have row "
+        f"groups, in blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed "
+        f"files at {DECODED_RATIO} times their size, row groups with all their columns): they are shuffled "
+        "within windows of that size only, of which one is held at a time, and a resume inside such a block "
+        "decodes it up to there",
     )
 
 

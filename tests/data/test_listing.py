@@ -119,12 +119,12 @@ def test_broken_links_and_what_is_no_regular_file_are_refused_by_name(tree: Path
 
 
 def test_a_folder_that_cannot_be_listed_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+    def scandir(folder: str, listed: Callable[[str], Any] = os.scandir) -> Any:
         if folder == str(tree / "x" / "y"):
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return listed(folder)
 
-    monkeypatch.setattr(os, "listdir", listdir)  # root, as whom tests may run, may list every folder
+    monkeypatch.setattr(os, "scandir", scandir)  # root, as whom tests may run, may list every folder
     listing = list_files("s", str(tree), "jsonl")
     assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl")
     (note,) = listing.notes("s")
@@ -142,12 +142,12 @@ def test_folders_that_link_to_each_other_are_each_walked_once_by_links(
             if other != i:
                 (tmp_path / "d" / str(i) / f"to{other}").symlink_to(f"../{other}")
 
-    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+    def scandir(folder: str, listed: Callable[[str], Any] = os.scandir) -> Any:
         looked_in.append(folder)
         assert len(looked_in) < 20 * num, "it follows every order of the links"
         return listed(folder)
 
-    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "scandir", scandir)
     for path in ("d", "d/**/*.jsonl", "d/**/**/*.jsonl"):
         looked_in.clear()
         listing = list_files("s", str(tmp_path / path), "jsonl")
@@ -165,6 +165,14 @@ def test_of_several_links_to_a_folder_the_least_path_is_kept(tmp_path: Path) -> 
     assert listing.names == ("a.b/in/x.jsonl",)
 
 
+def stat_result(found: os.stat_result, st_ino: int | None = None, st_size: int | None = None) -> Any:
+    """What was found, but for these."""
+    values = list(found)
+    values[1] = found.st_ino if st_ino is None else st_ino
+    values[6] = found.st_size if st_size is None else st_size
+    return os.stat_result(values, {"st_mtime_ns": found.st_mtime_ns})
+
+
 def test_where_the_file_system_numbers_no_file_each_is_its_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +181,7 @@ def test_where_the_file_system_numbers_no_file_each_is_its_own(
     (tree / "x" / "up").symlink_to("..")
 
     def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
-        status = list(real(path, **named))
-        status[1] = 0  # st_ino
-        return os.stat_result(status)
+        return stat_result(real(path, **named), st_ino=0)
 
     monkeypatch.setattr(os, "stat", stat)
     listing = list_files("s", str(tree), "jsonl")
@@ -191,9 +197,8 @@ def test_files_of_one_number_that_differ_in_size_or_time_are_two(
     assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl", "c.jsonl": "a.jsonl"}
 
     def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
-        status = list(real(path, **named))
-        status[6] += str(path).endswith("c.jsonl")  # st_size
-        return os.stat_result(status)
+        found = real(path, **named)
+        return stat_result(found, st_size=found.st_size + str(path).endswith("c.jsonl"))
 
     monkeypatch.setattr(os, "stat", stat)
     assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl"}

@@ -5,15 +5,19 @@ It looks at names and at what the file system says of them, and opens nothing.
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
+import numpy as np
+
+from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
 from orchestrator.errors import ConfigError
+from orchestrator.records import Int64Array
 
 # What a folder's files of a format are called; text and lines take every file that is not hidden.
 _SUFFIXES = {
@@ -23,7 +27,9 @@ _SUFFIXES = {
     "lines": ("",),
 }
 _NAMED = 5
-RealFile = tuple[int | str, ...]
+# A storage that says of a file what it is in this time is asked by one thread.
+QUICK_STAT_S = 50e-6
+_MASK63 = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +38,9 @@ class Listing:
     that and sorted by their bytes.
 
     `names` has each real file once: of several names that lead to one, the one without a link, of these the
-    first. `others` maps each name left out to the one that is taken. `irregular` says of each name that leads
-    to no file what is wrong with it, `unlisted` of each folder why nothing in it is known.
+    first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
+    the one that is taken. `irregular` says of each name that leads to no file what is wrong with it,
+    `unlisted` of each folder why nothing in it is known.
     """
 
     path: str
@@ -42,6 +49,8 @@ class Listing:
     others: dict[str, str]
     irregular: tuple[str, ...]
     unlisted: tuple[str, ...]
+    sizes: Int64Array = field(compare=False)
+    mtimes_ns: Int64Array = field(compare=False)
 
     @property
     def pattern(self) -> str:
@@ -72,12 +81,16 @@ def list_files(source: str, path: str, format_: str) -> Listing:
     unlisted: dict[str, str] = {}
     if os.path.isdir(full):
         base, pattern = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
-        found = [p for p in _matches(base, ("**", "*"), unlisted) if p.endswith(_SUFFIXES[format_])]
+        matches = Matches(base)
+        found = [p for p in matches.of(("**", "*")) if p.endswith(_SUFFIXES[format_])]
+        unlisted = matches.unlisted
     elif os.path.lexists(full):
         base, pattern, found = os.path.dirname(full), "", [os.path.basename(full)]
     else:
-        base, pattern = _split_glob(full)
-        found = list(_matches(base, tuple(pattern.split(os.sep)), unlisted)) if pattern else []
+        base, pattern = split_glob(full)
+        matches = Matches(base)
+        found = list(matches.of(tuple(pattern.split(os.sep)))) if pattern else []
+        unlisted = matches.unlisted
     listing = _look(full, base, sorted(set(found), key=os.fsencode), unlisted)
     if not listing.names and not listing.irregular:
         raise ConfigError(
@@ -107,18 +120,10 @@ def require_regular(source: str, listing: Listing) -> None:
 
 def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
     """Of several names in `base` that lead to one real file: each but the one to keep, and that one."""
-    found = {}
+    groups: dict[RealFile, list[str]] = {}
     for name in names:
         with suppress(OSError):
-            found[name] = real_file(os.path.join(base, name))
-    return _others(base, found)
-
-
-def _others(base: str, files: Mapping[str, RealFile]) -> dict[str, str]:
-    """`same_files`, given what each name leads to."""
-    groups: dict[RealFile, list[str]] = {}
-    for name, file in files.items():
-        groups.setdefault(file, []).append(name)
+            groups.setdefault(real_file(os.path.join(base, name)), []).append(name)
     real, others = os.path.realpath(base), dict[str, str]()
     for group in groups.values():
         if len(group) > 1:
@@ -129,26 +134,25 @@ def _others(base: str, files: Mapping[str, RealFile]) -> dict[str, str]:
 
 
 def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
-    files, irregular = dict[str, RealFile](), []
-    for name in found:
-        full = os.path.join(base, name)
-        try:
-            status = os.stat(full)
-        except OSError as error:
-            if os.path.islink(full):
-                irregular.append(f"{full} is a link to {os.readlink(full)!r}, which is not there")
-            elif not isinstance(error, FileNotFoundError):
-                irregular.append(f"{full} cannot be looked at: {error.strerror}")
-            continue
-        if stat.S_ISREG(status.st_mode):
-            files[name] = _real(full, status)
-        elif not stat.S_ISDIR(status.st_mode):
-            irregular.append(f"{full} is a {_kind(status.st_mode)}")
-    others = _others(base, files)
+    names, files, irregular = list[str](), list[_Status](), list[str]()
+    looks = in_threads(partial(_status, os.path.join(base, "")), found, quick_s=QUICK_STAT_S)
+    for name, status in zip(found, looks, strict=True):
+        if not isinstance(status, OSError) and stat.S_ISREG(status[0]):
+            names.append(name)
+            files.append(status)
+        elif wrong := _irregular(os.path.join(base, name), status):
+            irregular.append(wrong)
+    facts = np.array(files, np.int64).reshape(len(files), len(_FACTS))
+    others = dict[str, str]() if _all_differ(facts) else same_files(base, names)
+    if others:
+        facts = facts[[name not in others for name in names]]
+        names = [name for name in names if name not in others]
     return Listing(
         path=path,
         base=base,
-        names=tuple(name for name in files if name not in others),
+        names=tuple(names),
+        sizes=facts[:, _FACTS.index("st_size")],
+        mtimes_ns=facts[:, _FACTS.index("st_mtime_ns")],
         others=others,
         irregular=tuple(irregular),
         unlisted=tuple(
@@ -157,93 +161,44 @@ def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> L
     )
 
 
+_FACTS = ("st_mode", "st_dev", "st_ino", "st_size", "st_mtime_ns")
+_Status = tuple[int, int, int, int, int]
+
+
+def _status(base: str, name: str) -> _Status | OSError:
+    """`_FACTS` of the file that a name leads to, or why they are not known."""
+    try:
+        status = os.stat(base + name)
+    except OSError as error:
+        return error
+    # numbers of devices and files are unsigned in some file systems
+    device, number = status.st_dev & _MASK63, status.st_ino & _MASK63
+    return status.st_mode, device, number, status.st_size, status.st_mtime_ns
+
+
+def _all_differ(facts: Int64Array) -> bool:
+    """Whether all are files of their own for certain. What the file system numbers alike, or not at all, may
+    be one file.
+    """
+    device, number = facts[:, _FACTS.index("st_dev")], facts[:, _FACTS.index("st_ino")]
+    order = np.lexsort((number, device))
+    device, number = device[order], number[order]
+    return bool(number.all()) and not bool(((device[1:] == device[:-1]) & (number[1:] == number[:-1])).any())
+
+
+def _irregular(path: str, status: _Status | OSError) -> str | None:
+    """What is wrong with what is no file; None for a folder, and for what is not there any more."""
+    if isinstance(status, OSError):
+        if os.path.islink(path):
+            return f"{path} is a link to {os.readlink(path)!r}, which is not there"
+        gone = isinstance(status, FileNotFoundError)
+        return None if gone else f"{path} cannot be looked at: {status.strerror}"
+    return None if stat.S_ISDIR(status[0]) else f"{path} is a {_kind(status[0])}"
+
+
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
     return kinds.get(stat.S_IFMT(mode), "special file")
-
-
-# ---------------------------------------------------------------------------------------- globs
-def _split_glob(full: str) -> tuple[str, str]:
-    """(the folder before the first part with a wildcard, the rest). The rest is empty without a wildcard."""
-    parts = full.split(os.sep)
-    for i, part in enumerate(parts):
-        if glob.has_magic(part):
-            return os.sep.join(parts[:i]) or os.sep, os.sep.join(parts[i:])
-    return os.path.dirname(full), ""
-
-
-def _matches(
-    folder: str,
-    parts: tuple[str, ...],
-    unlisted: dict[str, str],
-    above: frozenset[RealFile] = frozenset(),
-    linked: set[tuple[RealFile, tuple[str, ...]]] | None = None,
-    by_link: bool = False,
-) -> Iterator[str]:
-    """Names below `folder` that match, as the standard library's `glob` finds them with `recursive=True`, but
-    for links that lead back to a folder `above`: by these it finds every file forty times, or for ever.
-
-    Of the paths to a folder that have a link in them only the first is followed for the same parts (they are
-    added to `linked`): folders that link to each other have as many paths as there are orders of them.
-    """
-    part, rest = parts[0], parts[1:]
-    linked = set() if linked is None else linked
-    if part == "**":
-        yield from _matches(folder, rest or ("*",), unlisted, above, linked, by_link)
-        if rest[:1] != ("**",):
-            above = above | {real_file(folder)}
-            # as whole paths are sorted: the first of the paths to a folder is the least
-            for name in sorted(_names(folder, unlisted), key=lambda name: os.fsencode(name) + b"/"):
-                inner = os.path.join(folder, name)
-                if name.startswith(".") or not os.path.isdir(inner) or (real := real_file(inner)) in above:
-                    continue
-                if through := by_link or os.path.islink(inner):
-                    if (real, parts) in linked:
-                        continue
-                    linked.add((real, parts))
-                found = _matches(inner, parts, unlisted, above, linked, through)
-                yield from (os.path.join(name, n) for n in found)
-        return
-    for name in _names(folder, unlisted) if glob.has_magic(part) else [part]:
-        inner = os.path.join(folder, name)
-        if glob.has_magic(part) and not _fits(name, part):
-            continue
-        if not rest:
-            if os.path.lexists(inner):
-                yield name
-        elif os.path.isdir(inner):
-            through = by_link or os.path.islink(inner)
-            found = _matches(inner, rest, unlisted, above, linked, through)
-            yield from (os.path.join(name, n) for n in found)
-
-
-def real_file(path: str) -> RealFile:
-    """What distinguishes the file or folder that a path leads to from all others: device and number, for a
-    file size and time, too; its real path where the file system numbers nothing.
-    """
-    return _real(path, os.stat(path))
-
-
-def _real(path: str, status: os.stat_result) -> RealFile:
-    if status.st_ino == 0:
-        return (os.path.realpath(path),)
-    if stat.S_ISDIR(status.st_mode):
-        return status.st_dev, status.st_ino
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _fits(name: str, part: str) -> bool:
-    return fnmatch.fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
-
-
-def _names(folder: str, unlisted: dict[str, str]) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except NotADirectoryError:
-        return []
-    except OSError as error:
-        unlisted[folder] = error.strerror or str(error)
-        return []
 
 
 def _is_utf8(path: str) -> bool:

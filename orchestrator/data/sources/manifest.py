@@ -8,41 +8,23 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import orjson
 import xxhash
-from blake3 import blake3
 
+from orchestrator.data.sources.file_rows import VERSION, FileRow, Files
+from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.listing import Listing, list_files, require_regular
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 
-VERSION = 1
 PROBE_BYTES = 4096
 COMPRESSED = (".gz", ".zst")
-_THREADS = 8
 _PARQUET_MAGIC = b"PAR1"
 # In an error text; the rest is counted.
 _NAMED = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRow:
-    """One file: path relative to the source's base, size, and what shows whether it is still the same.
-
-    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB. `group_rows` and `group_bytes`
-    (decoded) describe the row groups of a Parquet file.
-    """
-
-    path: str
-    bytes: int
-    mtime_ns: int
-    probe: str
-    group_rows: tuple[int, ...] = ()
-    group_bytes: tuple[int, ...] = ()
+_FACTS = ("source", "base", "format", "text_field")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +37,18 @@ class Manifest:
     base: str
     format: str
     text_field: str
-    files: tuple[FileRow, ...]
+    files: Files
 
     @property
     def digest(self) -> str:
         """blake3 of what the files contain, as far as the list knows; neither base nor mtime is in it, so a
         copy has the same digest.
         """
-        rows = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in self.files]
-        return blake3(orjson.dumps([VERSION, self.format, self.text_field, rows])).hexdigest()
+        return self.files.digest(self.format, self.text_field)
 
     def path(self, file: int) -> str:
         """The absolute path of a file by its number."""
-        return os.path.join(self.base, self.files[file].path)
+        return os.path.join(self.base, self.files.path(file))
 
 
 # ---------------------------------------------------------------------------------------- listing and freezin
@@ -83,12 +64,14 @@ def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
 def freeze_listed(name: str, listing: Listing, format_: str, text_field: str) -> Manifest:
     """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
     require_regular(name, listing)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        files = tuple(pool.map(partial(_row, listing.base, format_, text_field), listing.names))
-    return Manifest(source=name, base=listing.base, format=format_, text_field=text_field, files=files)
+    rows = in_threads(partial(file_row, listing.base, format_, text_field), listing.names)
+    return Manifest(
+        source=name, base=listing.base, format=format_, text_field=text_field, files=Files.of(rows)
+    )
 
 
-def _row(base: str, format_: str, text_field: str, path: str) -> FileRow:
+def file_row(base: str, format_: str, text_field: str, path: str) -> FileRow:
+    """The row of a file as it is now. Raises as `freeze` does."""
     full = os.path.join(base, path)
     try:
         with open(full, "rb") as file:
@@ -191,65 +174,23 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str =
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Changes:
-    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone or have fewer row groups than the run reads, for people.
-    """
-
-    now: Manifest
-    changed: tuple[str, ...]
-    gone: tuple[str, ...]
-
-
-def changes_since(manifest: Manifest) -> Changes:
-    """How the files at the manifest's base differ from it. Raises `DataError` if one cannot be read."""
-
-    def look(row: FileRow) -> tuple[FileRow | None, str | None]:
-        path = os.path.join(manifest.base, row.path)
-        try:
-            with open(path, "rb") as file:
-                found = difference(row, file.fileno())
-        except (FileNotFoundError, NotADirectoryError):
-            return None, f"{path}: it had {row.bytes} bytes and is gone"
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
-        if found is None:
-            return row, None
-        now = _row(manifest.base, manifest.format, manifest.text_field, row.path)
-        groups, left = len(row.group_rows), len(now.group_rows)
-        if left < groups:
-            return None, f"{path}: it had {groups} row groups and has {left}"
-        return now, f"{path}: {found}"
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        looks = list(pool.map(look, manifest.files))
-    return Changes(
-        now=replace(manifest, files=tuple(row for row, _ in looks if row is not None)),
-        changed=tuple(text for row, text in looks if row is not None and text is not None),
-        gone=tuple(text for row, text in looks if row is None and text is not None),
-    )
-
-
 # ---------------------------------------------------------------------------------------- in storage
 def to_parquet(manifest: Manifest) -> bytes:
     """The manifest as a Parquet file of one row per file, its other fields as metadata of the schema."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {
-        "path": pa.string(),
-        "bytes": pa.int64(),
-        "mtime_ns": pa.int64(),
-        "probe": pa.string(),
-        "group_rows": pa.list_(pa.int64()),
-        "group_bytes": pa.list_(pa.int64()),
-    }
     facts = {"version": str(VERSION), "digest": manifest.digest}
-    facts |= {name: getattr(manifest, name) for name in ("source", "base", "format", "text_field")}
-    columns = {name: [getattr(row, name) for row in manifest.files] for name in kinds}
+    facts |= {name: getattr(manifest, name) for name in _FACTS}
     out = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=pa.schema(list(kinds.items()), metadata=facts)), out)
+    encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
+    encodings |= dict.fromkeys(("bytes", "mtime_ns"), "DELTA_BINARY_PACKED")
+    pq.write_table(
+        manifest.files.table(facts),
+        out,
+        compression="zstd",
+        use_dictionary=["group_rows.list.element", "group_bytes.list.element"],
+        column_encoding=encodings,
+    )
     return out.getvalue()
 
 
@@ -261,16 +202,10 @@ def from_parquet(data: bytes, where: str) -> Manifest:
     try:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
         facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-        rows = table.to_pylist()
-        lists = ("group_rows", "group_bytes")
-        columns: list[dict[str, Any]] = [
-            {name: tuple(value) if name in lists else value for name, value in row.items()} for row in rows
-        ]
-        files = tuple(FileRow(**values) for values in columns)
-        fields = {name: facts[name] for name in ("source", "base", "format", "text_field")}
-    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        fields = {name: facts[name] for name in _FACTS}
+        manifest = Manifest(files=Files.of_table(table), **fields)
+    except (pa.ArrowException, OSError, KeyError, ValueError, DataIdentityError) as error:
         raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
-    manifest = Manifest(files=files, **fields)
     if manifest.digest != facts.get("digest"):
         raise DataIdentityError(
             f"{where}: the run's manifest was written with digest {facts.get('digest')} and has "

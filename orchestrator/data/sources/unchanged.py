@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.data.sources.listing import Listing, list_files, real_file, same_files
-from orchestrator.data.sources.manifest import Manifest, changed_text, changes_since
+from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.listing import Listing, list_files, same_files
+from orchestrator.data.sources.manifest import Manifest, changed_text
+from orchestrator.data.sources.matches import real_file
 from orchestrator.errors import ConfigError, DataIdentityError
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ def compare_files(
     """
     listing = list_files(source.name, source.path, frozen.format)
     manifest = replace(frozen, base=listing.base)
-    found = changes_since(manifest)
-    here, then = {row.path for row in found.now.files}, {row.path for row in frozen.files}
+    found = changes_since(manifest, listing)
+    here, then = set(found.now.files.paths), set(frozen.files.paths)
     left_out = _left_out(here.difference(listing.names, listing.others), listing)
     known = then | {listing.others[name] for name in then if name in listing.others}
     later = sorted(set(listing.names) - known)
@@ -53,13 +55,15 @@ def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
     Raises `DataIdentityError` with both values for files that are changed or gone, in the folder where the
     fewest are.
     """
-    bases = [frozen.base]
+    bases = dict[str, Listing | None]()
     with suppress(ConfigError):
-        bases.insert(0, list_files(source.name, source.path, frozen.format).base)
+        listing = list_files(source.name, source.path, frozen.format)
+        bases[listing.base] = listing
+    bases.setdefault(frozen.base, None)
     wrong: list[tuple[Sequence[str], Sequence[str]]] = []
-    for base in dict.fromkeys(bases):
+    for base, here in bases.items():
         manifest = replace(frozen, base=base)
-        found = changes_since(manifest)
+        found = changes_since(manifest, here)
         if not (found.changed or found.gone):
             return manifest
         wrong.append((found.changed, found.gone))
@@ -112,7 +116,9 @@ def _notes(listing: Listing, frozen: Manifest, changed: Sequence[str], later: Se
             f"{len(later)} files of source {frozen.source} came after the run's start and are not read, e.g. "
             f"{later[0]}"
         )
-    twice = same_files(listing.base, [row.path for row in frozen.files])
+    paths = frozen.files.paths
+    # each of the listed names is a file of its own
+    twice = {} if set(paths) <= set(listing.names) else same_files(listing.base, paths)
     if twice:
         name = min(twice)
         notes.append(
