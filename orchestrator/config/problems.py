@@ -245,7 +245,9 @@ def _endless(num_epochs: int | None, *stops: int | None) -> str | None:
 
 
 def _local_sources(sources: list[Any]) -> str | None:
-    remote = [s["path"] for s in sources if isinstance(s, dict) and "://" in str(s.get("path"))]
+    paths = [s.get("path") for s in sources if isinstance(s, dict)]
+    each = [one for path in paths for one in (path if isinstance(path, list) else [path])]
+    remote = [path for path in each if "://" in str(path)]
     return f"has a path that {_local(remote[0])}" if remote else None
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -22,6 +22,22 @@ from orchestrator.config.text import Problem, Reading, apply_overrides, read_map
 from orchestrator.errors import ConfigError
 
 Rule = Literal["same", "may_change", "free"]
+
+FormatName = Literal[
+    "jsonl",
+    "lines",
+    "text",
+    "parquet",
+    "csv",
+    "tsv",
+    "arrow",
+    "hf_dataset",
+    "webdataset",
+    "mds",
+    "cbor",
+    "python",
+]
+FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
 
@@ -43,6 +59,10 @@ def may_change(expected: str, **constraints: Any) -> Any:
 def free(expected: str, **constraints: Any) -> Any:
     """A field that has no influence on what is trained."""
     return _declare("free", expected, constraints)
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 class _Section(BaseModel):
@@ -75,12 +95,20 @@ class SourceConfig(_Section):
 
     name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
     """Name of the source; part of the order's key."""
-    path: Annotated[str, same("a path or glob", min_length=1)]
-    """File, folder or glob, relative to the current directory."""
-    format: Annotated[Literal["jsonl", "parquet", "text", "lines"], same("jsonl, parquet, text or lines")]
-    """`jsonl` and `parquet` (a document per record), `text` (per file), `lines` (per line)."""
+    path: Annotated[str | tuple[str, ...], same("a path or glob, or a list of them", min_length=1)]
+    """File, folder or glob, or a list of them, relative to the current directory."""
+    format: Annotated[FormatName, same(_one_of(FORMAT_NAMES))]
+    """What the files are: a document is a record, in `lines` a line, in `text` a file."""
+    content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
+    """What a record holds: a text, the messages of a chat, or a prompt with its completion."""
     text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
-    """Field or column that holds the text (`jsonl`, `parquet`)."""
+    """Field that holds the text; dots lead into a record's inner fields (`meta.body`)."""
+    messages_field: Annotated[str, same("the name of a field", min_length=1)] = "messages"
+    """Field that holds the list of messages (`content: chat`)."""
+    prompt_field: Annotated[str, same("the name of a field", min_length=1)] = "prompt"
+    """Field that holds what is given (`content: prompt`)."""
+    completion_field: Annotated[str, same("the name of a field", min_length=1)] = "completion"
+    """Field that holds what is to follow (`content: prompt`)."""
     weight: Annotated[float, same("a number > 0", gt=0)] = 1.0
     """Share in a mixture; mixtures are not in this version."""
 
@@ -91,7 +119,7 @@ class DataConfig(_Section):
     sources: Annotated[
         tuple[SourceConfig, ...], same("a list of {name, path, format, text_field, weight}", min_length=1)
     ]
-    """The sources: name, path or glob, format `jsonl`, `parquet`, `text` or `lines`, text_field, weight."""
+    """The sources: name, path or glob, format, content, the fields that hold it, weight."""
     tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
     """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
     shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
@@ -327,12 +355,16 @@ class JobConfig(_Section):
 
 def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat configuration that any version has stored, under the names and values of this one; a field that
-    did not exist then is left out (it had what is its default now).
+    did not exist then is left out (it had what is its default now), one of a source has that default.
     """
     now = dict(flat)
     weights = now.pop("model.dtype", None)
     if weights is not None:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
+    if "data.sources" in now:
+        fields = SourceConfig.model_fields.items()
+        defaults = {name: info.get_default() for name, info in fields if not info.is_required()}
+        now["data.sources"] = [{**defaults, **source} for source in now["data.sources"]]
     return now
 
 

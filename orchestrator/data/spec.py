@@ -370,10 +370,10 @@ def _sample_documents(plan: SourcePlan, settings: StreamSettings) -> list[str]:
     found = []
     for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
         try:
-            text = ordered.text(position)
+            text = ordered.document(position)
         except BadRecordError:
             continue
-        if text:
+        if isinstance(text, str) and text:
             found.append(text[:_SAMPLE_CHARACTERS])
     return found[:_SAMPLE_DOCUMENTS]
 

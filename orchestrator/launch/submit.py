@@ -106,11 +106,13 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     """What the configuration names by a relative path, and `folder` does not have: the job's current folder
     is its copy of it. Absolute paths are the nodes' own matter.
     """
-    named = {"CONFIG": str(config), "model.pretrained": job.model.pretrained or ""}
-    named |= {f"data.sources: {source.name}": source.path for source in job.data.sources}
+    named = [("CONFIG", str(config)), ("model.pretrained", job.model.pretrained or "")]
+    for source in job.data.sources:
+        paths = (source.path,) if isinstance(source.path, str) else source.path
+        named += [(f"data.sources: {source.name}", path) for path in paths]
     if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's
-        named["data.tokenizer"] = job.data.tokenizer
-    for what, path in named.items():
+        named.append(("data.tokenizer", job.data.tokenizer))
+    for what, path in named:
         if not path or os.path.isabs(path):
             continue
         if os.path.relpath(folder / path, folder).startswith(".."):

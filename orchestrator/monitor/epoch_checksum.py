@@ -151,10 +151,11 @@ def checksum_files(spec: DataSpec, encoder: EncoderChoice) -> EpochChecksum:
         window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, 0)
         for position in range(len(window)):
             try:
-                text = window.text(position)
+                text = window.document(position)
             except BadRecordError:
                 sums.bad += 1
                 continue
+            assert text is None or isinstance(text, str), "conversations and prompts are not tokenized yet"
             if text:
                 sums.add(window.origin(position), text, window.size(position))
             elif text is not None:  # a blank line is no document

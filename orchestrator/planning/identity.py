@@ -26,6 +26,11 @@ STREAM_SETTINGS = (
     "pack.mode",
 )
 SOURCE_SETTINGS = ("format", "text_field")
+# Of a source whose content is not text, too: what its documents are made of.
+CONTENT_SETTINGS = {
+    "chat": ("content", "messages_field"),
+    "prompt": ("content", "prompt_field", "completion_field"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,7 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
     """`RunIdentity.settings` from a flat configuration (`JobConfig.flat`)."""
     settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
     for source in flat["data.sources"]:
-        for field in SOURCE_SETTINGS:
+        for field in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
             settings[f"data.sources.{source['name']}.{field}"] = _canonical(source[field])
     return settings
 

@@ -193,7 +193,7 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("data.sources=[]", "data.sources is []; expected a list of"),
         (
             "data.sources.0.format=json",
-            "data.sources.0.format is 'json'; expected jsonl, parquet, text or lines",
+            "data.sources.0.format is 'json'; expected jsonl, lines, text, parquet,",
         ),
         ("data=null", "data is null; expected a section with fields"),
         ("train", "is not of the form section.field=value"),

@@ -40,7 +40,7 @@ def read_all(plan: SourcePlan, settings: StreamSettings) -> int:
         for window in read_windows(plan, settings, 0, block):
             ordered = OrderedWindow(window, plan, settings, 0)
             for position in range(len(ordered)):
-                assert ordered.text(position) is None or ordered.size(position)
+                assert ordered.document(position) is None or ordered.size(position)
                 found += ordered.size(position)
     return found
 

@@ -70,13 +70,15 @@ class Listing:
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str, format_: str) -> Listing:
+def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listing:
     """The files that `path` means for `source`; hidden ones are left out.
 
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
     none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, or a name
     is not UTF-8.
     """
+    if not isinstance(path, str):
+        raise ConfigError(f"data.sources {source}: a list of paths is not in this version; give one")
     full = os.path.abspath(os.path.expanduser(path))
     unlisted: dict[str, str] = {}
     if os.path.isdir(full):

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.documents import Document
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.readers import Part, read_fragment
@@ -63,8 +64,8 @@ class OrderedWindow:
         part, index = self._find(position)
         return part.records.size(index)
 
-    def text(self, position: int) -> str | None:
-        """The document's text; None for a blank line, which is no document. Raises `BadRecordError`."""
+    def document(self, position: int) -> Document | None:
+        """The document; None for a blank line, which is no document. Raises `BadRecordError`."""
         part, index = self._find(position)
         record, manifest = part.records[index], self._plan.manifest
         if record is None and (size := part.records.size(index)):

@@ -116,7 +116,7 @@ def _add_record(
     """
     origin = window.origin(position)
     try:
-        text = window.text(position)
+        text = window.document(position)
     except BadRecordError as error:
         reason = f"{window.place(position)}: {error}"
         if settings.on_bad_document == "stop":
@@ -129,6 +129,7 @@ def _add_record(
         return
     if text is None:
         return
+    assert isinstance(text, str), "conversations and prompts are not tokenized yet"
     if not text:
         writer.add(position, origin, EMPTY)
         yield from writer.full_chunks()
