@@ -36,7 +36,7 @@ from orchestrator.data.sources.manifest import Manifest, freeze, from_parquet, t
 from orchestrator.errors import DataIdentityError
 
 
-# ------------------------------------------------------------- as it was before there were columns (version 1)
+# ------------------------------------------------------------ as it was before there were columns (version 1)
 def digest_of_rows(format_: str, rows: list[FileRow]) -> str:
     every = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in rows]
     return blake3(orjson.dumps([1, format_, "text", every])).hexdigest()
@@ -132,8 +132,9 @@ FORMATS = st.sampled_from(["jsonl", "lines", "text", "parquet"])
 def lists(draw: Any) -> tuple[Manifest, list[FileRow]]:
     format_ = draw(FORMATS)
     rows = []
-    for i, (size, ending, groups) in enumerate(draw(st.lists(st.tuples(SIZES, ENDINGS, GROUPS), max_size=25))):
-        groups = groups if format_ == "parquet" else []
+    drawn = draw(st.lists(st.tuples(SIZES, ENDINGS, GROUPS), max_size=25))
+    for i, (size, ending, found) in enumerate(drawn):
+        groups = found if format_ == "parquet" else []
         rows.append(
             FileRow(
                 path=f"{i:03d}{ending}",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -175,11 +176,13 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str =
 
 
 # ---------------------------------------------------------------------------------------- in storage
-def to_parquet(manifest: Manifest) -> bytes:
-    """The manifest as a Parquet file of one row per file, its other fields as metadata of the schema."""
+def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """The manifest as a Parquet file of one row per file, its other fields, and `more`, as metadata of the
+    schema.
+    """
     import pyarrow.parquet as pq
 
-    facts = {"version": str(VERSION), "digest": manifest.digest}
+    facts = {**more, "version": str(VERSION), "digest": manifest.digest}
     facts |= {name: getattr(manifest, name) for name in _FACTS}
     out = io.BytesIO()
     encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
@@ -194,6 +197,17 @@ def to_parquet(manifest: Manifest) -> bytes:
     return out.getvalue()
 
 
+def facts_of(data: bytes) -> dict[str, str]:
+    """The metadata that `to_parquet` wrote."""
+    import pyarrow.parquet as pq
+
+    return _facts(pq.ParquetFile(io.BytesIO(data)).schema_arrow)
+
+
+def _facts(schema: Any) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+
+
 def from_parquet(data: bytes, where: str) -> Manifest:
     """The inverse of `to_parquet`. Raises `DataIdentityError` if the file was altered; `where` names it."""
     import pyarrow as pa
@@ -201,7 +215,7 @@ def from_parquet(data: bytes, where: str) -> Manifest:
 
     try:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
-        facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+        facts = _facts(table.schema)
         fields = {name: facts[name] for name in _FACTS}
         manifest = Manifest(files=Files.of_table(table), **fields)
     except (pa.ArrowException, OSError, KeyError, ValueError, DataIdentityError) as error:
