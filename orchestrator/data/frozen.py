@@ -30,7 +30,8 @@ class DataRecord:
     """`manifest/data.json`: the choices that were made at the first start. Its being there says all is there.
 
     `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
-    absolute; runs that were started before they were recorded have none.
+    absolute; runs that were started before they were recorded have none. `more_paths` are those after the
+    first, where a source has several.
     """
 
     version: int = VERSION
@@ -43,6 +44,12 @@ class DataRecord:
     fragments_per_block: dict[str, int]
     manifests: dict[str, str]
     paths: dict[str, str] = field(default_factory=dict)
+    more_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def paths_of(self, source: str) -> tuple[str, ...]:
+        """The absolute paths that the source's files were listed by; none where they were not recorded."""
+        first = self.paths.get(source)
+        return () if first is None else (first, *self.more_paths.get(source, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -248,7 +248,8 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         window_bytes=settings.window_bytes,
         fragments_per_block={source.name: plan.fragments_per_block},
         manifests={source.name: manifest.digest},
-        paths={source.name: listing.path},
+        paths={source.name: listing.paths[0]},
+        more_paths={source.name: listing.paths[1:]} if listing.paths[1:] else {},
     )
     return DataSpec(
         plans=(plan,),
@@ -267,7 +268,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
     source, record = config.data.sources[0], frozen.record
     manifest, now, notes = compare_files(
-        source, frozen.manifests[source.name], record.paths.get(source.name), config.resume.accept_changed
+        source, frozen.manifests[source.name], record.paths_of(source.name), config.resume.accept_changed
     )
     spec = _frozen_spec(config, settings, folder, record, facts, manifest)
     plan, encoder = spec.plans[0], spec.encoders[0].encoder

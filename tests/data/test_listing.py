@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.schema import parse_config
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import prepare_data
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, DataIdentityError
 from tests.data.making import job, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -210,3 +211,56 @@ def test_a_link_whose_name_is_not_utf8_is_told_in_utf8(tree: Path) -> None:
     (note,) = listing.notes("s")
     assert "e.g. \\udcff.jsonl to a.jsonl" in note
     assert note.encode()
+
+
+# ------------------------------------------------------------------------------ several paths
+def test_several_paths_are_one_list_below_their_common_folder(tree: Path) -> None:
+    paths = [str(tree / part) for part in ("x/y", "*.jsonl", "x/**/a.jsonl", "x/y/a.jsonl")]
+    for order in (paths, paths[::-1], tuple(paths)):
+        listing = list_files("s", order, "jsonl")
+        assert listing.base == str(tree)
+        assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl", "x/y/a.jsonl", "x/y/z/b.jsonl")
+        assert listing.patterns == ("*.jsonl", "x/**/a.jsonl", "x/y", "x/y/a.jsonl")
+        assert not listing.others
+    alone, listed = list_files("s", str(tree), "jsonl"), list_files("s", [str(tree)], "jsonl")
+    assert alone == listed
+
+
+def test_a_file_that_two_paths_lead_to_is_read_once(tree: Path) -> None:
+    (tree / "again").symlink_to("x")
+    listing = list_files("s", [str(tree / "again"), str(tree / "x")], "jsonl")
+    assert set(listing.names) == {"x/a.jsonl", "x/y/a.jsonl", "x/y/z/b.jsonl"}
+    assert listing.others == {f"again{name[1:]}": name for name in listing.names}
+
+
+def test_each_of_several_paths_must_mean_a_file(tree: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file matches '.*nothing\*' \(looked for nothing\* in"):
+        list_files("s", [str(tree), str(tree / "nothing*")], "jsonl")
+    (tree / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no file matches '.*empty'"):
+        list_files("s", [str(tree), str(tree / "empty")], "jsonl")
+
+
+def test_a_resume_with_several_paths_is_judged_as_one_with_a_path(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "d" / "a", some_texts(9), "jsonl")
+    write_corpus(tmp_path / "d" / "b", some_texts(9), "jsonl")
+
+    def paths(*names: str, base: str = "d") -> Any:
+        made = job(tiny_config, tmp_path / "d").to_json()
+        made["data"]["sources"][0]["path"] = [str(tmp_path / base / name) for name in names]
+        return parse_config(made)
+
+    run = tmp_path / "run"
+    first = prepare_data(paths("a", "b/*.jsonl"), run)
+    assert prepare_data(paths("b/*.jsonl", "a"), run).plans == first.plans
+    assert prepare_data(job(tiny_config, tmp_path / "d"), run).plans == first.plans, "the same files"
+    with pytest.raises(DataIdentityError, match=r"files of path .*/a, .*/b/\*\.jsonl, the job asks for"):
+        prepare_data(paths("a", "b/part-0.jsonl"), run)
+    (tmp_path / "d" / "b" / "later.jsonl").write_text('{"text": "later"}\n')
+    (note,) = prepare_data(paths("a", "b/*.jsonl"), run).notes
+    assert "1 files of source made came after the run's start" in note
+    with pytest.raises(DataIdentityError, match="which means 1 files besides, e.g. b/later.jsonl"):
+        prepare_data(paths("a", "b"), run)
+    os.rename(tmp_path / "d", tmp_path / "moved")
+    moved = prepare_data(paths("a", "b/*.jsonl", base="moved"), run)
+    assert moved.identity().manifests == first.identity().manifests

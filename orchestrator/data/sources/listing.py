@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +35,8 @@ _MASK63 = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """What a path means now. `path` is absolute, `base` its folder without wildcards; names are relative to
-    that and sorted by their bytes.
+    """What a source's paths mean now. `paths` are absolute, `base` is their folder without wildcards, of
+    several the one that they have in common; names are relative to that and sorted by their bytes.
 
     `names` has each real file once: of several names that lead to one, the one without a link, of these the
     first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
@@ -43,7 +44,7 @@ class Listing:
     `unlisted` of each folder why nothing in it is known.
     """
 
-    path: str
+    paths: tuple[str, ...]
     base: str
     names: tuple[str, ...]
     others: dict[str, str]
@@ -52,10 +53,15 @@ class Listing:
     sizes: Int64Array = field(compare=False)
     mtimes_ns: Int64Array = field(compare=False)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a name of this base leads to a file of the listing."""
+        at = bisect_left(self.names, os.fsencode(name), key=os.fsencode)
+        return self.names[at : at + 1] == (name,) or name in self.others
+
     @property
-    def pattern(self) -> str:
-        """The path within its base: what it means of any folder that the same files are moved to."""
-        return os.path.relpath(self.path, self.base)
+    def patterns(self) -> tuple[str, ...]:
+        """The paths within their base: what they mean of any folder that the same files are moved to."""
+        return patterns_in(self.base, self.paths)
 
     def notes(self, source: str) -> tuple[str, ...]:
         """What is special about it, in sentences; `source` is the source's name."""
@@ -70,34 +76,27 @@ class Listing:
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listing:
-    """The files that `path` means for `source`; hidden ones are left out.
+def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
+    """The files that `path` means for `source`: one path or glob, or several, of which the names are then
+    relative to the folder that all have in common. Hidden files are left out.
 
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
-    none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, or a name
-    is not UTF-8.
+    none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, of several
+    paths for one of them, or a name is not UTF-8.
     """
-    if not isinstance(path, str):
-        raise ConfigError(f"data.sources {source}: a list of paths is not in this version; give one")
-    full = os.path.abspath(os.path.expanduser(path))
-    unlisted: dict[str, str] = {}
-    if os.path.isdir(full):
-        base, pattern = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
-        matches = Matches(base)
-        found = [p for p in matches.of(("**", "*")) if p.endswith(_SUFFIXES[format_])]
-        unlisted = matches.unlisted
-    elif os.path.lexists(full):
-        base, pattern, found = os.path.dirname(full), "", [os.path.basename(full)]
-    else:
-        base, pattern = split_glob(full)
-        matches = Matches(base)
-        found = list(matches.of(tuple(pattern.split(os.sep)))) if pattern else []
-        unlisted = matches.unlisted
-    listing = _look(full, base, sorted(set(found), key=os.fsencode), unlisted)
-    if not listing.names and not listing.irregular:
+    paths = (path,) if isinstance(path, str) else tuple(path)
+    each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
+    base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
+    found = {name for one in each for name in one.names_in(base)}
+    unlisted = {folder: why for one in each for folder, why in one.unlisted.items()}
+    full = tuple(one.path for one in each)
+    listing = _look(full, base, sorted(found, key=os.fsencode), unlisted)
+    for one, asked in zip(each, paths, strict=True):
+        if listing.irregular or any(name in listing for name in one.names_in(base)):
+            continue
         raise ConfigError(
-            f"data.sources {source}: no file matches {path!r} (looked for {pattern or 'that file'} in "
-            f"{base}); relative paths are relative to the current folder; fix the path, or make the files"
+            f"data.sources {source}: no file matches {asked!r} (looked for {one.looked_for} in "
+            f"{one.base}); relative paths are relative to the current folder; fix the path, or make the files"
         )
     unnamed = [p for p in listing.names if not _is_utf8(p)]
     if unnamed:
@@ -105,6 +104,43 @@ def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listin
             f"data.sources {source}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
         )
     return listing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What one path means: names in its base, of files and of anything else."""
+
+    path: str
+    base: str
+    looked_for: str
+    names: list[str]
+    unlisted: dict[str, str]
+
+    def names_in(self, base: str) -> Iterable[str]:
+        """The names in a folder above."""
+        if base == self.base:
+            return self.names
+        inner = os.path.relpath(self.base, base)
+        return (os.path.join(inner, name) for name in self.names)
+
+
+def _find(full: str, format_: str) -> _Found:
+    matches, looked_for = Matches(full), "that file"
+    if os.path.isdir(full):
+        base, looked_for = full, f"**/* ({' '.join(_SUFFIXES[format_]).strip() or 'every file'})"
+        names = [p for p in matches.of(("**", "*")) if p.endswith(_SUFFIXES[format_])]
+    elif os.path.lexists(full):
+        base, names = os.path.dirname(full), [os.path.basename(full)]
+    else:
+        base, pattern = split_glob(full)
+        matches, looked_for = Matches(base), pattern or looked_for
+        names = list(matches.of(tuple(pattern.split(os.sep)))) if pattern else []
+    return _Found(path=full, base=base, looked_for=looked_for, names=names, unlisted=matches.unlisted)
+
+
+def patterns_in(base: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Paths relative to `base`, in no order of their own."""
+    return tuple(sorted({os.path.relpath(path, base) for path in paths}))
 
 
 def require_regular(source: str, listing: Listing) -> None:
@@ -135,7 +171,7 @@ def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
     return others
 
 
-def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
+def _look(paths: tuple[str, ...], base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
     names, files, irregular = list[str](), list[_Status](), list[str]()
     looks = in_threads(partial(_status, os.path.join(base, "")), found, quick_s=QUICK_STAT_S)
     for name, status in zip(found, looks, strict=True):
@@ -150,7 +186,7 @@ def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> L
         facts = facts[[name not in others for name in names]]
         names = [name for name in names if name not in others]
     return Listing(
-        path=path,
+        paths=paths,
         base=base,
         names=tuple(names),
         sizes=facts[:, _FACTS.index("st_size")],

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.sources.changes import changes_since
-from orchestrator.data.sources.listing import Listing, list_files, same_files
+from orchestrator.data.sources.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.manifest import Manifest, changed_text
 from orchestrator.data.sources.matches import real_file
 from orchestrator.errors import ConfigError, DataIdentityError
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def compare_files(
-    source: SourceConfig, frozen: Manifest, path: str | None, accept_changed: bool
+    source: SourceConfig, frozen: Manifest, paths: Sequence[str], accept_changed: bool
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
     """(the frozen list at the path that the job names, what of it lies there now, notes).
 
-    `path` is the absolute one that the run was started with, None if it was not recorded then. Another folder
-    with the same files is the same data. Raises `DataIdentityError` with both values if the path leaves out
-    files of the run or means more than it did, if files are gone, and, without `accept_changed`, if files are
-    changed.
+    `paths` are the absolute ones that the run was started with, none if they were not recorded then. Another
+    folder with the same files is the same data. Raises `DataIdentityError` with both values if the path
+    leaves out files of the run or means more than it did, if files are gone, and, without `accept_changed`,
+    if files are changed.
     """
     listing = list_files(source.name, source.path, frozen.format)
     manifest = replace(frozen, base=listing.base)
@@ -38,9 +38,9 @@ def compare_files(
     left_out = _left_out(here.difference(listing.names, listing.others), listing)
     known = then | {listing.others[name] for name in then if name in listing.others}
     later = sorted(set(listing.names) - known)
-    other_pattern = path is not None and os.path.relpath(path, frozen.base) != listing.pattern
+    other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
     if left_out or (later and other_pattern):
-        raise DataIdentityError(_other_path(frozen, listing, path, left_out, later))
+        raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later))
     if found.gone or (found.changed and not accept_changed):
         text = changed_text(() if accept_changed else found.changed, found.gone)
         raise DataIdentityError(_other_folder(frozen, listing) + text)
@@ -85,7 +85,7 @@ def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
 
 
 def _other_path(
-    frozen: Manifest, listing: Listing, path: str | None, left_out: Sequence[str], later: Sequence[str]
+    frozen: Manifest, listing: Listing, paths: Sequence[str], left_out: Sequence[str], later: Sequence[str]
 ) -> str:
     what = (
         f"leaves out {len(left_out)} of these {len(frozen.files)} files, e.g. {left_out[0]}"
@@ -94,9 +94,9 @@ def _other_path(
     )
     return (
         f"data.sources {frozen.source}: the run was started with the {len(frozen.files)} files of path "
-        f"{path or f'(not recorded, below {frozen.base})'}, the job asks for {listing.path}, which {what}; a "
-        "run reads the files that it was started with and no others: put the path back, or start a new run "
-        "under another run.name"
+        f"{', '.join(paths) or f'(not recorded, below {frozen.base})'}, the job asks for "
+        f"{', '.join(listing.paths)}, which {what}; a run reads the files that it was started with and no "
+        "others: put the path back, or start a new run under another run.name"
     )
 
 
