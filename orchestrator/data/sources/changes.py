@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orchestrator.data.sources.file_rows import FileRow
 from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import QUICK_STAT_S, Listing
-from orchestrator.data.sources.manifest import Manifest, difference, file_row
+from orchestrator.data.sources.manifest import ETAG, Manifest, difference, file_row
+from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.errors import DataError
-from orchestrator.records import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +51,32 @@ def changes_since(manifest: Manifest, listing: Listing | None = None) -> Changes
 
 def _other_sizes_or_times(manifest: Manifest, listing: Listing | None) -> list[int]:
     """The numbers of the files that are not plainly the same."""
-    files = manifest.files
-    names: Sequence[str] = ()
-    if listing is not None and listing.base == manifest.base:
-        if files.same_paths(listing.names):
-            other = (files.sizes != listing.sizes) | (files.mtimes_ns != listing.mtimes_ns)
-            return [int(i) for i in np.flatnonzero(other)]
-        names = listing.names
-    seen = dict(zip(names, _pairs(listing), strict=True)) if listing is not None and names else {}
+    files, etags = manifest.files, listing.etags if listing is not None else ()
+    known = listing is not None and listing.base == manifest.base
+    if listing is not None and known and files.same_paths(listing.names) and not etags:
+        other = (files.sizes != listing.sizes) | (files.mtimes_ns != listing.mtimes_ns)
+        return [int(i) for i in np.flatnonzero(other)]
+    signs: Iterable[_Sign] = files.probes if etags else files.mtimes_ns.tolist()
+    then = zip(files.sizes.tolist(), signs, strict=True)
+    seen = _seen(listing) if listing is not None and known else {}
 
-    def now(path: str) -> tuple[int, int] | None:
-        return seen.get(path) or _size_and_time(os.path.join(manifest.base, path))
+    def now(path: str) -> tuple[int, _Sign] | None:
+        if path in seen or is_remote(manifest.base):  # what a bucket has not listed is not there, or hidden
+            return seen.get(path)
+        return _size_and_time(os.path.join(manifest.base, path))
 
-    then = zip(files.sizes.tolist(), files.mtimes_ns.tolist(), strict=True)
     found = in_threads(now, files.paths, quick_s=QUICK_STAT_S)
     return [i for i, (was, here) in enumerate(zip(then, found, strict=True)) if was != here]
 
 
-def _pairs(listing: Listing) -> Iterator[tuple[int, int]]:
-    sizes: Int64Array = listing.sizes
-    return zip(sizes.tolist(), listing.mtimes_ns.tolist(), strict=True)
+_Sign = int | str
+
+
+def _seen(listing: Listing) -> dict[str, tuple[int, _Sign]]:
+    """Of each name its size, and its time or what its bucket knows it by."""
+    times: list[int] = listing.mtimes_ns.tolist()
+    signs: Iterable[_Sign] = [ETAG + etag for etag in listing.etags] or times
+    return dict(zip(listing.names, zip(listing.sizes.tolist(), signs, strict=True), strict=True))
 
 
 def _size_and_time(path: str) -> tuple[int, int] | None:
@@ -84,10 +91,10 @@ def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]
     """(the row as it would be now, None if it is gone; how it differs, None if it is the same)."""
     path = os.path.join(manifest.base, row.path)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not (is_remote(manifest.base) or stat.S_ISREG(os.stat(path).st_mode)):
             raise DataError(f"{path}: is no regular file any more; put the file back")
-        with open(path, "rb") as file:
-            found = difference(row, file.fileno())
+        with open_input(manifest.base, row.path) as file:
+            found = difference(row, file)
     except (FileNotFoundError, NotADirectoryError):
         return None, f"{path}: it had {row.bytes} bytes and is gone"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which files a source's path means: a file, a folder or a glob, and each real file once.
+"""Which files a source's paths mean: files, folders or globs, here or in a bucket, and each real file once.
 
 It looks at names and at what the file system says of them, and opens nothing.
 """
@@ -10,13 +10,16 @@ import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
+from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
 from orchestrator.records import Int64Array
 
@@ -41,7 +44,8 @@ class Listing:
     `names` has each real file once: of several names that lead to one, the one without a link, of these the
     first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
     the one that is taken. `irregular` says of each name that leads to no file what is wrong with it,
-    `unlisted` of each folder why nothing in it is known.
+    `unlisted` of each folder why nothing in it is known. In a bucket `etags` (num_names) say what each object
+    is known by.
     """
 
     paths: tuple[str, ...]
@@ -52,6 +56,7 @@ class Listing:
     unlisted: tuple[str, ...]
     sizes: Int64Array = field(compare=False)
     mtimes_ns: Int64Array = field(compare=False)
+    etags: tuple[str, ...] = ()
 
     def __contains__(self, name: str) -> bool:
         """Whether a name of this base leads to a file of the listing."""
@@ -85,6 +90,8 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
     paths for one of them, or a name is not UTF-8.
     """
     paths = (path,) if isinstance(path, str) else tuple(path)
+    if any(is_remote(one) for one in paths):
+        return _list_remote(source, paths, format_)
     each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
     base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
     found = {name for one in each for name in one.names_in(base)}
@@ -104,6 +111,57 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
             f"data.sources {source}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
         )
     return listing
+
+
+def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
+    """The same for URIs: each object once, whatever paths lead to it."""
+    if local := [one for one in paths if not is_remote(one)]:
+        raise ConfigError(
+            f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
+            "a source lie in one storage: give one source for each"
+        )
+    each = [_matches_of(source, path, format_) for path in paths]
+    bases = [found.base for found in each]
+    levels = zip(*(base.split("/") for base in bases), strict=False)
+    common = list(takewhile(lambda level: len(set(level)) == 1, levels))
+    base = "/".join(level[0] for level in common)
+    if len(common) < len(("s3:", "", "bucket")):
+        raise ConfigError(
+            f"data.sources {source}: its paths lie in several buckets, {bases[0]} and {bases[-1]}; the files "
+            "of a source lie in one bucket: give one source for each"
+        )
+    objects = {
+        (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
+    }
+    names = sorted(objects, key=os.fsencode)
+    return Listing(
+        paths=tuple(paths),
+        base=base,
+        names=tuple(names),
+        others={},
+        irregular=(),
+        unlisted=(),
+        sizes=np.array([objects[name].size for name in names], np.int64),
+        mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
+        etags=tuple(objects[name].etag for name in names),
+    )
+
+
+def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
+    try:
+        found = remote_matches(path)
+    except OSError as error:
+        raise ConfigError(f"data.sources {source}: {path} cannot be listed: {error.strerror}") from error
+    if found.is_folder:
+        objects = tuple(o for o in found.objects if o.name.endswith(_SUFFIXES[format_]))
+        called = " ".join(_SUFFIXES[format_]).strip() or "every object"
+        found = replace(found, objects=objects, looked_for=f"{found.looked_for} ({called})")
+    if not found.objects:
+        raise ConfigError(
+            f"data.sources {source}: no object matches {path!r} (looked for {found.looked_for} in "
+            f"{found.base}); fix the path, or make the files"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,13 @@ import xxhash
 
 from orchestrator.data.sources.file_rows import VERSION, FileRow, Files
 from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.input_file import InputFile, for_arrow, open_input
 from orchestrator.data.sources.listing import Listing, list_files, require_regular
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 
 PROBE_BYTES = 4096
+# before a probe that is what a storage knows the content by
+ETAG = "etag:"
 COMPRESSED = (".gz", ".zst")
 _PARQUET_MAGIC = b"PAR1"
 # In an error text; the rest is counted.
@@ -65,47 +68,61 @@ def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
 def freeze_listed(name: str, listing: Listing, format_: str, text_field: str) -> Manifest:
     """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
     require_regular(name, listing)
-    rows = in_threads(partial(file_row, listing.base, format_, text_field), listing.names)
-    return Manifest(
-        source=name, base=listing.base, format=format_, text_field=text_field, files=Files.of(rows)
+    files = _listed(listing) if format_ != "parquet" and all(listing.etags) else None
+    if files is None:
+        rows = in_threads(partial(file_row, listing.base, format_, text_field), listing.names)
+        files = Files.of(rows)
+    return Manifest(source=name, base=listing.base, format=format_, text_field=text_field, files=files)
+
+
+def _listed(listing: Listing) -> Files | None:
+    """The rows of a bucket's objects, of which the listing has said all that they hold; None elsewhere."""
+    if not listing.etags:
+        return None
+    columns = zip(
+        listing.names, listing.sizes.tolist(), listing.mtimes_ns.tolist(), listing.etags, strict=True
+    )
+    return Files.of(
+        FileRow(path=name, bytes=size, mtime_ns=mtime_ns, probe=ETAG + etag)
+        for name, size, mtime_ns, etag in columns
     )
 
 
 def file_row(base: str, format_: str, text_field: str, path: str) -> FileRow:
     """The row of a file as it is now. Raises as `freeze` does."""
-    full = os.path.join(base, path)
     try:
-        with open(full, "rb") as file:
-            status = os.fstat(file.fileno())
-            rows, sizes = _row_groups(full, text_field) if format_ == "parquet" else ((), ())
+        with open_input(base, path) as file:
+            rows, sizes = _row_groups(file, text_field) if format_ == "parquet" else ((), ())
             return FileRow(
                 path=path,
-                bytes=status.st_size,
-                mtime_ns=status.st_mtime_ns,
-                probe=_probe(file.fileno(), status.st_size),
+                bytes=file.size,
+                mtime_ns=file.mtime_ns,
+                probe=ETAG + file.etag if file.etag else _probe(file),
                 group_rows=rows,
                 group_bytes=sizes,
             )
     except OSError as error:
+        full = os.path.join(base, path)
         raise DataError(f"{full}: cannot be read: {error}; fix its rights or leave it out") from error
 
 
-def _probe(handle: int, size: int) -> str:
-    ends = os.pread(handle, PROBE_BYTES, 0) + os.pread(handle, PROBE_BYTES, max(0, size - PROBE_BYTES))
+def _probe(file: InputFile) -> str:
+    ends = file.read_at(0, PROBE_BYTES) + file.read_at(max(0, file.size - PROBE_BYTES), PROBE_BYTES)
     return xxhash.xxh3_64_hexdigest(ends)
 
 
-def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _row_groups(file: InputFile, text_field: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows and decoded bytes of each row group, and a check that the text column is there."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    path = file.name
     try:
-        with pq.ParquetFile(path) as file:
-            schema, facts = file.schema_arrow, file.metadata
+        with pq.ParquetFile(for_arrow(file)) as opened:
+            schema, facts = opened.schema_arrow, opened.metadata
             groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
     except (pa.ArrowException, OSError) as error:
-        if (begin := _begin(path)) != _PARQUET_MAGIC:
+        if (begin := file.read_at(0, len(_PARQUET_MAGIC))) != _PARQUET_MAGIC:
             raise ConfigError(
                 f"{path}: no Parquet file: it begins with {begin!r}, not with {_PARQUET_MAGIC!r}; "
                 "is data.sources[].format=parquet right? If it is, leave this file out"
@@ -127,31 +144,32 @@ def _row_groups(path: str, text_field: str) -> tuple[tuple[int, ...], tuple[int,
     return tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
 
 
-def _begin(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(len(_PARQUET_MAGIC))
-
-
 def _text_types(pa: Any) -> Iterator[Any]:
     for name in ("is_string", "is_large_string", "is_binary", "is_large_binary"):
         yield getattr(pa.types, name)
 
 
 # ---------------------------------------------------------------------------------------- unchanged?
-def difference(row: FileRow, handle: int) -> str | None:
-    """How the open file differs from its row, with both values; None if it is the same (data rule 13)."""
-    status = os.fstat(handle)
-    if (status.st_size, status.st_mtime_ns) == (row.bytes, row.mtime_ns):
+def difference(row: FileRow, file: InputFile) -> str | None:
+    """How the open file differs from its row, with both values; None if it is the same (data rule 13).
+
+    What was listed by an etag has the same one. Anything else has the same time, or the same ends: also if it
+    lies in a bucket now.
+    """
+    if file.size != row.bytes:
+        return f"it had {row.bytes} bytes and has {file.size}"
+    if row.probe.startswith(ETAG):
+        etag = row.probe.removeprefix(ETAG)
+        return None if etag == file.etag else f"its etag was {etag} and is {file.etag or '(none)'}"
+    if file.mtime_ns == row.mtime_ns and not file.etag:
         return None
-    if status.st_size != row.bytes:
-        return f"it had {row.bytes} bytes and has {status.st_size}"
-    probe = _probe(handle, status.st_size)
+    probe = _probe(file)
     return None if probe == row.probe else f"its ends had digest {row.probe} and have {probe}"
 
 
-def require_unchanged(row: FileRow, path: str, handle: int) -> None:
+def require_unchanged(row: FileRow, path: str, file: InputFile) -> None:
     """Raises `DataIdentityError` with both values if the open file is not what the run was started with."""
-    found = difference(row, handle)
+    found = difference(row, file)
     if found is not None:
         raise DataIdentityError(changed_text([f"{path}: {found}"]))
 

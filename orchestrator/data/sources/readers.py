@@ -19,6 +19,7 @@ import zstandard
 
 from orchestrator.data.sources.columns import read_column
 from orchestrator.data.sources.fragments import FilePart, SourcePlan
+from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.manifest import require_unchanged
 from orchestrator.data.sources.records_in_memory import (
     MAX_RECORD_BYTES,
@@ -90,7 +91,8 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
         path, row = plan.manifest.path(where.file), plan.manifest.files[where.file]
         with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
-                require_unchanged(row, path, file.fileno())
+                with open_input(plan.manifest.base, row.path) as same:
+                    require_unchanged(row, path, same)
             for part in _parts(file, path, plan, where):
                 yield replace(part, fragment=fragment, number=number)
                 number += len(part.records)
@@ -107,7 +109,8 @@ def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]
         groups = range(len(row.group_rows)) if plan.manifest.format == "parquet" else (None,)
         with naming_damage(path), open(path, "rb") as file:
             if not accept_changed:
-                require_unchanged(row, path, file.fileno())
+                with open_input(plan.manifest.base, row.path) as same:
+                    require_unchanged(row, path, same)
             for group in groups:
                 where = FilePart(file=index, start=0, stop=row.bytes, group=group)
                 for part in _parts(file, path, plan, where, whole=True):

@@ -15,6 +15,7 @@ from orchestrator.data.sources.changes import changes_since
 from orchestrator.data.sources.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.manifest import Manifest, changed_text
 from orchestrator.data.sources.matches import real_file
+from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.errors import ConfigError, DataIdentityError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
     that are not listed any more, because a link on the way leads back.
     """
     names = sorted(names)
+    if is_remote(listing.base):
+        return names
     listed = {real_file(os.path.join(listing.base, name)) for name in listing.names} if names else set()
     return [name for name in names if real_file(os.path.join(listing.base, name)) not in listed]
 
