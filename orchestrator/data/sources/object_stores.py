@@ -181,7 +181,7 @@ def _in_words(uri: str, error: Exception) -> OSError:
     if isinstance(error, exceptions.PreconditionError):
         return OSError(errno.ESTALE, "the object was replaced while it was read", uri)
     # a machine that is no cloud's has nobody at the address that gives a cloud's machines their credentials
-    if "169.254." in text or "metadata.google" in text or "redentials" in text:
+    if any(word in text for word in ("169.254.", "/latest/api/token", "metadata.google", "redentials")):
         what = f"no credentials for {bucket} were found on this machine"
         return PermissionError(errno.EACCES, f"{what}; {_how_to_sign(bucket)} ({shown})", uri)
     denied = isinstance(error, PermissionError) or "status code: 401" in text or "status code: 403" in text

@@ -26,7 +26,9 @@ _TRIES, _WAIT_S = 4, 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteObject:
-    """An object as its bucket lists it; `name` is relative to the base that was asked for."""
+    """An object as its bucket lists it; `name` is relative to the base that was asked for, `etag` without its
+    quotes (`W/` before a weak one stays).
+    """
 
     name: str
     size: int
@@ -81,12 +83,12 @@ def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 
 
 def _below(folder: str) -> Iterator[RemoteObject]:
+    bucket, prefix = split_uri(folder)
+    store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
     import obstore
 
-    bucket, prefix = split_uri(folder)
-    begin = f"{prefix}/" if prefix else ""
     with explained(folder):
-        for found in obstore.list(bucket_of(bucket), prefix=prefix or None, chunk_size=1000):
+        for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
             for meta in found:
                 name = meta["path"].removeprefix(begin)
                 if name and not name.endswith("/"):  # a folder that a console made
@@ -94,20 +96,23 @@ def _below(folder: str) -> Iterator[RemoteObject]:
 
 
 def _head(uri: str) -> Any:
+    bucket, key = split_uri(uri)
+    store = bucket_of(bucket)  # says so if the library is not installed
     import obstore
 
-    bucket, key = split_uri(uri)
     try:
         with explained(uri):
-            return obstore.head(bucket_of(bucket), key)
+            return obstore.head(store, key)
     except FileNotFoundError:
         return None
 
 
 def _object(meta: Any, name: str) -> RemoteObject:
     at = meta["last_modified"]
+    # Azure's list gives it without the quotes that its answers have
+    etag = (meta["e_tag"] or "").strip('"')
     mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
-    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=meta["e_tag"] or "")
+    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
 
 
 def _passes(error: BaseException) -> bool:
@@ -146,7 +151,7 @@ class RemoteFile:
 
         options: Any = {"range": (start, end)}
         if self.etag:
-            options["if_match"] = self.etag
+            options["if_match"] = f'"{self.etag}"'
         with explained(self.name):
             data = bytes(obstore.get(self._bucket, self._key, options=options).bytes())
         if len(data) != end - start:
