@@ -119,7 +119,7 @@ class Matches:
         by_link: bool,
         entries: list[os.DirEntry[str]],
     ) -> Iterator[str]:
-        folders = [entry for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
+        folders = [entry for entry in entries if _is_folder(entry) and not entry.name.startswith(".")]
         if not folders:
             return
         above = above | {real_file(os.path.join(self._base, prefix))}

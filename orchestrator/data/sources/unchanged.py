@@ -35,10 +35,7 @@ def compare_files(
     listing = list_files(source.name, source.path, frozen.format)
     manifest = replace(frozen, base=listing.base)
     found = changes_since(manifest, listing)
-    here, then = set(found.now.files.paths), set(frozen.files.paths)
-    left_out = _left_out(here.difference(listing.names, listing.others), listing)
-    known = then | {listing.others[name] for name in then if name in listing.others}
-    later = sorted(set(listing.names) - known)
+    left_out, later = _other_names(frozen, found.now, listing)
     other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
     if left_out or (later and other_pattern):
         raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later))
@@ -74,6 +71,16 @@ def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
         "them back as they were when the run was started"
     )
     raise DataIdentityError(changed_text(changed, gone, advice))
+
+
+def _other_names(frozen: Manifest, now: Manifest, listing: Listing) -> tuple[list[str], list[str]]:
+    """(files of the run that are still there and not listed, listed files that are not the run's)."""
+    if frozen.files.same_paths(listing.names):
+        return [], []
+    here, then = set(now.files.paths), set(frozen.files.paths)
+    known = then | {listing.others[name] for name in then if name in listing.others}
+    left_out = _left_out(here.difference(listing.names, listing.others), listing)
+    return left_out, sorted(set(listing.names) - known)
 
 
 def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
@@ -119,9 +126,9 @@ def _notes(listing: Listing, frozen: Manifest, changed: Sequence[str], later: Se
             f"{len(later)} files of source {frozen.source} came after the run's start and are not read, e.g. "
             f"{later[0]}"
         )
-    paths = frozen.files.paths
     # each of the listed names is a file of its own
-    twice = {} if set(paths) <= set(listing.names) else same_files(listing.base, paths)
+    same = frozen.files.same_paths(listing.names) or set(frozen.files.paths) <= set(listing.names)
+    twice = {} if same else same_files(listing.base, frozen.files.paths)
     if twice:
         name = min(twice)
         notes.append(
