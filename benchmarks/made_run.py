@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.frozen import DataRecord, write_frozen
+from orchestrator.data.sources.file_rows import Files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
@@ -308,7 +309,7 @@ class MadeRun:
 
 def freeze(folder: Path, identity: RunIdentity) -> None:
     """The record of the run's data, which lie on another machine."""
-    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", files=())
+    manifest = Manifest(source="web", base="/elsewhere/web", format="jsonl", files=Files.of(()))
     record = DataRecord(
         tokenizer="/elsewhere/tokenizer",
         tokenizer_digest=identity.tokenizer_digest,

@@ -1,4 +1,5 @@
-"""What a run keeps of its data: `manifest/<source>.parquet`, `tokenizer/`, and last `manifest/data.json`.
+"""What a run keeps of its data: `manifest/<source>.parquet`, `tokenizer/`, and last `manifest/data.json`;
+later lists of a source beside them, as `manifest/<source>@<version>.parquet`.
 
 It reads and writes a run's folder and decides nothing: `spec` and `planning.identity` compare.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import orjson
 
-from orchestrator.data.sources.manifest import Manifest, from_parquet, to_parquet
+from orchestrator.data.sources.manifest import Manifest, facts_of, from_parquet, to_parquet
 from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import decode, encode
@@ -21,6 +22,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _MANIFESTS = "manifest"
 _RECORD = f"{_MANIFESTS}/data.json"
 VERSION = 1
+_NUMBERS = ("fragment_bytes", "window_bytes", "fragments_per_block")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,8 @@ class DataRecord:
     """`manifest/data.json`: the choices that were made at the first start. Its being there says all is there.
 
     `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
-    absolute; runs that were started before they were recorded have none.
+    absolute; runs that were started before they were recorded have none. `more_paths` are those after the
+    first, where a source has several.
     """
 
     version: int = VERSION
@@ -41,6 +44,12 @@ class DataRecord:
     fragments_per_block: dict[str, int]
     manifests: dict[str, str]
     paths: dict[str, str] = field(default_factory=dict)
+    more_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def paths_of(self, source: str) -> tuple[str, ...]:
+        """The absolute paths that the source's files were listed by; none where they were not recorded."""
+        first = self.paths.get(source)
+        return () if first is None else (first, *self.more_paths.get(source, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +61,72 @@ class FrozenData:
     tokenizer_files: dict[str, bytes]
 
 
+def manifest_path(source: str, version: str = "") -> str:
+    """Where a list of a source lies in the run's folder; `version` is `planning.manifests`'s, empty for the
+    one of its first start. A source's name has no `@`.
+    """
+    return f"{_MANIFESTS}/{source}{'@' if version else ''}{version}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaterList:
+    """A list that came after the run's first start: by a restart, a refresh, or with a source that was added.
+
+    `paths` are the absolute paths that it was listed by. All of it stands in one file, so it is there whole
+    or not at all.
+    """
+
+    manifest: Manifest
+    version: str
+    fragment_bytes: int
+    window_bytes: int
+    fragments_per_block: int
+    paths: tuple[str, ...]
+
+
+def write_later(folder: Path, found: LaterList) -> LaterList:
+    """Writes the list durably, or reads the one that is there: of all who ever write a source's version, in
+    any process, one decides, and all read that (data rule 24). Raises as `read_later`.
+    """
+    facts = {name: str(getattr(found, name)) for name in _NUMBERS} | {"list_version": found.version}
+    facts["paths"] = orjson.dumps(found.paths).decode()
+    path = manifest_path(found.manifest.source, found.version)
+    if Storage(str(folder)).create(path, to_parquet(found.manifest, facts)):
+        return found
+    there = read_later(folder, found.manifest.source, found.version)
+    assert there is not None, f"{path} is taken, so it is there"
+    return there
+
+
+def read_later(folder: Path, source: str, version: str) -> LaterList | None:
+    """The list of this version; None if there is none. Raises `DataIdentityError` if it is altered, or is the
+    list of another source or version.
+    """
+    assert version, "the first list is in `read_frozen`"
+    data, where = _read(Storage(str(folder)), path := manifest_path(source, version)), str(folder / path)
+    if data is None:
+        return None
+    manifest, facts = from_parquet(data, where), facts_of(data)
+    if (manifest.source, facts.get("list_version")) != (source, version):
+        raise DataIdentityError(
+            f"{where}: it is list {facts.get('list_version')!r} of source {manifest.source}, expected is "
+            f"list {version!r} of source {source}; restore the file"
+        )
+    numbers = {name: int(facts[name]) for name in _NUMBERS}
+    paths = tuple(orjson.loads(facts["paths"]))
+    return LaterList(manifest=manifest, version=version, paths=paths, **numbers)
+
+
+def later_versions(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Of each source the versions of its later lists, sorted."""
+    found: dict[str, list[str]] = {}
+    for name in Storage(str(folder)).list(_MANIFESTS):
+        source, is_later, version = name.removesuffix(".parquet").partition("@")
+        if is_later and name.endswith(".parquet"):
+            found.setdefault(source, []).append(version)
+    return {source: tuple(sorted(versions)) for source, versions in found.items()}
+
+
 def write_frozen(
     folder: Path, record: DataRecord, manifests: Sequence[Manifest], tokenizer_files: dict[str, bytes]
 ) -> bool:
@@ -59,7 +134,7 @@ def write_frozen(
 
     What a start that was cut off left without a record is replaced.
     """
-    files = {f"{_MANIFESTS}/{manifest.source}.parquet": to_parquet(manifest) for manifest in manifests}
+    files = {manifest_path(manifest.source): to_parquet(manifest) for manifest in manifests}
     files |= {f"{TOKENIZER_FOLDER}/{name}": content for name, content in tokenizer_files.items()}
     document = orjson.dumps(encode(record), option=orjson.OPT_INDENT_2)
     return _write(Storage(str(folder)), files, document)
@@ -91,11 +166,15 @@ def copy_frozen(source: Storage, target: Storage) -> None:
     files = {path: source.read(path) for path in paths}
     record = files.pop(_RECORD)
     if target.exists(_RECORD):
-        if {_RECORD: record, **files} != {path: _read(target, path) for path in paths}:
+        # a list that came later may not have been there then; it is never written again
+        later = {p: content for p in paths if "@" in p and not target.exists(p) for content in [files.pop(p)]}
+        if {_RECORD: record, **files} != {path: _read(target, path) for path in (_RECORD, *files)}:
             raise DataIdentityError(
                 f"{target.root} has frozen data ({_RECORD}) other than those of {source.root}; delete the "
                 "folders manifest/ and tokenizer/ there if no run needs them, or take another folder"
             )
+        for path, content in later.items():
+            target.create(path, content)
         return
     _write(target, files, record)
 
@@ -118,7 +197,7 @@ def read_frozen(folder: Path) -> FrozenData | None:
         record = decode(DataRecord, orjson.loads(storage.read(_RECORD)), _RECORD)
         names = [name for name in storage.list(TOKENIZER_FOLDER) if name in FILES]
         tokenizer_files = {name: storage.read(f"{TOKENIZER_FOLDER}/{name}") for name in names}
-        paths = {source: f"{_MANIFESTS}/{source}.parquet" for source in record.manifests}
+        paths = {source: manifest_path(source) for source in record.manifests}
         manifests = {s: from_parquet(storage.read(p), str(folder / p)) for s, p in paths.items()}
     except (FileNotFoundError, orjson.JSONDecodeError) as error:
         raise DataIdentityError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from decimal import Decimal
@@ -12,19 +13,25 @@ from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.data.frozen import TOKENIZER_FOLDER, DataRecord, FrozenData, read_frozen, write_frozen
+from orchestrator.data.frozen import (
+    TOKENIZER_FOLDER,
+    DataRecord,
+    FrozenData,
+    manifest_path,
+    read_frozen,
+    write_frozen,
+)
 from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.sources import manifest as manifests
-from orchestrator.data.sources.compressed import COMPRESSED
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.formats import Cut, format_of
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
     SourcePlan,
-    decoded_bytes,
-    is_plain,
+    frozen_at,
+    num_window_shuffled,
     plan_source,
 )
 from orchestrator.data.sources.listing import list_files
@@ -238,7 +245,14 @@ def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpe
         return looked_at
     if not write_frozen(folder, found.record, list(found.manifests.values()), found.tokenizer_files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
-    return replace(looked_at, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+    plans = tuple(_frozen_at(plan, looked_at.settings, folder) for plan in looked_at.plans)
+    return replace(looked_at, plans=plans, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+
+
+def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> SourcePlan:
+    """The plan, which pickles as the name of its list in the run's folder: it goes to many processes."""
+    path = os.path.abspath(folder / manifest_path(plan.source))
+    return frozen_at(plan, path, settings.fragment_bytes, settings.window_bytes)
 
 
 def _settings(config: JobConfig) -> StreamSettings:
@@ -265,7 +279,7 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files, _reads_chats(config))
     settings = _with_ids(config, settings, facts)
-    plans, paths, notes = [], dict[str, str](), list[str]()
+    plans, paths, notes = [], dict[str, tuple[str, ...]](), list[str]()
     for source in config.data.sources:
         listing = list_files(source.name, source.path, source.format)
         manifest = manifests.freeze_listed(source.name, listing, source.format, _content(source))
@@ -276,7 +290,7 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
                 "records; fix the path"
             )
         plans.append(plan)
-        paths[source.name] = listing.path
+        paths[source.name] = listing.paths
         notes += [*listing.notes(source.name), *_window_notes(plan, settings)]
     encoder, compared = _choose(config, settings, facts, plans)
     record = DataRecord(
@@ -288,7 +302,8 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         window_bytes=settings.window_bytes,
         fragments_per_block={plan.source: plan.fragments_per_block for plan in plans},
         manifests={plan.source: plan.manifest.digest for plan in plans},
-        paths=paths,
+        paths={name: found[0] for name, found in paths.items()},
+        more_paths={name: found[1:] for name, found in paths.items() if found[1:]},
     )
     return DataSpec(
         plans=tuple(plans),
@@ -327,7 +342,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         manifest, as_it_is, said = compare_files(
             source,
             frozen.manifests[source.name],
-            record.paths.get(source.name),
+            record.paths_of(source.name),
             config.resume.accept_changed,
         )
         found.append(manifest)
@@ -385,7 +400,7 @@ def _frozen_spec(
         _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
     return DataSpec(
-        plans=plans,
+        plans=tuple(_frozen_at(plan, settings, folder) for plan in plans),
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
@@ -479,24 +494,16 @@ def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """The one exception to the flat cost of re-opening, where this source makes it (data rule 8)."""
-    files = plan.manifest.files
-    cut = format_of(plan.manifest.format).cut
-    if cut in (Cut.RANGES, Cut.WHOLE) and not any(row.path.endswith(COMPRESSED) for row in files):
-        return ()
-    large = set[int]()
-    for block in range(plan.num_blocks):
-        parts = [part for fragment in plan.fragments(block) for part in plan.parts(fragment)]
-        if sum(decoded_bytes(plan.manifest, part) for part in parts) > settings.window_bytes:
-            large |= {part.file for part in parts if not is_plain(plan.manifest, part)}
+    large = num_window_shuffled(plan, settings.window_bytes)
     if not large:
         return ()
-    what = "are never cut," if cut is Cut.STREAM else "are compressed, or have row groups,"
+    streamed = format_of(plan.manifest.format).cut is Cut.STREAM
+    what = "are never cut," if streamed else "are compressed, or have row groups,"
     return (
-        f"{len(large)} of {len(files)} files of source {plan.source} {what} in "
-        f"blocks that decode to more than data.window_bytes={settings.window_bytes} (compressed files at "
-        f"{DECODED_RATIO} times their size, row groups with all their columns): they are shuffled within "
-        "windows of that size only, of which one is held at a time, and a resume inside such a block decodes "
-        "it up to there",
+        f"{large} of {len(plan.manifest.files)} files of source {plan.source} {what} in blocks that decode "
+        f"to more than data.window_bytes={settings.window_bytes} (compressed files at {DECODED_RATIO} times "
+        "their size, row groups with all their columns): they are shuffled within windows of that size only, "
+        "of which one is held at a time, and a resume inside such a block decodes it up to there",
     )
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.config.schema import parse_config
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.spec import prepare_data
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, DataIdentityError
 from tests.data.making import job, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -119,12 +120,12 @@ def test_broken_links_and_what_is_no_regular_file_are_refused_by_name(tree: Path
 
 
 def test_a_folder_that_cannot_be_listed_is_told(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+    def scandir(folder: str, listed: Callable[[str], Any] = os.scandir) -> Any:
         if folder == str(tree / "x" / "y"):
             raise PermissionError(errno.EACCES, "Permission denied", folder)
         return listed(folder)
 
-    monkeypatch.setattr(os, "listdir", listdir)  # root, as whom tests may run, may list every folder
+    monkeypatch.setattr(os, "scandir", scandir)  # root, as whom tests may run, may list every folder
     listing = list_files("s", str(tree), "jsonl")
     assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl")
     (note,) = listing.notes("s")
@@ -142,12 +143,12 @@ def test_folders_that_link_to_each_other_are_each_walked_once_by_links(
             if other != i:
                 (tmp_path / "d" / str(i) / f"to{other}").symlink_to(f"../{other}")
 
-    def listdir(folder: str, listed: Callable[[str], list[str]] = os.listdir) -> list[str]:
+    def scandir(folder: str, listed: Callable[[str], Any] = os.scandir) -> Any:
         looked_in.append(folder)
         assert len(looked_in) < 20 * num, "it follows every order of the links"
         return listed(folder)
 
-    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "scandir", scandir)
     for path in ("d", "d/**/*.jsonl", "d/**/**/*.jsonl"):
         looked_in.clear()
         listing = list_files("s", str(tmp_path / path), "jsonl")
@@ -165,6 +166,14 @@ def test_of_several_links_to_a_folder_the_least_path_is_kept(tmp_path: Path) -> 
     assert listing.names == ("a.b/in/x.jsonl",)
 
 
+def stat_result(found: os.stat_result, st_ino: int | None = None, st_size: int | None = None) -> Any:
+    """What was found, but for these."""
+    values = list(found)
+    values[1] = found.st_ino if st_ino is None else st_ino
+    values[6] = found.st_size if st_size is None else st_size
+    return os.stat_result(values, {"st_mtime_ns": found.st_mtime_ns})
+
+
 def test_where_the_file_system_numbers_no_file_each_is_its_own(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,9 +182,7 @@ def test_where_the_file_system_numbers_no_file_each_is_its_own(
     (tree / "x" / "up").symlink_to("..")
 
     def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
-        status = list(real(path, **named))
-        status[1] = 0  # st_ino
-        return os.stat_result(status)
+        return stat_result(real(path, **named), st_ino=0)
 
     monkeypatch.setattr(os, "stat", stat)
     listing = list_files("s", str(tree), "jsonl")
@@ -191,9 +198,8 @@ def test_files_of_one_number_that_differ_in_size_or_time_are_two(
     assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl", "c.jsonl": "a.jsonl"}
 
     def stat(path: Any, real: Callable[[Any], os.stat_result] = os.stat, **named: Any) -> os.stat_result:
-        status = list(real(path, **named))
-        status[6] += str(path).endswith("c.jsonl")  # st_size
-        return os.stat_result(status)
+        found = real(path, **named)
+        return stat_result(found, st_size=found.st_size + str(path).endswith("c.jsonl"))
 
     monkeypatch.setattr(os, "stat", stat)
     assert list_files("s", str(tree), "jsonl").others == {"b.jsonl": "a.jsonl"}
@@ -205,3 +211,56 @@ def test_a_link_whose_name_is_not_utf8_is_told_in_utf8(tree: Path) -> None:
     (note,) = listing.notes("s")
     assert "e.g. \\udcff.jsonl to a.jsonl" in note
     assert note.encode()
+
+
+# ------------------------------------------------------------------------------ several paths
+def test_several_paths_are_one_list_below_their_common_folder(tree: Path) -> None:
+    paths = [str(tree / part) for part in ("x/y", "*.jsonl", "x/**/a.jsonl", "x/y/a.jsonl")]
+    for order in (paths, paths[::-1], tuple(paths)):
+        listing = list_files("s", order, "jsonl")
+        assert listing.base == str(tree)
+        assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl", "x/y/a.jsonl", "x/y/z/b.jsonl")
+        assert listing.patterns == ("*.jsonl", "x/**/a.jsonl", "x/y", "x/y/a.jsonl")
+        assert not listing.others
+    alone, listed = list_files("s", str(tree), "jsonl"), list_files("s", [str(tree)], "jsonl")
+    assert alone == listed
+
+
+def test_a_file_that_two_paths_lead_to_is_read_once(tree: Path) -> None:
+    (tree / "again").symlink_to("x")
+    listing = list_files("s", [str(tree / "again"), str(tree / "x")], "jsonl")
+    assert set(listing.names) == {"x/a.jsonl", "x/y/a.jsonl", "x/y/z/b.jsonl"}
+    assert listing.others == {f"again{name[1:]}": name for name in listing.names}
+
+
+def test_each_of_several_paths_must_mean_a_file(tree: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no file matches '.*nothing\*' \(looked for nothing\* in"):
+        list_files("s", [str(tree), str(tree / "nothing*")], "jsonl")
+    (tree / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no file matches '.*empty'"):
+        list_files("s", [str(tree), str(tree / "empty")], "jsonl")
+
+
+def test_a_resume_with_several_paths_is_judged_as_one_with_a_path(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "d" / "a", some_texts(9), "jsonl")
+    write_corpus(tmp_path / "d" / "b", some_texts(9), "jsonl")
+
+    def paths(*names: str, base: str = "d") -> Any:
+        made = job(tiny_config, tmp_path / "d").to_json()
+        made["data"]["sources"][0]["path"] = [str(tmp_path / base / name) for name in names]
+        return parse_config(made)
+
+    run = tmp_path / "run"
+    first = prepare_data(paths("a", "b/*.jsonl"), run)
+    assert prepare_data(paths("b/*.jsonl", "a"), run).plans == first.plans
+    assert prepare_data(job(tiny_config, tmp_path / "d"), run).plans == first.plans, "the same files"
+    with pytest.raises(DataIdentityError, match=r"files of path .*/a, .*/b/\*\.jsonl, the job asks for"):
+        prepare_data(paths("a", "b/part-0.jsonl"), run)
+    (tmp_path / "d" / "b" / "later.jsonl").write_text('{"text": "later"}\n')
+    (note,) = prepare_data(paths("a", "b/*.jsonl"), run).notes
+    assert "1 files of source made came after the run's start" in note
+    with pytest.raises(DataIdentityError, match="which means 1 files besides, e.g. b/later.jsonl"):
+        prepare_data(paths("a", "b"), run)
+    os.rename(tmp_path / "d", tmp_path / "moved")
+    moved = prepare_data(paths("a", "b/*.jsonl", base="moved"), run)
+    assert moved.identity().manifests == first.identity().manifests

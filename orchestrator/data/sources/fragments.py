@@ -5,12 +5,19 @@ It knows no seed and no order; `planning.order` says when a block is read.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from orchestrator.data.sources.compressed import COMPRESSED
 from orchestrator.data.sources.formats import Cut, format_of
-from orchestrator.data.sources.manifest import FileRow, Manifest
+from orchestrator.data.sources.manifest import Manifest, from_parquet
+from orchestrator.errors import DataIdentityError
+from orchestrator.records import Int64Array
 
 # Compressed text is reckoned at so many times its size.
 DECODED_RATIO = 4
@@ -26,18 +33,21 @@ class FilePart:
     group: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SourcePlan:
     """A manifest cut into fragments, and those into blocks of `fragments_per_block` (data rule 8).
 
     `run_fragments[i]` and `run_files[i]` are the first fragment and the first file of run i, where a run is
-    either one file of several fragments or some files joined to one; both end with the totals.
+    either one file of several fragments or some files joined to one; both end with the totals, shape
+    (num_runs + 1,). `reference` names the run's frozen list that it was made of, where there is one: then it
+    pickles as that (see `plan_reference`), else with all its files.
     """
 
     manifest: Manifest
-    run_fragments: tuple[int, ...]
-    run_files: tuple[int, ...]
+    run_fragments: Int64Array
+    run_files: Int64Array
     fragments_per_block: int
+    reference: PlanReference | None = None
 
     @property
     def source(self) -> str:
@@ -47,7 +57,7 @@ class SourcePlan:
     @property
     def num_fragments(self) -> int:
         """How many fragments the source has."""
-        return self.run_fragments[-1]
+        return int(self.run_fragments[-1])
 
     @property
     def num_blocks(self) -> int:
@@ -62,76 +72,204 @@ class SourcePlan:
 
     def parts(self, fragment: int) -> tuple[FilePart, ...]:
         """What a fragment consists of, in reading order."""
-        run = bisect_right(self.run_fragments, fragment) - 1
-        first, end = self.run_files[run], self.run_files[run + 1]
-        part, num = fragment - self.run_fragments[run], self.run_fragments[run + 1] - self.run_fragments[run]
-        sizes = [row.bytes for row in self.manifest.files[first:end]]
+        run = int(np.searchsorted(self.run_fragments, fragment, side="right")) - 1
+        (first, end), (begin, after) = self.run_files[run : run + 2].tolist(), self._fragments_of(run)
+        part, num, files = fragment - begin, after - begin, self.manifest.files
         if _has_units(self.manifest):
-            return (FilePart(file=first, start=0, stop=sizes[0], group=part),)
+            return (FilePart(file=first, start=0, stop=files.bytes(first), group=part),)
         if num == 1:
+            sizes = files.sizes[first:end].tolist()
             return tuple(FilePart(file=first + i, start=0, stop=size) for i, size in enumerate(sizes))
-        return (FilePart(file=first, start=part * sizes[0] // num, stop=(part + 1) * sizes[0] // num),)
+        size = files.bytes(first)
+        return (FilePart(file=first, start=part * size // num, stop=(part + 1) * size // num),)
+
+    def _fragments_of(self, run: int) -> tuple[int, int]:
+        begin, after = self.run_fragments[run : run + 2].tolist()
+        return begin, after
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SourcePlan):
+            return NotImplemented
+        mine, theirs = (
+            (p.manifest, p.fragments_per_block, p.run_fragments.tolist(), p.run_files.tolist())
+            for p in (self, other)
+        )
+        return mine == theirs
+
+    def __hash__(self) -> int:
+        return hash((self.manifest.digest, self.fragments_per_block))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.reference is not None:
+            return load_plan, (self.reference,)
+        return _whole, (self.manifest, self.run_fragments, self.run_files, self.fragments_per_block)
+
+
+def _whole(manifest: Manifest, fragments: Int64Array, files: Int64Array, per_block: int) -> SourcePlan:
+    return SourcePlan(
+        manifest=manifest, run_fragments=fragments, run_files=files, fragments_per_block=per_block
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReference:
+    """A plan by where its list is frozen: `path` is that file (absolute, in the run's folder, which every
+    process of a run sees), `digest` that of the manifest, `base` where the files lie in this job.
+    """
+
+    path: str
+    digest: str
+    base: str
+    fragment_bytes: int
+    window_bytes: int
+
+
+# A process has few sources, and of each the list that is read now and the one before.
+@lru_cache(maxsize=64)
+def load_plan(reference: PlanReference) -> SourcePlan:
+    """The plan that `reference` names, read once per process (a hundred thousand files: 0.2 s) and kept.
+
+    Raises `DataIdentityError` if the frozen list is gone or altered.
+    """
+    try:
+        with open(reference.path, "rb") as file:
+            manifest = from_parquet(file.read(), reference.path)
+    except OSError as error:
+        raise DataIdentityError(
+            f"{reference.path}: the run's manifest cannot be read: {error}; this process needs it to know "
+            "the run's files: restore it, or make the run's folder visible on this machine"
+        ) from error
+    if manifest.digest != reference.digest:
+        raise DataIdentityError(
+            f"{reference.path}: the run's manifest has digest {manifest.digest}, this process was started "
+            f"with {reference.digest}; restore the file"
+        )
+    plan = plan_source(
+        replace(manifest, base=reference.base), reference.fragment_bytes, reference.window_bytes
+    )
+    return replace(plan, reference=reference)
+
+
+def frozen_at(plan: SourcePlan, path: str, fragment_bytes: int, window_bytes: int) -> SourcePlan:
+    """The plan, pickling as a reference to the frozen list at `path`, of which it was made with these."""
+    return replace(
+        plan,
+        reference=PlanReference(
+            path=path,
+            digest=plan.manifest.digest,
+            base=plan.manifest.base,
+            fragment_bytes=fragment_bytes,
+            window_bytes=window_bytes,
+        ),
+    )
 
 
 def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> SourcePlan:
     """Cuts a manifest: ranges of about `fragment_bytes` of plain lines, one fragment per row group, small
     files joined up to it, and anything else (a compressed file, a text file) whole.
     """
-    run_fragments, run_files = [0], [0]
-    joined = 0  # bytes in the run that is still open
-    for i, row in enumerate(manifest.files):
-        num = _num_fragments(manifest, row, fragment_bytes)
-        alone = _has_units(manifest) or num > 1
-        if run_files[-1] < i and (alone or joined + row.bytes > fragment_bytes):
-            run_fragments.append(run_fragments[-1] + 1)
-            run_files.append(i)
-            joined = 0
-        joined += row.bytes
-        if alone:
-            run_fragments.append(run_fragments[-1] + num)
-            run_files.append(i + 1)
-            joined = 0
-    if run_files[-1] < len(manifest.files):
-        run_fragments.append(run_fragments[-1] + 1)
-        run_files.append(len(manifest.files))
-    total = sum(sum(f.group_bytes) if _has_units(manifest) else f.bytes for f in manifest.files)
+    files = manifest.files
+    num = _num_fragments(manifest, fragment_bytes)
+    alone = (num > 1) | _has_units(manifest)
+    run_files = np.array([0, *_run_ends(files.sizes, alone, fragment_bytes)], np.int64)
+    firsts = run_files[:-1]
+    run_fragments = np.zeros(len(run_files), np.int64)
+    np.cumsum(np.where(alone[firsts], num[firsts], 1), out=run_fragments[1:])
+    total = int((files.group_sizes if _has_units(manifest) else files.sizes).sum())
     # K = max(1, window // (2 * mean)), with mean = total / fragments, in integers
-    per_block = max(1, window_bytes * run_fragments[-1] // (2 * max(1, total)))
+    num_fragments = int(run_fragments[-1])
+    per_block = max(1, window_bytes * num_fragments // (2 * max(1, total)))
     return SourcePlan(
         manifest=manifest,
-        run_fragments=tuple(run_fragments),
-        run_files=tuple(run_files),
-        fragments_per_block=max(1, min(per_block, run_fragments[-1])),
+        run_fragments=run_fragments,
+        run_files=run_files,
+        fragments_per_block=max(1, min(per_block, num_fragments)),
     )
+
+
+def _run_ends(
+    sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: int
+) -> Iterator[int]:
+    """Where each run ends. A file that stands `alone` is a run; others are joined while they fit."""
+    num_files = len(sizes)
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    numbers = np.arange(num_files, dtype=np.int64)
+    # a run that begins at file i ends before the first file that does not fit, or stands alone
+    full = np.maximum(np.searchsorted(ends, begins + fragment_bytes, side="right"), numbers + 1)
+    lonely = np.append(np.flatnonzero(alone), num_files)
+    next_alone = lonely[np.searchsorted(lonely, numbers, side="right").clip(max=len(lonely) - 1)]
+    after = np.where(alone, numbers + 1, np.minimum(full, next_alone)).tolist()
+    at = 0
+    while at < num_files:
+        at = after[at]
+        yield at
 
 
 def is_plain(manifest: Manifest, part: FilePart) -> bool:
     """Whether the part's bytes can be read from any place on, or are one record."""
     streamed = part.group is not None or format_of(manifest.format).cut is Cut.STREAM
-    return not (streamed or _is_compressed(manifest.files[part.file]))
+    return not (streamed or _is_compressed(manifest, part.file))
 
 
 def decoded_bytes(manifest: Manifest, part: FilePart) -> int:
     """About how many bytes of records the part holds: what a compressed one really holds shows when it is
     read.
     """
-    row = manifest.files[part.file]
     if part.group is not None:
-        return row.group_bytes[part.group]
-    return (part.stop - part.start) * (DECODED_RATIO if _is_compressed(row) else 1)
+        return manifest.files[part.file].group_bytes[part.group]
+    return (part.stop - part.start) * (DECODED_RATIO if _is_compressed(manifest, part.file) else 1)
 
 
-def _num_fragments(manifest: Manifest, row: FileRow, fragment_bytes: int) -> int:
-    if _has_units(manifest):
-        return len(row.group_rows)
-    if format_of(manifest.format).cut is not Cut.RANGES or _is_compressed(row):
-        return 1
-    return max(1, -(-row.bytes // fragment_bytes))
+def _is_compressed(manifest: Manifest, file: int) -> bool:
+    return manifest.files.path(file).endswith(COMPRESSED)
 
 
 def _has_units(manifest: Manifest) -> bool:
     return format_of(manifest.format).cut is Cut.UNITS
 
 
-def _is_compressed(row: FileRow) -> bool:
-    return row.path.endswith(COMPRESSED)
+def num_window_shuffled(plan: SourcePlan, window_bytes: int) -> int:
+    """How many files that cannot be read from any place on (compressed ones, row groups) lie in a block that
+    decodes to more than a window.
+    """
+    files, per_block = plan.manifest.files, plan.fragments_per_block
+    if _has_units(plan.manifest):
+        starts = np.arange(0, plan.num_fragments, per_block)
+        large = np.add.reduceat(files.group_sizes, starts) > window_bytes if len(starts) else starts > 0
+        of_group = np.repeat(np.arange(len(files)), np.diff(files.group_ends))
+        return len(np.unique(of_group[np.repeat(large, per_block)[: plan.num_fragments]]))
+    compressed = files.paths_end(COMPRESSED)
+    streamed = format_of(plan.manifest.format).cut is Cut.STREAM
+    packed = compressed | streamed
+    if not packed.any():
+        return 0
+    num, sizes, first = np.diff(plan.run_fragments), files.sizes, plan.run_files[:-1]
+    begin, end = plan.run_fragments[:-1] // per_block, (plan.run_fragments[1:] - 1) // per_block
+    decoded = np.add.reduceat(np.where(compressed, DECODED_RATIO, 1) * sizes, first)
+    # of a file of several fragments, which is plain, only the first and the last block have other files
+    here = np.minimum(num, (begin + 1) * per_block - plan.run_fragments[:-1])
+    in_first = np.where(num > 1, _cut(sizes[first], here, num), decoded)
+    in_last = decoded - _cut(sizes[first], end * per_block - plan.run_fragments[:-1], num)
+    blocks = np.zeros(plan.num_blocks, np.int64)
+    np.add.at(blocks, begin, in_first)
+    np.add.at(blocks, end[end > begin], in_last[end > begin])
+    large = np.repeat((blocks > window_bytes)[begin], np.diff(plan.run_files))
+    return int(np.count_nonzero(packed & large))
+
+
+def _cut(size: Int64Array, part: Int64Array, num: Int64Array) -> Int64Array:
+    """`part * size // num`, of which the product may be too large."""
+    return part * (size // num) + part * (size % num) // num
+
+
+def _num_fragments(manifest: Manifest, fragment_bytes: int) -> Int64Array:
+    """(num_files,) of each file, were it alone."""
+    files = manifest.files
+    cut = format_of(manifest.format).cut
+    if cut is Cut.UNITS:
+        return np.diff(files.group_ends)
+    if cut is not Cut.RANGES:
+        return np.ones(len(files), np.int64)
+    num = np.maximum(1, -(-files.sizes // fragment_bytes))
+    return np.where(files.paths_end(COMPRESSED), 1, num)

@@ -10,6 +10,9 @@ import os
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.data.sources.remote_files import RemoteFile
+
 _BUFFER_BYTES = 1 << 20
 
 
@@ -58,10 +61,12 @@ class InputFile(Protocol):
 
 
 def open_input(base: str, path: str) -> InputFile:
-    """The file `path` of the folder `base`, open for reading.
+    """The file `path` of the folder `base`, which may be a bucket's, open for reading.
 
     Raises `FileNotFoundError` if it is not there, any other `OSError` if it cannot be opened.
     """
+    if is_remote(base):
+        return RemoteFile(f"{base}/{path}")
     return LocalFile(os.path.join(base, path))
 
 

@@ -1,46 +1,66 @@
-"""Which files a source's path means: a file, a folder or a glob, and each real file once.
+"""Which files a source's paths mean: files, folders or globs, here or in a bucket, and each real file once.
 
 It looks at names and at what the file system says of them, and opens nothing.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import glob
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+
+import numpy as np
 
 from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
+from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
+from orchestrator.records import Int64Array
 
 _NAMED = 5
-RealFile = tuple[int | str, ...]
+# A storage that says of a file what it is in this time is asked by one thread.
+QUICK_STAT_S = 50e-6
+_MASK63 = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """What a path means now. `path` is absolute, `base` its folder without wildcards; names are relative to
-    that and sorted by their bytes.
+    """What a source's paths mean now. `paths` are absolute, `base` is their folder without wildcards, of
+    several the one that they have in common; names are relative to that and sorted by their bytes.
 
     `names` has each real file once: of several names that lead to one, the one without a link, of these the
-    first. `others` maps each name left out to the one that is taken. `irregular` says of each name that leads
-    to no file what is wrong with it, `unlisted` of each folder why nothing in it is known.
+    first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
+    the one that is taken. `irregular` says of each name that leads to no file what is wrong with it,
+    `unlisted` of each folder why nothing in it is known. In a bucket `etags` (num_names) say what each object
+    is known by.
     """
 
-    path: str
+    paths: tuple[str, ...]
     base: str
     names: tuple[str, ...]
     others: dict[str, str]
     irregular: tuple[str, ...]
     unlisted: tuple[str, ...]
+    sizes: Int64Array = field(compare=False)
+    mtimes_ns: Int64Array = field(compare=False)
+    etags: tuple[str, ...] = ()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a name of this base leads to a file of the listing."""
+        at = bisect_left(self.names, os.fsencode(name), key=os.fsencode)
+        return self.names[at : at + 1] == (name,) or name in self.others
 
     @property
-    def pattern(self) -> str:
-        """The path within its base: what it means of any folder that the same files are moved to."""
-        return os.path.relpath(self.path, self.base)
+    def patterns(self) -> tuple[str, ...]:
+        """The paths within their base: what they mean of any folder that the same files are moved to."""
+        return patterns_in(self.base, self.paths)
 
     def notes(self, source: str) -> tuple[str, ...]:
         """What is special about it, in sentences; `source` is the source's name."""
@@ -55,30 +75,29 @@ class Listing:
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listing:
-    """The files that `path` means for `source`; hidden ones are left out.
+def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
+    """The files that `path` means for `source`: one path or glob, or several, of which the names are then
+    relative to the folder that all have in common. Hidden files are left out.
 
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
-    none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, or a name
-    is not UTF-8.
+    none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, of several
+    paths for one of them, or a name is not UTF-8.
     """
-    if not isinstance(path, str):
-        raise ConfigError(f"data.sources {source}: a list of paths is not in this version; give one")
-    full = os.path.abspath(os.path.expanduser(path))
-    unlisted: dict[str, str] = {}
-    if os.path.isdir(full):
-        base, pattern = full, f"**/* ({format_of(format_).called})"
-        found = format_of(format_).choose(base, list(_matches(base, ("**", "*"), unlisted)))
-    elif os.path.lexists(full):
-        base, pattern, found = os.path.dirname(full), "", [os.path.basename(full)]
-    else:
-        base, pattern = _split_glob(full)
-        found = list(_matches(base, tuple(pattern.split(os.sep)), unlisted)) if pattern else []
-    listing = _look(full, base, sorted(set(found), key=os.fsencode), unlisted)
-    if not listing.names and not listing.irregular:
+    paths = (path,) if isinstance(path, str) else tuple(path)
+    if any(is_remote(one) for one in paths):
+        return _list_remote(source, paths, format_)
+    each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
+    base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
+    found = {name for one in each for name in one.names_in(base)}
+    unlisted = {folder: why for one in each for folder, why in one.unlisted.items()}
+    full = tuple(one.path for one in each)
+    listing = _look(full, base, sorted(found, key=os.fsencode), unlisted)
+    for one, asked in zip(each, paths, strict=True):
+        if listing.irregular or any(name in listing for name in one.names_in(base)):
+            continue
         raise ConfigError(
-            f"data.sources {source}: no file matches {path!r} (looked for {pattern or 'that file'} in "
-            f"{base}); relative paths are relative to the current folder; fix the path, or make the files"
+            f"data.sources {source}: no file matches {asked!r} (looked for {one.looked_for} in "
+            f"{one.base}); relative paths are relative to the current folder; fix the path, or make the files"
         )
     unnamed = [p for p in listing.names if not _is_utf8(p)]
     if unnamed:
@@ -86,6 +105,98 @@ def list_files(source: str, path: str | tuple[str, ...], format_: str) -> Listin
             f"data.sources {source}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
         )
     return listing
+
+
+def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
+    """The same for URIs: each object once, whatever paths lead to it."""
+    if local := [one for one in paths if not is_remote(one)]:
+        raise ConfigError(
+            f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
+            "a source lie in one storage: give one source for each"
+        )
+    each = [_matches_of(source, path, format_) for path in paths]
+    bases = [found.base for found in each]
+    levels = zip(*(base.split("/") for base in bases), strict=False)
+    common = list(takewhile(lambda level: len(set(level)) == 1, levels))
+    base = "/".join(level[0] for level in common)
+    if len(common) < len(("s3:", "", "bucket")):
+        raise ConfigError(
+            f"data.sources {source}: its paths lie in several buckets, {bases[0]} and {bases[-1]}; the files "
+            "of a source lie in one bucket: give one source for each"
+        )
+    objects = {
+        (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
+    }
+    names = sorted(objects, key=os.fsencode)
+    return Listing(
+        paths=tuple(paths),
+        base=base,
+        names=tuple(names),
+        others={},
+        irregular=(),
+        unlisted=(),
+        sizes=np.array([objects[name].size for name in names], np.int64),
+        mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
+        etags=tuple(objects[name].etag for name in names),
+    )
+
+
+def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
+    try:
+        found = remote_matches(path)
+    except OSError as error:
+        raise ConfigError(f"data.sources {source}: {path} cannot be listed: {error.strerror}") from error
+    if found.is_folder:
+        kind = format_of(format_)
+        chosen = set(kind.choose(found.base, [o.name for o in found.objects]))
+        found = replace(
+            found,
+            objects=tuple(o for o in found.objects if o.name in chosen),
+            looked_for=f"{found.looked_for} ({kind.called})",
+        )
+    if not found.objects:
+        raise ConfigError(
+            f"data.sources {source}: no object matches {path!r} (looked for {found.looked_for} in "
+            f"{found.base}); fix the path, or make the files"
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What one path means: names in its base, of files and of anything else."""
+
+    path: str
+    base: str
+    looked_for: str
+    names: list[str]
+    unlisted: dict[str, str]
+
+    def names_in(self, base: str) -> Iterable[str]:
+        """The names in a folder above."""
+        if base == self.base:
+            return self.names
+        inner = os.path.relpath(self.base, base)
+        return (os.path.join(inner, name) for name in self.names)
+
+
+def _find(full: str, format_: str) -> _Found:
+    matches, looked_for = Matches(full), "that file"
+    if os.path.isdir(full):
+        base, looked_for = full, f"**/* ({format_of(format_).called})"
+        names = format_of(format_).choose(base, list(matches.of(("**", "*"))))
+    elif os.path.lexists(full):
+        base, names = os.path.dirname(full), [os.path.basename(full)]
+    else:
+        base, pattern = split_glob(full)
+        matches, looked_for = Matches(base), pattern or looked_for
+        names = list(matches.of(tuple(pattern.split(os.sep)))) if pattern else []
+    return _Found(path=full, base=base, looked_for=looked_for, names=names, unlisted=matches.unlisted)
+
+
+def patterns_in(base: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Paths relative to `base`, in no order of their own."""
+    return tuple(sorted({os.path.relpath(path, base) for path in paths}))
 
 
 def require_regular(source: str, listing: Listing) -> None:
@@ -103,18 +214,10 @@ def require_regular(source: str, listing: Listing) -> None:
 
 def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
     """Of several names in `base` that lead to one real file: each but the one to keep, and that one."""
-    found = {}
+    groups: dict[RealFile, list[str]] = {}
     for name in names:
         with suppress(OSError):
-            found[name] = real_file(os.path.join(base, name))
-    return _others(base, found)
-
-
-def _others(base: str, files: Mapping[str, RealFile]) -> dict[str, str]:
-    """`same_files`, given what each name leads to."""
-    groups: dict[RealFile, list[str]] = {}
-    for name, file in files.items():
-        groups.setdefault(file, []).append(name)
+            groups.setdefault(real_file(os.path.join(base, name)), []).append(name)
     real, others = os.path.realpath(base), dict[str, str]()
     for group in groups.values():
         if len(group) > 1:
@@ -124,27 +227,26 @@ def _others(base: str, files: Mapping[str, RealFile]) -> dict[str, str]:
     return others
 
 
-def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
-    files, irregular = dict[str, RealFile](), []
-    for name in found:
-        full = os.path.join(base, name)
-        try:
-            status = os.stat(full)
-        except OSError as error:
-            if os.path.islink(full):
-                irregular.append(f"{full} is a link to {os.readlink(full)!r}, which is not there")
-            elif not isinstance(error, FileNotFoundError):
-                irregular.append(f"{full} cannot be looked at: {error.strerror}")
-            continue
-        if stat.S_ISREG(status.st_mode):
-            files[name] = _real(full, status)
-        elif not stat.S_ISDIR(status.st_mode):
-            irregular.append(f"{full} is a {_kind(status.st_mode)}")
-    others = _others(base, files)
+def _look(paths: tuple[str, ...], base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
+    names, files, irregular = list[str](), list[_Status](), list[str]()
+    looks = in_threads(partial(_status, os.path.join(base, "")), found, quick_s=QUICK_STAT_S)
+    for name, status in zip(found, looks, strict=True):
+        if not isinstance(status, OSError) and stat.S_ISREG(status[0]):
+            names.append(name)
+            files.append(status)
+        elif wrong := _irregular(os.path.join(base, name), status):
+            irregular.append(wrong)
+    facts = np.array(files, np.int64).reshape(len(files), len(_FACTS))
+    others = dict[str, str]() if _all_differ(facts) else same_files(base, names)
+    if others:
+        facts = facts[[name not in others for name in names]]
+        names = [name for name in names if name not in others]
     return Listing(
-        path=path,
+        paths=paths,
         base=base,
-        names=tuple(name for name in files if name not in others),
+        names=tuple(names),
+        sizes=facts[:, _FACTS.index("st_size")],
+        mtimes_ns=facts[:, _FACTS.index("st_mtime_ns")],
         others=others,
         irregular=tuple(irregular),
         unlisted=tuple(
@@ -153,93 +255,44 @@ def _look(path: str, base: str, found: list[str], unlisted: dict[str, str]) -> L
     )
 
 
+_FACTS = ("st_mode", "st_dev", "st_ino", "st_size", "st_mtime_ns")
+_Status = tuple[int, int, int, int, int]
+
+
+def _status(base: str, name: str) -> _Status | OSError:
+    """`_FACTS` of the file that a name leads to, or why they are not known."""
+    try:
+        status = os.stat(base + name)
+    except OSError as error:
+        return error
+    # numbers of devices and files are unsigned in some file systems
+    device, number = status.st_dev & _MASK63, status.st_ino & _MASK63
+    return status.st_mode, device, number, status.st_size, status.st_mtime_ns
+
+
+def _all_differ(facts: Int64Array) -> bool:
+    """Whether all are files of their own for certain. What the file system numbers alike, or not at all, may
+    be one file.
+    """
+    device, number = facts[:, _FACTS.index("st_dev")], facts[:, _FACTS.index("st_ino")]
+    order = np.lexsort((number, device))
+    device, number = device[order], number[order]
+    return bool(number.all()) and not bool(((device[1:] == device[:-1]) & (number[1:] == number[:-1])).any())
+
+
+def _irregular(path: str, status: _Status | OSError) -> str | None:
+    """What is wrong with what is no file; None for a folder, and for what is not there any more."""
+    if isinstance(status, OSError):
+        if os.path.islink(path):
+            return f"{path} is a link to {os.readlink(path)!r}, which is not there"
+        gone = isinstance(status, FileNotFoundError)
+        return None if gone else f"{path} cannot be looked at: {status.strerror}"
+    return None if stat.S_ISDIR(status[0]) else f"{path} is a {_kind(status[0])}"
+
+
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
     return kinds.get(stat.S_IFMT(mode), "special file")
-
-
-# ---------------------------------------------------------------------------------------- globs
-def _split_glob(full: str) -> tuple[str, str]:
-    """(the folder before the first part with a wildcard, the rest). The rest is empty without a wildcard."""
-    parts = full.split(os.sep)
-    for i, part in enumerate(parts):
-        if glob.has_magic(part):
-            return os.sep.join(parts[:i]) or os.sep, os.sep.join(parts[i:])
-    return os.path.dirname(full), ""
-
-
-def _matches(
-    folder: str,
-    parts: tuple[str, ...],
-    unlisted: dict[str, str],
-    above: frozenset[RealFile] = frozenset(),
-    linked: set[tuple[RealFile, tuple[str, ...]]] | None = None,
-    by_link: bool = False,
-) -> Iterator[str]:
-    """Names below `folder` that match, as the standard library's `glob` finds them with `recursive=True`, but
-    for links that lead back to a folder `above`: by these it finds every file forty times, or for ever.
-
-    Of the paths to a folder that have a link in them only the first is followed for the same parts (they are
-    added to `linked`): folders that link to each other have as many paths as there are orders of them.
-    """
-    part, rest = parts[0], parts[1:]
-    linked = set() if linked is None else linked
-    if part == "**":
-        yield from _matches(folder, rest or ("*",), unlisted, above, linked, by_link)
-        if rest[:1] != ("**",):
-            above = above | {real_file(folder)}
-            # as whole paths are sorted: the first of the paths to a folder is the least
-            for name in sorted(_names(folder, unlisted), key=lambda name: os.fsencode(name) + b"/"):
-                inner = os.path.join(folder, name)
-                if name.startswith(".") or not os.path.isdir(inner) or (real := real_file(inner)) in above:
-                    continue
-                if through := by_link or os.path.islink(inner):
-                    if (real, parts) in linked:
-                        continue
-                    linked.add((real, parts))
-                found = _matches(inner, parts, unlisted, above, linked, through)
-                yield from (os.path.join(name, n) for n in found)
-        return
-    for name in _names(folder, unlisted) if glob.has_magic(part) else [part]:
-        inner = os.path.join(folder, name)
-        if glob.has_magic(part) and not _fits(name, part):
-            continue
-        if not rest:
-            if os.path.lexists(inner):
-                yield name
-        elif os.path.isdir(inner):
-            through = by_link or os.path.islink(inner)
-            found = _matches(inner, rest, unlisted, above, linked, through)
-            yield from (os.path.join(name, n) for n in found)
-
-
-def real_file(path: str) -> RealFile:
-    """What distinguishes the file or folder that a path leads to from all others: device and number, for a
-    file size and time, too; its real path where the file system numbers nothing.
-    """
-    return _real(path, os.stat(path))
-
-
-def _real(path: str, status: os.stat_result) -> RealFile:
-    if status.st_ino == 0:
-        return (os.path.realpath(path),)
-    if stat.S_ISDIR(status.st_mode):
-        return status.st_dev, status.st_ino
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _fits(name: str, part: str) -> bool:
-    return fnmatch.fnmatchcase(name, part) and (part.startswith(".") or not name.startswith("."))
-
-
-def _names(folder: str, unlisted: dict[str, str]) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except NotADirectoryError:
-        return []
-    except OSError as error:
-        unlisted[folder] = error.strerror or str(error)
-        return []
 
 
 def _is_utf8(path: str) -> bool:

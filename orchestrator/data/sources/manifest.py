@@ -7,104 +7,104 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 import xxhash
-from blake3 import blake3
 
 from orchestrator.data.sources.documents import Content
-from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.file_rows import VERSION, FileRow, Files
+from orchestrator.data.sources.formats import Cut, format_of
+from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.listing import Listing, list_files, require_regular
 from orchestrator.errors import DataError, DataIdentityError
 
-VERSION = 1
 PROBE_BYTES = 4096
-_THREADS = 8
+# before a probe that is what a storage knows the content by
+ETAG = "etag:"
 # In an error text; the rest is counted.
 _NAMED = 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileRow:
-    """One file: path relative to the source's base, size, and what shows whether it is still the same.
-
-    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB. `group_rows` and `group_bytes`
-    (decoded) describe the row groups of a Parquet file.
-    """
-
-    path: str
-    bytes: int
-    mtime_ns: int
-    probe: str
-    group_rows: tuple[int, ...] = ()
-    group_bytes: tuple[int, ...] = ()
+_FACTS = ("source", "base", "format")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """The frozen list of a source's files, sorted by the bytes of their paths. `base` is an absolute
-    folder, `content` what documents are made of.
+    folder.
     """
 
     source: str
     base: str
     format: str
     content: Content = Content()
-    files: tuple[FileRow, ...]
-
-    @property
-    def text_field(self) -> str:
-        """The field that holds the text; the content may be another one."""
-        return self.content.text_field
+    files: Files
 
     @property
     def digest(self) -> str:
         """blake3 of what the files contain, as far as the list knows; neither base nor mtime is in it, so a
         copy has the same digest.
         """
-        rows = [[f.path, f.bytes, f.probe, f.group_rows, f.group_bytes] for f in self.files]
-        content = [self.text_field] if self.content.kind == "text" else [_content_text(self.content)]
-        return blake3(orjson.dumps([VERSION, self.format, *content, rows])).hexdigest()
+        kind = self.content.kind
+        return self.files.digest(
+            self.format, self.content.text_field if kind == "text" else _content_text(self.content)
+        )
+
+    @property
+    def text_field(self) -> str:
+        """The field that holds the text, for `content: text`."""
+        return self.content.text_field
 
     @property
     def num_bytes(self) -> int:
         """Size of all files; of those with row groups, decoded."""
-        return sum(sum(row.group_bytes) or row.bytes for row in self.files)
+        units = int(self.files.group_sizes.sum())
+        return units or int(self.files.sizes.sum())
 
     def path(self, file: int) -> str:
         """The absolute path of a file by its number."""
-        return os.path.join(self.base, self.files[file].path)
+        return os.path.join(self.base, self.files.path(file))
 
 
 # ---------------------------------------------------------------------------------------- listing and freezin
-def freeze(name: str, path: str, format_: str, text_field: str) -> Manifest:
+def freeze(name: str, path: str | Sequence[str], format_: str, content: Content) -> Manifest:
     """The manifest of the files that `path` (a file, a folder or a glob) means now.
 
-    Raises `ConfigError` if there are none, or one is to be a Parquet file and is none, or lacks the column;
-    `DataError` if one cannot be read.
+    Raises `ConfigError` if there are none, or one is no file of the format, or lacks the fields; `DataError`
+    if one cannot be read.
     """
-    return freeze_listed(name, list_files(name, path, format_), format_, Content(text_field=text_field))
+    return freeze_listed(name, list_files(name, path, format_), format_, content)
 
 
 def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:
-    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file, or the
-    format cannot hold such content.
-    """
-    format_of(format_).require_content(name, content)
-    content = content.needed
+    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
     require_regular(name, listing)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        files = tuple(pool.map(partial(_row, listing.base, format_, content), listing.names))
+    files = _listed(listing) if format_of(format_).cut is not Cut.UNITS and all(listing.etags) else None
+    if files is None:
+        rows = in_threads(partial(file_row, listing.base, format_, content), listing.names)
+        files = Files.of(rows)
     return Manifest(source=name, base=listing.base, format=format_, content=content, files=files)
 
 
-def _row(base: str, format_: str, content: Content, path: str) -> FileRow:
+def _listed(listing: Listing) -> Files | None:
+    """The rows of a bucket's objects, of which the listing has said all that they hold; None elsewhere."""
+    if not listing.etags:
+        return None
+    columns = zip(
+        listing.names, listing.sizes.tolist(), listing.mtimes_ns.tolist(), listing.etags, strict=True
+    )
+    return Files.of(
+        FileRow(path=name, bytes=size, mtime_ns=mtime_ns, probe=ETAG + etag)
+        for name, size, mtime_ns, etag in columns
+    )
+
+
+def file_row(base: str, format_: str, content: Content, path: str) -> FileRow:
+    """The row of a file as it is now. Raises as `freeze` does."""
     try:
         with open_input(base, path) as file:
             rows, sizes = format_of(format_).units(file, content)
@@ -112,7 +112,7 @@ def _row(base: str, format_: str, content: Content, path: str) -> FileRow:
                 path=path,
                 bytes=file.size,
                 mtime_ns=file.mtime_ns,
-                probe=_probe(file),
+                probe=ETAG + file.etag if file.etag else _probe(file),
                 group_rows=rows,
                 group_bytes=sizes,
             )
@@ -128,11 +128,18 @@ def _probe(file: InputFile) -> str:
 
 # ---------------------------------------------------------------------------------------- unchanged?
 def difference(row: FileRow, file: InputFile) -> str | None:
-    """How the open file differs from its row, with both values; None if it is the same (data rule 13)."""
-    if (file.size, file.mtime_ns) == (row.bytes, row.mtime_ns):
-        return None
+    """How the open file differs from its row, with both values; None if it is the same (data rule 13).
+
+    What was listed by an etag has the same one. Anything else has the same time, or the same ends: also if it
+    lies in a bucket now.
+    """
     if file.size != row.bytes:
         return f"it had {row.bytes} bytes and has {file.size}"
+    if row.probe.startswith(ETAG):
+        etag = row.probe.removeprefix(ETAG)
+        return None if etag == file.etag else f"its etag was {etag} and is {file.etag or '(none)'}"
+    if file.mtime_ns == row.mtime_ns and not file.etag:
+        return None
     probe = _probe(file)
     return None if probe == row.probe else f"its ends had digest {row.probe} and have {probe}"
 
@@ -163,72 +170,44 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str =
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Changes:
-    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
-    differ, and which are gone or have fewer row groups than the run reads, for people.
-    """
-
-    now: Manifest
-    changed: tuple[str, ...]
-    gone: tuple[str, ...]
-
-
-def changes_since(manifest: Manifest) -> Changes:
-    """How the files at the manifest's base differ from it. Raises `DataError` if one cannot be read."""
-
-    def look(row: FileRow) -> tuple[FileRow | None, str | None]:
-        path = os.path.join(manifest.base, row.path)
-        try:
-            with open_input(manifest.base, row.path) as file:
-                found = difference(row, file)
-        except (FileNotFoundError, NotADirectoryError):
-            return None, f"{path}: it had {row.bytes} bytes and is gone"
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
-        if found is None:
-            return row, None
-        now = _row(manifest.base, manifest.format, manifest.content, row.path)
-        groups, left = len(row.group_rows), len(now.group_rows)
-        if left < groups:
-            return None, f"{path}: it had {groups} row groups and has {left}"
-        return now, f"{path}: {found}"
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        looks = list(pool.map(look, manifest.files))
-    return Changes(
-        now=replace(manifest, files=tuple(row for row, _ in looks if row is not None)),
-        changed=tuple(text for row, text in looks if row is not None and text is not None),
-        gone=tuple(text for row, text in looks if row is None and text is not None),
-    )
-
-
 # ---------------------------------------------------------------------------------------- in storage
 def _content_text(content: Content) -> str:
     return orjson.dumps(asdict(content)).decode()
 
 
-def to_parquet(manifest: Manifest) -> bytes:
-    """The manifest as a Parquet file of one row per file, its other fields as metadata of the schema."""
-    import pyarrow as pa
+def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
+    """The manifest as a Parquet file of one row per file, its other fields, and `more`, as metadata of the
+    schema.
+    """
     import pyarrow.parquet as pq
 
-    kinds = {
-        "path": pa.string(),
-        "bytes": pa.int64(),
-        "mtime_ns": pa.int64(),
-        "probe": pa.string(),
-        "group_rows": pa.list_(pa.int64()),
-        "group_bytes": pa.list_(pa.int64()),
-    }
-    facts = {"version": str(VERSION), "digest": manifest.digest}
-    facts |= {name: getattr(manifest, name) for name in ("source", "base", "format", "text_field")}
+    facts = {**more, "version": str(VERSION), "digest": manifest.digest}
+    facts |= {name: getattr(manifest, name) for name in _FACTS}
+    facts["text_field"] = manifest.content.text_field
     if manifest.content.kind != "text":
         facts["content"] = _content_text(manifest.content)
-    columns = {name: [getattr(row, name) for row in manifest.files] for name in kinds}
     out = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=pa.schema(list(kinds.items()), metadata=facts)), out)
+    encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
+    encodings |= dict.fromkeys(("bytes", "mtime_ns"), "DELTA_BINARY_PACKED")
+    pq.write_table(
+        manifest.files.table(facts),
+        out,
+        compression="zstd",
+        use_dictionary=["group_rows.list.element", "group_bytes.list.element"],
+        column_encoding=encodings,
+    )
     return out.getvalue()
+
+
+def facts_of(data: bytes) -> dict[str, str]:
+    """The metadata that `to_parquet` wrote."""
+    import pyarrow.parquet as pq
+
+    return _facts(pq.ParquetFile(io.BytesIO(data)).schema_arrow)
+
+
+def _facts(schema: Any) -> dict[str, str]:
+    return {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
 
 
 def from_parquet(data: bytes, where: str) -> Manifest:
@@ -238,18 +217,12 @@ def from_parquet(data: bytes, where: str) -> Manifest:
 
     try:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
-        facts = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-        rows = table.to_pylist()
-        lists = ("group_rows", "group_bytes")
-        columns: list[dict[str, Any]] = [
-            {name: tuple(value) if name in lists else value for name, value in row.items()} for row in rows
-        ]
-        files = tuple(FileRow(**values) for values in columns)
-        fields = {name: facts[name] for name in ("source", "base", "format")}
+        facts = _facts(table.schema)
+        fields = {name: facts[name] for name in _FACTS}
         content = Content(**{"text_field": facts["text_field"], **orjson.loads(facts.get("content", "{}"))})
-    except (orjson.JSONDecodeError, pa.ArrowException, OSError, KeyError, TypeError) as error:
+        manifest = Manifest(files=Files.of_table(table), content=content, **fields)
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, DataIdentityError) as error:
         raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
-    manifest = Manifest(files=files, content=content, **fields)
     if manifest.digest != facts.get("digest"):
         raise DataIdentityError(
             f"{where}: the run's manifest was written with digest {facts.get('digest')} and has "

@@ -11,8 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from orchestrator.data.sources.listing import Listing, list_files, real_file, same_files
-from orchestrator.data.sources.manifest import Manifest, changed_text, changes_since
+from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.listing import Listing, list_files, patterns_in, same_files
+from orchestrator.data.sources.manifest import Manifest, changed_text
+from orchestrator.data.sources.matches import real_file
+from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.errors import ConfigError, DataIdentityError
 
 if TYPE_CHECKING:
@@ -20,25 +23,22 @@ if TYPE_CHECKING:
 
 
 def compare_files(
-    source: SourceConfig, frozen: Manifest, path: str | None, accept_changed: bool
+    source: SourceConfig, frozen: Manifest, paths: Sequence[str], accept_changed: bool
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
     """(the frozen list at the path that the job names, what of it lies there now, notes).
 
-    `path` is the absolute one that the run was started with, None if it was not recorded then. Another folder
-    with the same files is the same data. Raises `DataIdentityError` with both values if the path leaves out
-    files of the run or means more than it did, if files are gone, and, without `accept_changed`, if files are
-    changed.
+    `paths` are the absolute ones that the run was started with, none if they were not recorded then. Another
+    folder with the same files is the same data. Raises `DataIdentityError` with both values if the path
+    leaves out files of the run or means more than it did, if files are gone, and, without `accept_changed`,
+    if files are changed.
     """
     listing = list_files(source.name, source.path, frozen.format)
     manifest = replace(frozen, base=listing.base)
-    found = changes_since(manifest)
-    here, then = {row.path for row in found.now.files}, {row.path for row in frozen.files}
-    left_out = _left_out(here.difference(listing.names, listing.others), listing)
-    known = then | {listing.others[name] for name in then if name in listing.others}
-    later = sorted(set(listing.names) - known)
-    other_pattern = path is not None and os.path.relpath(path, frozen.base) != listing.pattern
+    found = changes_since(manifest, listing)
+    left_out, later = _other_names(frozen, found.now, listing)
+    other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
     if left_out or (later and other_pattern):
-        raise DataIdentityError(_other_path(frozen, listing, path, left_out, later))
+        raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later))
     if found.gone or (found.changed and not accept_changed):
         text = changed_text(() if accept_changed else found.changed, found.gone)
         raise DataIdentityError(_other_folder(frozen, listing) + text)
@@ -53,13 +53,15 @@ def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
     Raises `DataIdentityError` with both values for files that are changed or gone, in the folder where the
     fewest are.
     """
-    bases = [frozen.base]
+    bases = dict[str, Listing | None]()
     with suppress(ConfigError):
-        bases.insert(0, list_files(source.name, source.path, frozen.format).base)
+        listing = list_files(source.name, source.path, frozen.format)
+        bases[listing.base] = listing
+    bases.setdefault(frozen.base, None)
     wrong: list[tuple[Sequence[str], Sequence[str]]] = []
-    for base in dict.fromkeys(bases):
+    for base, here in bases.items():
         manifest = replace(frozen, base=base)
-        found = changes_since(manifest)
+        found = changes_since(manifest, here)
         if not (found.changed or found.gone):
             return manifest
         wrong.append((found.changed, found.gone))
@@ -71,17 +73,29 @@ def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
     raise DataIdentityError(changed_text(changed, gone, advice))
 
 
+def _other_names(frozen: Manifest, now: Manifest, listing: Listing) -> tuple[list[str], list[str]]:
+    """(files of the run that are still there and not listed, listed files that are not the run's)."""
+    if frozen.files.same_paths(listing.names):
+        return [], []
+    here, then = set(now.files.paths), set(frozen.files.paths)
+    known = then | {listing.others[name] for name in then if name in listing.others}
+    left_out = _left_out(here.difference(listing.names, listing.others), listing)
+    return left_out, sorted(set(listing.names) - known)
+
+
 def _left_out(names: Iterable[str], listing: Listing) -> list[str]:
     """Those of the names that lead to none of the listed files. Older versions froze a file by paths, too,
     that are not listed any more, because a link on the way leads back.
     """
     names = sorted(names)
+    if is_remote(listing.base):
+        return names
     listed = {real_file(os.path.join(listing.base, name)) for name in listing.names} if names else set()
     return [name for name in names if real_file(os.path.join(listing.base, name)) not in listed]
 
 
 def _other_path(
-    frozen: Manifest, listing: Listing, path: str | None, left_out: Sequence[str], later: Sequence[str]
+    frozen: Manifest, listing: Listing, paths: Sequence[str], left_out: Sequence[str], later: Sequence[str]
 ) -> str:
     what = (
         f"leaves out {len(left_out)} of these {len(frozen.files)} files, e.g. {left_out[0]}"
@@ -90,9 +104,9 @@ def _other_path(
     )
     return (
         f"data.sources {frozen.source}: the run was started with the {len(frozen.files)} files of path "
-        f"{path or f'(not recorded, below {frozen.base})'}, the job asks for {listing.path}, which {what}; a "
-        "run reads the files that it was started with and no others: put the path back, or start a new run "
-        "under another run.name"
+        f"{', '.join(paths) or f'(not recorded, below {frozen.base})'}, the job asks for "
+        f"{', '.join(listing.paths)}, which {what}; a run reads the files that it was started with and no "
+        "others: put the path back, or start a new run under another run.name"
     )
 
 
@@ -112,7 +126,9 @@ def _notes(listing: Listing, frozen: Manifest, changed: Sequence[str], later: Se
             f"{len(later)} files of source {frozen.source} came after the run's start and are not read, e.g. "
             f"{later[0]}"
         )
-    twice = same_files(listing.base, [row.path for row in frozen.files])
+    # each of the listed names is a file of its own
+    same = frozen.files.same_paths(listing.names) or set(frozen.files.paths) <= set(listing.names)
+    twice = {} if same else same_files(listing.base, frozen.files.paths)
     if twice:
         name = min(twice)
         notes.append(

@@ -20,9 +20,9 @@ from orchestrator.data.sources.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
-    from orchestrator.data.sources.manifest import FileRow
 
 _MAGIC, _END, _CONTINUES = b"ARROW1\0\0", b"ARROW1", b"\xff\xff\xff\xff"
 # Record batches are joined to units of at least so many bytes; a batch is held as a whole.

@@ -20,9 +20,9 @@ from orchestrator.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
-    from orchestrator.data.sources.manifest import FileRow
     from orchestrator.data.sources.readers import Part
 
 _MAX_DEPTH = 256

@@ -20,9 +20,9 @@ from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser
 from orchestrator.data.sources.line_records import Batch, range_lines, stream_lines
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
-    from orchestrator.data.sources.manifest import FileRow
 
 _BOM = b"\xef\xbb\xbf"
 

@@ -31,9 +31,9 @@ from orchestrator.errors import ConfigError, DataError
 from orchestrator.records import Int64Array
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
-    from orchestrator.data.sources.manifest import FileRow
 
 _INDEX = "index.json"
 # Samples are handed on by about so many bytes.

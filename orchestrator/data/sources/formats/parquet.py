@@ -13,8 +13,8 @@ from orchestrator.data.sources.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
-    from orchestrator.data.sources.manifest import FileRow
 
 _MAGIC = b"PAR1"
 # Rows are decoded by so many, or by fewer that have about `BATCH_BYTES`; what is compressed is read in such

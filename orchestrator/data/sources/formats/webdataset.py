@@ -30,9 +30,9 @@ from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects, Whole
 
 if TYPE_CHECKING:
+    from orchestrator.data.sources.file_rows import FileRow
     from orchestrator.data.sources.fragments import FilePart
     from orchestrator.data.sources.input_file import InputFile
-    from orchestrator.data.sources.manifest import FileRow
     from orchestrator.data.sources.readers import Part
 
 _BLOCK = 512

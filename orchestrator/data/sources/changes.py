@@ -1,0 +1,108 @@
+"""How the files of a frozen list differ from it now: names, sizes and times first, contents only where these
+differ.
+
+It says what it finds and decides nothing; `unchanged` does.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from orchestrator.data.sources.file_rows import FileRow
+from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.listing import QUICK_STAT_S, Listing
+from orchestrator.data.sources.manifest import ETAG, Manifest, difference, file_row
+from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """What lies at a manifest's base now: `now` is the list without the files that are gone; how files
+    differ, and which are gone or have fewer row groups than the run reads, for people.
+    """
+
+    now: Manifest
+    changed: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+def changes_since(manifest: Manifest, listing: Listing | None = None) -> Changes:
+    """How the files at the manifest's base differ from it. A file whose size and time are the same is not
+    opened (data rule 13), and one that `listing` has seen at that base just now is not asked for again.
+
+    Raises `DataError` if one cannot be looked at or read.
+    """
+    suspects = [manifest.files[i] for i in _other_sizes_or_times(manifest, listing)]
+    looks = in_threads(lambda row: _look(manifest, row), suspects)
+    changed = {row.path: now for row, (now, text) in zip(suspects, looks, strict=True) if text is not None}
+    return Changes(
+        now=replace(manifest, files=manifest.files.replaced(changed)),
+        changed=tuple(text for now, text in looks if now is not None and text is not None),
+        gone=tuple(text for now, text in looks if now is None and text is not None),
+    )
+
+
+def _other_sizes_or_times(manifest: Manifest, listing: Listing | None) -> list[int]:
+    """The numbers of the files that are not plainly the same."""
+    files, etags = manifest.files, listing.etags if listing is not None else ()
+    known = listing is not None and listing.base == manifest.base
+    if listing is not None and known and files.same_paths(listing.names) and not etags:
+        other = (files.sizes != listing.sizes) | (files.mtimes_ns != listing.mtimes_ns)
+        return [int(i) for i in np.flatnonzero(other)]
+    signs: Iterable[_Sign] = files.probes if etags else files.mtimes_ns.tolist()
+    then = zip(files.sizes.tolist(), signs, strict=True)
+    seen = _seen(listing) if listing is not None and known else {}
+
+    def now(path: str) -> tuple[int, _Sign] | None:
+        if path in seen or is_remote(manifest.base):  # what a bucket has not listed is not there, or hidden
+            return seen.get(path)
+        return _size_and_time(os.path.join(manifest.base, path))
+
+    found = in_threads(now, files.paths, quick_s=QUICK_STAT_S)
+    return [i for i, (was, here) in enumerate(zip(then, found, strict=True)) if was != here]
+
+
+_Sign = int | str
+
+
+def _seen(listing: Listing) -> dict[str, tuple[int, _Sign]]:
+    """Of each name its size, and its time or what its bucket knows it by."""
+    times: list[int] = listing.mtimes_ns.tolist()
+    signs: Iterable[_Sign] = [ETAG + etag for etag in listing.etags] or times
+    return dict(zip(listing.names, zip(listing.sizes.tolist(), signs, strict=True), strict=True))
+
+
+def _size_and_time(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]:
+    """(the row as it would be now, None if it is gone; how it differs, None if it is the same)."""
+    path = os.path.join(manifest.base, row.path)
+    try:
+        if not (is_remote(manifest.base) or stat.S_ISREG(os.stat(path).st_mode)):
+            raise DataError(f"{path}: is no regular file any more; put the file back")
+        with open_input(manifest.base, row.path) as file:
+            found = difference(row, file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, f"{path}: it had {row.bytes} bytes and is gone"
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}; fix its rights") from error
+    if found is None:
+        return row, None
+    now = file_row(manifest.base, manifest.format, manifest.content, row.path)
+    groups, left = len(row.group_rows), len(now.group_rows)
+    if left < groups:
+        return None, f"{path}: it had {groups} row groups and has {left}"
+    return now, f"{path}: {found}"

@@ -1,0 +1,224 @@
+"""The rows of a manifest as columns: a hundred thousand files are six arrays, and a row is made when it is
+asked for.
+
+It holds values and reads nothing; what they mean for the stream says `manifest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import orjson
+from blake3 import blake3
+
+from orchestrator.errors import DataIdentityError
+from orchestrator.records import Int64Array
+
+VERSION = 1
+# Rows are turned into Python objects by so many at a time.
+_STRETCH = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRow:
+    """One file: path relative to the source's base, size, and what shows whether it is still the same.
+
+    `probe` is the xxh3_64 (16 hex digits) of its first and its last 4 KiB; of a file in an object store
+    `etag:` and its etag. `group_rows` and `group_bytes` (decoded) describe the row groups of a Parquet file.
+    """
+
+    path: str
+    bytes: int
+    mtime_ns: int
+    probe: str
+    group_rows: tuple[int, ...] = ()
+    group_bytes: tuple[int, ...] = ()
+
+
+_NAMES = ("path", "bytes", "mtime_ns", "probe", "group_rows", "group_bytes")
+_LISTS = ("group_rows", "group_bytes")
+
+
+class Files(Sequence[FileRow]):
+    """A manifest's rows. Never changes; equal to another one of equal rows.
+
+    Pickles as its columns, about 60 bytes and the path of each file. Arrays that it gives are read-only.
+    """
+
+    __slots__ = ("_columns", "_digests")
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        """`columns` are Arrow arrays by the names of `FileRow`'s fields."""
+        self._columns = columns
+        self._digests: dict[tuple[str, str], str] = {}
+
+    @classmethod
+    def of(cls, rows: Iterable[FileRow]) -> Files:
+        """The rows as columns."""
+        import pyarrow as pa
+
+        rows = list(rows)
+        return cls({name: pa.array([getattr(r, name) for r in rows], kind) for name, kind in _kinds()})
+
+    @classmethod
+    def of_table(cls, table: Any) -> Files:
+        """From `table`. Raises `DataIdentityError` where that has other columns, or no value."""
+        found = {field.name: field.type for field in table.schema}
+        if found != dict(_kinds()):
+            raise DataIdentityError(f"its columns are {found}, expected are {dict(_kinds())}")
+        columns = {name: table.column(name).combine_chunks() for name in _NAMES}
+        if any(column.null_count for column in columns.values()):
+            raise DataIdentityError("values are missing in it")
+        return cls(columns)
+
+    def table(self, facts: dict[str, str]) -> Any:
+        """An Arrow table of one row per file, with `facts` as the metadata of its schema."""
+        import pyarrow as pa
+
+        return pa.table(self._columns, schema=pa.schema(_kinds(), metadata=facts))
+
+    # ------------------------------------------------------------------------------------ rows
+    def __len__(self) -> int:
+        return len(self._columns["path"])
+
+    @overload
+    def __getitem__(self, index: int) -> FileRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[FileRow, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> FileRow | tuple[FileRow, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        values: dict[str, Any] = {name: self._columns[name][index].as_py() for name in _NAMES}
+        return FileRow(**values | {name: tuple(values[name]) for name in _LISTS})
+
+    def __iter__(self) -> Iterator[FileRow]:
+        for values in self._stretches(_NAMES):
+            for path, size, mtime_ns, probe, rows, sizes in values:
+                yield FileRow(
+                    path=path,
+                    bytes=size,
+                    mtime_ns=mtime_ns,
+                    probe=probe,
+                    group_rows=tuple(rows),
+                    group_bytes=tuple(sizes),
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Files):
+            return NotImplemented
+        return all(self._columns[name].equals(other._columns[name]) for name in _NAMES)
+
+    def __hash__(self) -> int:
+        return hash(self.digest("", ""))
+
+    def __repr__(self) -> str:
+        return f"Files({len(self)} rows)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Files, (self._columns,)
+
+    def _stretches(self, names: Sequence[str]) -> Iterator[Iterator[tuple[Any, ...]]]:
+        for start in range(0, len(self), _STRETCH):
+            yield zip(*(_values(self._columns[n].slice(start, _STRETCH)) for n in names), strict=True)
+
+    # ------------------------------------------------------------------------------------ columns
+    @property
+    def paths(self) -> list[str]:
+        """The paths, made anew at each call."""
+        paths: list[str] = self._columns["path"].to_pylist()
+        return paths
+
+    def path(self, index: int) -> str:
+        """The path of one file."""
+        path: str = self._columns["path"][index].as_py()
+        return path
+
+    def bytes(self, index: int) -> int:
+        """The size of one file."""
+        size: int = self._columns["bytes"][index].as_py()
+        return size
+
+    @property
+    def sizes(self) -> Int64Array:
+        """(num_files,) bytes of each."""
+        return _numbers(self._columns["bytes"])
+
+    @property
+    def mtimes_ns(self) -> Int64Array:
+        """(num_files,) when each was last written."""
+        return _numbers(self._columns["mtime_ns"])
+
+    @property
+    def probes(self) -> list[str]:
+        """The probes, made anew at each call."""
+        probes: list[str] = self._columns["probe"].to_pylist()
+        return probes
+
+    @property
+    def group_ends(self) -> Int64Array:
+        """(num_files + 1,) where each file's row groups begin in `group_sizes`, and where the last ends."""
+        offsets = _numbers(self._columns["group_bytes"].offsets).astype(np.int64)
+        return offsets - offsets[:1]
+
+    @property
+    def group_sizes(self) -> Int64Array:
+        """(num_groups,) decoded bytes of the row groups of all files."""
+        return _numbers(self._columns["group_bytes"].flatten())
+
+    def paths_end(self, endings: Sequence[str]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(num_files,) whether each path ends with one of these."""
+        import pyarrow.compute as pc
+
+        found = np.zeros(len(self), np.bool_)
+        for ending in endings:
+            found |= np.asarray(pc.ends_with(self._columns["path"], ending).to_numpy(zero_copy_only=False))
+        return found
+
+    def same_paths(self, names: Sequence[str]) -> bool:
+        """Whether these are the paths, in this order."""
+        import pyarrow as pa
+
+        return len(names) == len(self) and bool(self._columns["path"].equals(pa.array(names, pa.string())))
+
+    def replaced(self, changed: Mapping[str, FileRow | None]) -> Files:
+        """With other rows for these paths; None: without its row."""
+        if not changed:
+            return self
+        rows = (changed.get(row.path, row) for row in self)
+        return Files.of(row for row in rows if row is not None)
+
+    def digest(self, format_: str, text_field: str) -> str:
+        """blake3 of a JSON list of the version, these two, and of each row what is no time. Computed once."""
+        if (format_, text_field) not in self._digests:
+            hasher = blake3(orjson.dumps([VERSION, format_, text_field])[:-1] + b",[")
+            names = [name for name in _NAMES if name != "mtime_ns"]
+            for number, rows in enumerate(self._stretches(names)):
+                hasher.update(b"," * (number > 0) + orjson.dumps(list(rows))[1:-1])
+            hasher.update(b"]]")
+            self._digests[format_, text_field] = hasher.hexdigest()
+        return self._digests[format_, text_field]
+
+
+def _kinds() -> list[tuple[str, Any]]:
+    import pyarrow as pa
+
+    one, many = {"path": pa.string(), "probe": pa.string()}, dict.fromkeys(_LISTS, pa.list_(pa.int64()))
+    return [(name, one.get(name) or many.get(name) or pa.int64()) for name in _NAMES]
+
+
+def _values(column: Any) -> list[Any]:
+    import pyarrow as pa
+
+    if pa.types.is_list(column.type) and not len(column.flatten()):
+        return [[]] * len(column)
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _numbers(column: Any) -> Int64Array:
+    numbers: Int64Array = column.to_numpy(zero_copy_only=True)
+    return numbers

@@ -1,0 +1,202 @@
+"""Files of a bucket: which ones a URI means, and one of them as an `InputFile`.
+
+It knows no format; how a bucket is reached says `object_stores`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
+
+from orchestrator.data.sources.matches import fits, split_glob
+from orchestrator.data.sources.object_stores import bucket_of, explained, split_uri
+
+_BUFFER_BYTES = 4 << 20
+_NS = 1_000_000_000
+# So often a read is tried whose answer breaks off or is too short, within about so many seconds.
+_TRIES, _WAIT_S = 4, 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteObject:
+    """An object as its bucket lists it; `name` is relative to the base that was asked for, `etag` without its
+    quotes (`W/` before a weak one stays).
+    """
+
+    name: str
+    size: int
+    mtime_ns: int
+    etag: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteMatches:
+    """What a URI means: `objects` below `base`. `looked_for` is the pattern, for people; `is_folder` if every
+    object below is meant.
+    """
+
+    base: str
+    looked_for: str
+    objects: tuple[RemoteObject, ...]
+    is_folder: bool = False
+
+
+def remote_matches(uri: str) -> RemoteMatches:
+    """What `uri` means, as a path of this machine would: an object of this name, else a pattern, else all
+    that lies below it and is not hidden. One request for 1,000 objects below the part without a wildcard.
+
+    Raises `OSError` in words, `FileNotFoundError` if there is no such bucket.
+    """
+    bucket, key = split_uri(uri)
+    whole = _head(uri) if key else None
+    if whole is not None:
+        base, _, name = f"{bucket}/{key}".rpartition("/")
+        return RemoteMatches(base=base, looked_for="that object", objects=(_object(whole, name),))
+    folder, pattern = split_glob(f"{bucket}/{key}", "/")
+    if pattern:
+        parts = tuple(pattern.split("/"))
+        objects = tuple(o for o in _below(folder) if name_fits(tuple(o.name.split("/")), parts))
+        return RemoteMatches(base=folder, looked_for=pattern, objects=objects)
+    base = f"{bucket}/{key}".rstrip("/")
+    visible = tuple(o for o in _below(base) if not any(p.startswith(".") for p in o.name.split("/")))
+    return RemoteMatches(base=base, looked_for="**/*", objects=visible, is_folder=True)
+
+
+def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    """Whether a name, in its parts, is what a pattern means; `**` is any number of folders, none included,
+    and none that is hidden.
+    """
+    if not parts or not name:
+        return not parts and not name
+    if parts[0] != "**":
+        return fits(name[0], parts[0]) and name_fits(name[1:], parts[1:])
+    rest = parts[1:] or ("*",)
+    deepest = next((i for i, part in enumerate(name) if part.startswith(".")), len(name))
+    return any(name_fits(name[skipped:], rest) for skipped in range(deepest + 1))
+
+
+def _below(folder: str) -> Iterator[RemoteObject]:
+    bucket, prefix = split_uri(folder)
+    store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
+    import obstore
+
+    with explained(folder):
+        for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
+            for meta in found:
+                name = meta["path"].removeprefix(begin)
+                if name and not name.endswith("/"):  # a folder that a console made
+                    yield _object(meta, name)
+
+
+def _head(uri: str) -> Any:
+    bucket, key = split_uri(uri)
+    store = bucket_of(bucket)  # says so if the library is not installed
+    import obstore
+
+    try:
+        with explained(uri):
+            return obstore.head(store, key)
+    except FileNotFoundError:
+        return None
+
+
+def _object(meta: Any, name: str) -> RemoteObject:
+    at = meta["last_modified"]
+    # Azure's list gives it without the quotes that its answers have
+    etag = (meta["e_tag"] or "").strip('"')
+    mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
+    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
+
+
+def _passes(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EIO
+
+
+class RemoteFile:
+    """An object of a bucket, as it was when it was opened: a read of one that was replaced since raises
+    `OSError`. Holds no connection; safe to use from threads. See `InputFile`.
+    """
+
+    def __init__(self, uri: str) -> None:
+        """Raises `FileNotFoundError`, or another `OSError` in words. One request."""
+        self.name = uri
+        bucket, self._key = split_uri(uri)
+        self._bucket = bucket_of(bucket)
+        meta = _head(uri)
+        if meta is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", uri)
+        found = _object(meta, uri)
+        self.size, self.mtime_ns, self.etag = found.size, found.mtime_ns, found.etag
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        """See `InputFile`. One request, repeated while its answer breaks off."""
+        end = min(offset + num_bytes, self.size)
+        return self._range(offset, end) if offset < end else b""
+
+    @retry(
+        retry=retry_if_exception(_passes),
+        stop=stop_after_attempt(_TRIES),
+        wait=wait_exponential(max=_WAIT_S),
+        reraise=True,
+    )
+    def _range(self, start: int, end: int) -> bytes:
+        import obstore
+
+        options: Any = {"range": (start, end)}
+        if self.etag:
+            options["if_match"] = f'"{self.etag}"'
+        with explained(self.name):
+            data = bytes(obstore.get(self._bucket, self._key, options=options).bytes())
+        if len(data) != end - start:
+            raise OSError(
+                errno.EIO, f"bytes [{start}, {end}) were asked for, and {len(data)} came", self.name
+            )
+        return data
+
+    def stream(self) -> io.BufferedIOBase:
+        """See `InputFile`. Reads 4 MiB at a time."""
+        return io.BufferedReader(_Remote(self), _BUFFER_BYTES)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class _Remote(io.RawIOBase):
+    """An object, read from a place of its own."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read_at(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at

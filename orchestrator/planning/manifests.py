@@ -1,0 +1,153 @@
+"""Which frozen list of a source's files is read in which epoch, and what a source is numbered: through any
+row of resumes that add or take away sources, start them anew, or refresh their lists (data rules 23 and 24).
+
+It reads and writes no list: it says which one, by a version; `data.frozen` keeps each under that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from orchestrator.records import Cursor, SourceCursor
+
+FIRST = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListSpan:
+    """The lists of a source from epoch `begin` on, until its next span begins.
+
+    `start` is the start of the source that they follow: 0 the run's or the source's first one, else one that
+    a `restart` made. The list is that of the start, or the one that was refreshed for epoch `refreshed`. With
+    `refresh` every later epoch has a list of its own.
+    """
+
+    begin: int
+    start: int = 0
+    refreshed: int | None = None
+    refresh: bool = False
+
+    def version(self, epoch: int) -> str:
+        """Which list an epoch of this span reads."""
+        refreshed = epoch if self.refresh and epoch > self.begin else self.refreshed
+        if refreshed is None:
+            return str(self.start) if self.start else FIRST
+        return f"{self.start}e{refreshed}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceLists:
+    """One source of a lineage. `number` is in the digests of its samples and never changes; `active` says
+    whether the job reads it. A source that is taken away stays here, and its place in the cursor: where it
+    comes back, it goes on from there.
+    """
+
+    name: str
+    number: int
+    spans: tuple[ListSpan, ...]
+    active: bool = True
+
+    def span(self, epoch: int) -> ListSpan:
+        """The span that an epoch lies in."""
+        return next((span for span in reversed(self.spans) if span.begin <= epoch), self.spans[0])
+
+    def version(self, epoch: int) -> str:
+        """Which list an epoch reads; empty: the one of the source's first start.
+
+        One that was refreshed is made once, by whoever comes to its epoch first, and written before it is
+        read; later attempts read that one.
+        """
+        return self.span(epoch).version(epoch)
+
+    def epochs_before(self, epoch: int) -> int:
+        """How many epochs of its start lie before this one: what `num_epochs` counts."""
+        start = self.span(epoch).start
+        return epoch - next(span.begin for span in self.spans if span.start == start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a job asks for: its sources in the order of the configuration, those that begin at the start of a
+    new list (`resume.data: restart` is all of them), and those with `refresh: epoch`.
+    """
+
+    names: tuple[str, ...]
+    restart: frozenset[str] = frozenset()
+    refresh: frozenset[str] = frozenset()
+
+
+def first_sources(wanted: Wanted) -> tuple[SourceLists, ...]:
+    """Those of a run's first start; also of a run that was started before its claims named any."""
+    return next_sources((), Cursor(), replace(wanted, restart=frozenset()), {})
+
+
+def next_sources(
+    parent: tuple[SourceLists, ...], cursor: Cursor, wanted: Wanted, free: Mapping[str, int]
+) -> tuple[SourceLists, ...]:
+    """Those of a job that goes on at `cursor`, which was made under `parent`'s.
+
+    What the parent would have read after the cursor's epoch and the job does not ask for never is; an epoch
+    that has begun is read to its end by its own list, unless its source is started anew: then it goes on at
+    the next epoch's first document (`moved`), because places may not come twice. `free` has per source the
+    least number above all starts that any list in storage names (not named: 1): one that a rewind left
+    behind is not taken for a new one.
+    """
+    assert wanted.restart | wanted.refresh <= set(wanted.names), f"unknown sources in {wanted}"
+    old = {source.name: source for source in parent}
+    number = max((source.number for source in parent), default=-1) + 1
+    kept = [replace(s, active=s.name in wanted.names) for s in parent]
+    for name in wanted.names:
+        if name not in old:
+            start = free.get(name, 0)  # 0: there is no list of this name, not even on another lineage
+            span = ListSpan(begin=0, start=start, refresh=name in wanted.refresh)
+            kept.append(SourceLists(name=name, number=number, spans=(span,)))
+            number += 1
+    return tuple(
+        _continued(source, cursor.sources.get(source.name), wanted, free)
+        if source.name in old and source.active
+        else source
+        for source in kept
+    )
+
+
+def _continued(
+    source: SourceLists, at: SourceCursor | None, wanted: Wanted, free: Mapping[str, int]
+) -> SourceLists:
+    refresh = source.name in wanted.refresh
+    spans = source.spans[:1] if at is None else tuple(s for s in source.spans if s.begin <= at.epoch)
+    last = spans[-1]
+    if source.name in wanted.restart:
+        anew = ListSpan(
+            begin=0 if at is None else at.epoch + 1, start=free.get(source.name, 1), refresh=refresh
+        )
+        return replace(source, spans=(anew,) if at is None else (*spans, anew))
+    if refresh == last.refresh:
+        return replace(source, spans=spans)
+    if at is None:  # nothing of it was read
+        return replace(source, spans=(replace(last, refresh=refresh),))
+    begin = at.epoch + 1
+    # its first token may have been a target already, so the epoch that has begun keeps its list
+    read = last.refreshed if not last.refresh or at.epoch == last.begin else at.epoch
+    then = ListSpan(begin=begin, start=last.start, refreshed=begin if refresh else read, refresh=refresh)
+    return replace(source, spans=(*spans, then))
+
+
+def moved(sources: tuple[SourceLists, ...], cursor: Cursor) -> Cursor:
+    """The cursor with the sources that were started anew since at the first document of their new list; its
+    counts stay. Moving it again moves nothing.
+    """
+    places = dict(cursor.sources)
+    for source in sources:
+        at = places.get(source.name)
+        newest = source.spans[-1]
+        if at is not None and source.span(at.epoch).start != newest.start:
+            begin = next(span.begin for span in source.spans if span.start == newest.start)
+            places[source.name] = SourceCursor(
+                epoch=begin,
+                documents=at.documents,
+                empty_documents=at.empty_documents,
+                bad_documents=at.bad_documents,
+                special_texts=at.special_texts,
+            )
+    return replace(cursor, sources=places)

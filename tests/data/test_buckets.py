@@ -1,0 +1,340 @@
+"""Sources in buckets: real protocols against servers of their own, and what a user is told when something is
+wrong.
+
+S3 runs against moto's server, and so does GCS: its XML API, which is what is used of it, lists and reads as
+S3 does. Azure runs against Azurite (`npm install azurite`), and is skipped where that is not on the path.
+"""
+
+from __future__ import annotations
+
+import base64
+import glob
+import gzip
+import hashlib
+import hmac
+import io
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_parquet, to_parquet
+from orchestrator.data.sources.object_stores import bucket_of
+from orchestrator.data.sources.remote_files import name_fits
+from orchestrator.errors import ConfigError
+from tests.data.making import some_texts, write_corpus
+
+obstore = pytest.importorskip("obstore")
+CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
+
+
+@pytest.fixture(autouse=True)
+def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in os.environ:
+        if name.startswith(CLOUD):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    bucket_of.cache_clear()
+    yield
+    bucket_of.cache_clear()
+
+
+# ------------------------------------------------------------------------------ servers
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob is not on the path")
+    folder = tmp_path_factory.mktemp("azurite")
+    process = subprocess.Popen(
+        [program, "--blobPort", "0", "--location", str(folder), "--skipApiVersionCheck"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if "successfully listens on" in line)
+    yield line.split()[-1]
+    process.terminate()
+    process.wait(10)
+
+
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+CONTENT = "application/octet-stream"
+numbers = itertools.count()
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty bucket, and the environment in which a user reaches it."""
+    kind, name = str(request.param), f"bucket{next(numbers)}"
+    if kind == "az":
+        url = request.getfixturevalue("azure")
+        text = f"AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};BlobEndpoint={url}/devstoreaccount1;"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
+        make_container(url, name)
+        return f"az://{name}"
+    url = request.getfixturevalue("s3")
+    reach_s3(monkeypatch, url)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+    ask("PUT", f"{url}/{name}", {})
+    return f"{kind}://{name}"
+
+
+def reach_s3(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+
+def make_container(url: str, name: str) -> None:
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    what = "PUT" + "\n" * 5 + CONTENT + "\n" * 7
+    what += "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
+    what += f"/devstoreaccount1/devstoreaccount1/{name}\nrestype:container"
+    signed = hmac.new(base64.b64decode(AZURITE_KEY), what.encode(), hashlib.sha256).digest()
+    headers["Authorization"] = f"SharedKey devstoreaccount1:{base64.b64encode(signed).decode()}"
+    ask("PUT", f"{url}/devstoreaccount1/{name}?restype=container", headers)
+
+
+def ask(method: str, url: str, headers: dict[str, str], data: bytes = b"") -> None:
+    request = urllib.request.Request(url, data, {"Content-Type": CONTENT, **headers}, method=method)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def put(bucket: str, key: str, data: bytes) -> None:
+    """Writes an object. GCS reads what everybody may read: the server knows no signatures of it."""
+    if bucket.startswith("gs://"):
+        url = f"{os.environ['STORAGE_EMULATOR_HOST']}/{bucket.partition('://')[2]}/{quote(key)}"
+        ask("PUT", url, {"x-amz-acl": "public-read"}, data)
+        return
+    obstore.put(bucket_of(bucket), key, data)
+
+
+# ------------------------------------------------------------------------------ what a URI means
+NAMES = ["a.jsonl", "b.txt", "x/a.jsonl", "x/y/a.jsonl", "x/y/z/b c%é.jsonl.gz", "x/.h/a.jsonl", ".g.jsonl"]
+PATTERNS = ["*", "*.jsonl", "**/*.jsonl", "**/**/*.jsonl", "x/**/*.jsonl", "**", "x/**", "*/*.jsonl", "*/y/*"]
+PATTERNS += ["**/y/**/*.jsonl", "[ab].*", "**/.h/*.jsonl", ".*", "?.jsonl", "**l", "x/y/a.jsonl", "x"]
+
+
+def test_a_pattern_means_in_a_bucket_what_it_means_in_a_folder(tmp_path: Path) -> None:
+    for name in NAMES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for pattern in PATTERNS:
+        found = {path for path in glob.glob(pattern, root_dir=tmp_path, recursive=True)}
+        files = {path for path in found if (tmp_path / path).is_file()}
+        parts = tuple(pattern.split("/"))
+        assert {name for name in NAMES if name_fits(tuple(name.split("/")), parts)} == files, pattern
+
+
+def test_objects_are_listed_as_files_are(bucket: str) -> None:
+    for name in NAMES:
+        put(bucket, f"d/{name}", name.encode())
+    put(bucket, "d2/other.jsonl", b"")
+    listing = list_files("s", f"{bucket}/d", "jsonl")
+    assert listing.base == f"{bucket}/d"
+    assert listing.names == ("a.jsonl", "x/a.jsonl", "x/y/a.jsonl", "x/y/z/b c%é.jsonl.gz")
+    assert listing.sizes.tolist() == [len(name.encode()) for name in listing.names]
+    assert list_files("s", f"{bucket}/d/", "jsonl").names == listing.names
+    assert list_files("s", f"{bucket}/d/x/**/a.jsonl", "jsonl").names == ("a.jsonl", "y/a.jsonl")
+    several = list_files("s", [f"{bucket}/d/x/y", f"{bucket}/d/a.jsonl", f"{bucket}/d/*.jsonl"], "jsonl")
+    assert (several.base, several.names) == (
+        f"{bucket}/d",
+        ("a.jsonl", "x/y/a.jsonl", "x/y/z/b c%é.jsonl.gz"),
+    )
+    one = list_files("s", f"{bucket}/d/x/y/z/b c%é.jsonl.gz", "jsonl")
+    assert (one.base, one.names) == (f"{bucket}/d/x/y/z", ("b c%é.jsonl.gz",))
+    for seen, name in zip(listing.etags, listing.names, strict=True):
+        assert seen
+        with open_input(listing.base, name) as file:
+            assert file.etag == seen, "the list and the object say the same"
+
+
+def test_an_object_is_read_by_ranges_and_as_a_stream(bucket: str) -> None:
+    data = gzip.compress(os.urandom(300_000)) + bytes(range(256)) * 9
+    put(bucket, "d/x.gz", data)
+    with open_input(f"{bucket}/d", "x.gz") as file:
+        assert (file.size, file.name) == (len(data), f"{bucket}/d/x.gz")
+        end = len(data)
+        for offset, num in [(0, 10), (5, 0), (end - 3, 100), (end, 5), (end + 9, 1), (7, 99_999)]:
+            assert file.read_at(offset, num) == data[offset : offset + num]
+        stream = file.stream()
+        assert stream.read() == data
+        assert stream.seek(-7, os.SEEK_END) == len(data) - 7
+        assert stream.read() == data[-7:]
+        put(bucket, "d/x.gz", data[::-1])
+        with pytest.raises(OSError, match="the object was replaced while it was read"):
+            file.read_at(0, 10)
+
+
+def test_a_list_of_objects_is_frozen_by_etags_and_shows_every_change(bucket: str, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "data", some_texts(40), "jsonl", 5)
+    for file in (tmp_path / "data").iterdir():
+        put(bucket, f"d/{file.name}", file.read_bytes())
+    manifest = freeze("s", f"{bucket}/d", "jsonl", "text")
+    assert all(row.probe.startswith(ETAG) for row in manifest.files)
+    assert from_parquet(to_parquet(manifest), "here") == manifest
+    assert manifest.path(2) == f"{bucket}/d/part-2.jsonl"
+    same = changes_since(manifest, list_files("s", f"{bucket}/d", "jsonl"))
+    assert (same.now, same.changed, same.gone) == (manifest, (), ())
+    put(bucket, "d/part-1.jsonl", (tmp_path / "data" / "part-1.jsonl").read_bytes())  # the same, later
+    other = (tmp_path / "data" / "part-2.jsonl").read_bytes().replace(b"text", b"txet", 1)
+    put(bucket, "d/part-2.jsonl", other)
+    put(bucket, "d/part-3.jsonl", b"shorter")
+    obstore.delete(bucket_of(bucket.replace("gs://", "s3://")), "d/part-4.jsonl")
+    for listing in (list_files("s", f"{bucket}/d", "jsonl"), None):
+        found = changes_since(manifest, listing)
+        texts = [text for text in found.changed if "part-1" not in text]  # Azure has a new etag for it
+        assert ["part-2.jsonl: its etag was" in texts[0], "part-3.jsonl: it had" in texts[1]] == [True, True]
+        assert found.gone == (f"{bucket}/d/part-4.jsonl: it had {manifest.files[4].bytes} bytes and is gone",)
+
+
+def test_row_groups_of_objects_are_read_from_their_footers(bucket: str) -> None:
+    for i in range(3):
+        out = io.BytesIO()
+        pq.write_table(pa.table({"text": ["a", "b", "c"] * (i + 1)}), out, row_group_size=4)
+        put(bucket, f"d/{i}.parquet", out.getvalue())
+    manifest = freeze("s", f"{bucket}/d/*.parquet", "parquet", "text")
+    assert [row.group_rows for row in manifest.files] == [(3,), (4, 2), (4, 4, 1)]
+    put(bucket, "d/9.parquet", b"no parquet at all")
+    with pytest.raises(ConfigError, match=r"9\.parquet: no Parquet file: it begins with b'no p'"):
+        freeze("s", f"{bucket}/d", "parquet", "text")
+
+
+def test_files_that_were_copied_to_a_bucket_are_the_same(s3: str, tmp_path: Path, monkeypatch: Any) -> None:
+    reach_s3(monkeypatch, s3)
+    ask("PUT", f"{s3}/copied", {})
+    write_corpus(tmp_path / "data", some_texts(40), "jsonl")
+    manifest = freeze("s", str(tmp_path / "data"), "jsonl", "text")
+    for file in (tmp_path / "data").iterdir():
+        put("s3://copied", file.name, file.read_bytes())
+    moved = replace(manifest, base="s3://copied")
+    found = changes_since(moved, list_files("s", "s3://copied", "jsonl"))
+    assert (found.now, found.changed, found.gone) == (moved, (), ())
+    put("s3://copied", "part-1.jsonl", manifest.files[1].bytes * b"x")
+    with open_input("s3://copied", "part-1.jsonl") as file:
+        assert "its ends had digest" in str(difference(manifest.files[1], file))
+
+
+# ------------------------------------------------------------------------------ what a user is told
+def refusal(path: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        list_files("web", path, "jsonl")
+    return str(caught.value)
+
+
+def test_what_is_not_there_is_told(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach_s3(monkeypatch, s3)
+    ask("PUT", f"{s3}/there", {})
+    text = refusal("s3://nobodys/d")
+    assert "web: s3://nobodys/d cannot be listed: there is no such bucket at this endpoint" in text
+    text = refusal("s3://there/d/*.jsonl")
+    assert "no object matches 's3://there/d/*.jsonl' (looked for *.jsonl in s3://there/d)" in text
+    assert "(looked for **/* (.jsonl .jsonl.gz .jsonl.zst) in s3://there/d)" in refusal("s3://there/d")
+    with pytest.raises(FileNotFoundError, match="there is no such object: 's3://there/d/x'"):
+        open_input("s3://there/d", "x")
+
+
+def test_paths_of_several_storages_are_refused(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach_s3(monkeypatch, s3)
+    for name in ("one", "two"):
+        ask("PUT", f"{s3}/{name}", {})
+        put(f"s3://{name}", "a.jsonl", b"{}")
+    assert "lie in several buckets, s3://one and s3://two" in refusal(["s3://one", "s3://two"])
+    assert "/here is a path of this machine and others are URIs" in refusal(["s3://one", "/here"])
+    assert "this is neither" in refusal("ftp://host/d")
+    assert "this is neither" in refusal("s3://")
+
+
+@contextmanager
+def server(status: int, body: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that gives this answer to all, and the requests that it had."""
+    asked: list[str] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode() if self.command == "GET" else b"")
+
+        do_HEAD = do_PUT = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_address[1]}", asked
+        httpd.shutdown()
+        thread.join()
+
+
+def test_denied_access_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(403, "<Error><Code>AccessDenied</Code></Error>") as (url, _):
+        reach_s3(monkeypatch, url)
+        text = refusal("s3://secret/d/*")
+    assert "access to s3://secret is denied to these credentials: give them the rights to list" in text
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE on every machine" in text
+
+
+def test_no_credentials_says_where_they_may_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(404, "") as (url, asked):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)  # where a cloud's machines get theirs
+        text = refusal("s3://bucket/d/*")
+        assert asked
+        assert not any("bucket" in path for path in asked)
+    assert "no credentials for s3://bucket were found on this machine; set AWS_ACCESS_KEY_ID and" in text
+
+
+def test_keys_come_from_the_profile_where_the_environment_has_none(
+    s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reach_s3(monkeypatch, s3)
+    ask("PUT", f"{s3}/profiled", {})
+    put("s3://profiled", "a.jsonl", b"{}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name)
+    (tmp_path / ".aws").mkdir()
+    keys = "aws_access_key_id = a\naws_secret_access_key = b\n"
+    (tmp_path / ".aws" / "credentials").write_text(f"[lab]\n{keys}")
+    (tmp_path / ".aws" / "config").write_text(f"[profile lab]\nregion = eu-west-1\nendpoint_url = {s3}\n")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    bucket_of.cache_clear()
+    assert list_files("s", "s3://profiled", "jsonl").names == ("a.jsonl",)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)  # as Python marks what cannot be imported
+    with pytest.raises(ConfigError, match=r"pip install 'orchestrator\[remote\]'"):
+        list_files("web", "s3://bucket/d", "jsonl")
