@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.sources.manifest import freeze
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.manifest import FileRow, Manifest, freeze
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
@@ -115,3 +117,12 @@ def test_the_layout_of_a_drawn_step() -> None:
     assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]
     assert batch.document_ids.tolist() == [[0, 0, 1], [0, 1, -1]]
     assert drawn.digest == STEP_DIGEST
+
+
+def test_the_digest_of_a_manifest() -> None:
+    row = FileRow(path="a", bytes=3, mtime_ns=4, probe="ab", group_rows=(1, 2), group_bytes=(3, 4))
+    of_text = Manifest(
+        source="web", base="/e", format="parquet", content=Content(text_field="body"), files=(row,)
+    )
+    assert of_text.digest == "9a6eb99dc73c379270c2c55a06162889adc67da2f3a69470ebaee45d0117db3e"
+    assert replace(of_text, content=Content(kind="chat")).digest not in (of_text.digest, "")
