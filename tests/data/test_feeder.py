@@ -31,7 +31,7 @@ from orchestrator.data.packing.stream import open_samples
 from orchestrator.data.sources.manifest import FileRow
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
+from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange
 from tests.conftest import TinyConfig
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
@@ -393,6 +393,28 @@ def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing
     stalled = asyncio.run(hours())
     assert isinstance(stalled, FeedError)
     assert "no tokenizer has done anything for 600 s" in str(stalled)
+
+
+def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_errors_of_the_data(
+    spec: DataSpec,
+) -> None:
+    async def read_twice() -> object:
+        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        await feeder.open("launch", (1, 1), Cursor())
+        task = await feeder.slot(1, 0)
+        assert task is not None
+        assert await feeder.read(1, 0, task, None)
+        assert not await feeder.read(1, 0, task, 1)
+        assert await feeder.slot(1, 1) is None, "the run is over"
+        return await feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)
+
+    async def open_behind_the_data() -> object:
+        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        await feeder.open("launch", (1, 1), Cursor(sources={"stdlib": SourceCursor(block=999)}))
+        return await feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)
+
+    for what in (read_twice, open_behind_the_data):
+        assert isinstance(asyncio.run(what()), DataIdentityError)
 
 
 def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ __all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_na
 
 Result = TypeVar("Result")
 
-# A slot that was begun so often kills its tokenizer each time.
+# A window that was begun so often kills its tokenizer each time.
 MAX_EXECUTIONS = 4
 # No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
 # hangs.
