@@ -295,8 +295,8 @@ class StepRecord:
 # ------------------------------------------------------------ data
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTask:
-    """What a slot of the pipeline is: read this block of this source from window `window` on, skipping what
-    lies before the cursor.
+    """What a slot of the pipeline is: window `window` of this block of this source, from `record` and `piece`
+    on: what lies before was trained. A stream in one process reads on to the block's end.
     """
 
     source: str

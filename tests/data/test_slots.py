@@ -4,6 +4,7 @@ order.
 
 from __future__ import annotations
 
+import heapq
 import pickle
 import random
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
 from orchestrator.errors import DataIdentityError, FeedError
 from orchestrator.records import TokenChunk, WindowTask
 
-HISTORIES = 1500
+HISTORIES = 1000
 Place = tuple[str, int, int, int, int]  # source, epoch, block, window, number of the chunk
 
 
@@ -411,9 +412,11 @@ def test_the_search_finds_a_mistake_that_is_planted(planted: type[Slots], found:
         search(range(HISTORIES), planted)
 
 
-def slots_of(sources: dict[str, Source], shares: dict[str, float] | None = None) -> Slots:
+def slots_of(
+    sources: dict[str, Source], shares: dict[str, float] | None = None, num_tokenizers: int = 6
+) -> Slots:
     windows = [replace(source.windows(), share=(shares or {}).get(n, 1.0)) for n, source in sources.items()]
-    return Slots(windows, num_tokenizers=6)
+    return Slots(windows, num_tokenizers)
 
 
 def test_the_source_that_will_run_dry_first_is_read_first() -> None:
@@ -454,3 +457,62 @@ def test_a_chunk_of_another_slot_or_window_is_refused() -> None:
     for slot, window in ((1, 1), (0, 1)):
         with pytest.raises(FeedError, match="slot 0 was due"):
             slots.take(slot, chunk_at(("a", 0, 0, window, 0), source))
+
+
+def seconds(source: Source, num_tokenizers: int) -> float:
+    """What a source takes by a clock of the test's: a window is read, or passed over, in 1 s and tokenized in
+    3 s; each tokenizer keeps its place in a block.
+    """
+    slots = slots_of({source.name: source}, num_tokenizers=num_tokenizers)
+    numbers = count()
+    asking = {tokenizer: next(numbers) for tokenizer in range(num_tokenizers)}
+    places = dict.fromkeys(asking, (0, 0))  # the block, and the window that is read next
+    happening = list[tuple[float, int, int, bool]]()  # when, who, for which slot, whether it was read
+    tasks: dict[int, WindowTask] = {}
+    done: dict[int, TokenChunk] = {}
+    now = 0.0
+    while True:
+        for tokenizer, slot in list(asking.items()):
+            task = slots.begin(slot, lambda _: 0)
+            if isinstance(task, WindowTask):
+                del asking[tokenizer]
+                block, place = places[tokenizer]
+                begin = place if block == task.block and place <= task.window else 0
+                end = min(task.window + 1, source.real(0, task.block))
+                tasks[slot], places[tokenizer] = task, (task.block, end)
+                heapq.heappush(happening, (now + end - begin, tokenizer, slot, True))
+        now, tokenizer, slot, was_read = heapq.heappop(happening)
+        task, num_windows = tasks[slot], source.real(0, tasks[slot].block)
+        if was_read:
+            slots.read(slot, task, num_windows if task.window >= num_windows - 1 else None)
+        if was_read and task.window < num_windows:
+            heapq.heappush(happening, (now + 3, tokenizer, slot, False))
+            continue
+        asking[tokenizer] = slot if was_read else next(numbers)
+        if not was_read:
+            done[slot] = chunk_at((source.name, 0, task.block, task.window, 0), source)
+        while slots.taken in done:
+            slots.take(slots.taken, done[slots.taken])
+        if slots.over:
+            return now
+
+
+@pytest.mark.parametrize(
+    ("real", "guess", "two", "four"),
+    [
+        ((1,) * 60, (1,) * 60, 2.0, 4.0),
+        ((2,) * 40, (1,) * 40, 1.9, 3.3),
+        ((60,), (48,), 1.55, 2.1),  # each decodes all of it: at most (1 + 3) / (n + 3) · n
+        ((60,), (2,), 1.55, 2.0),
+        ((3,) * 30, (2,) * 30, 1.6, 2.9),
+        ((3,) * 30, (4,) * 30, 1.6, 2.4),
+    ],
+)
+def test_windows_are_tokenized_side_by_side_however_large_a_block_is_and_seems(
+    real: tuple[int, ...], guess: tuple[int, ...], two: float, four: float
+) -> None:
+    source = Source("a", Table(real), Table(guess), len(real), num_epochs=1)
+    one = seconds(source, 1)
+    assert one <= 4 * sum(real)
+    assert one / seconds(source, 2) >= two
+    assert one / seconds(source, 4) >= four

@@ -13,10 +13,9 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import ray
 
@@ -38,7 +37,7 @@ __all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_na
 
 Result = TypeVar("Result")
 
-# A slot that was begun so often kills its tokenizer each time.
+# A window that was begun so often kills its tokenizer each time.
 MAX_EXECUTIONS = 4
 # No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
 # hangs.
@@ -49,9 +48,6 @@ SLOTS_PER_DATASET = 256
 _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
-# Kept by the process that owns the feeders, as long as their handles: a feeder that is started again needs
-# its specification once more, and so does each tokenizer.
-_SPECIFICATIONS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Feeder:
@@ -66,7 +62,7 @@ class Feeder:
     def __init__(
         self,
         launch: str,
-        spec: Sequence[Any],
+        spec: bytes,
         num_tokenizers: int,
         replay_bytes: int,
         stall_s: float = STALL_S,
@@ -75,8 +71,8 @@ class Feeder:
         tokenizer_cpus: float = 1.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spec` holds a reference to the `DataSpec`: inside a sequence, Ray hands it over as it is."""
-        self._launch, (self._reference,) = launch, spec
+        """`spec` is what `pinned` made of the `DataSpec`."""
+        self._launch, self._reference = launch, ray.cloudpickle.loads(spec)
         self._spec: DataSpec = ray.get(self._reference)
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
         self._now, self._work = now, SignsOfWork(stall_s, now)
@@ -447,7 +443,6 @@ def start_feeder(
         **(options or {}),
     }
 
-    reference = ray.put(spec)
     arguments = (
         num_tokenizers,
         replay_bytes,
@@ -456,6 +451,16 @@ def start_feeder(
         tokenizer_node,
         tokenizer_cpus,
     )
-    feeder = ray.remote(Feeder).options(**wanted).remote(launch, (reference,), *arguments)
-    _SPECIFICATIONS[feeder] = reference
-    return feeder
+    return ray.remote(Feeder).options(**wanted).remote(launch, pinned(spec), *arguments)
+
+
+def pinned(spec: DataSpec) -> bytes:
+    """Puts it into Ray's object store, where it stays as long as this process is connected, and returns a
+    small value that leads to it.
+
+    A reference that is pickled on its own pins what it refers to. As an argument of the actor it would not,
+    and an actor that is started again needs its arguments once more; in the actor's class, where Ray
+    keeps things, too, there is room for 95 MiB.
+    """
+    value: bytes = ray.cloudpickle.dumps(ray.put(spec))  # type: ignore[no-untyped-call]
+    return value

@@ -81,7 +81,11 @@ def freeze(name: str, path: str | Sequence[str], format_: str, content: Content)
 
 
 def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:
-    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file."""
+    """The manifest of what is listed. Raises as `freeze` does, also where a name leads to no file, or the
+    format cannot hold such content.
+    """
+    format_of(format_).require_content(name, content)
+    content = content.needed
     require_regular(name, listing)
     files = _listed(listing) if format_of(format_).cut is not Cut.UNITS and all(listing.etags) else None
     if files is None:
