@@ -64,7 +64,7 @@ def test_the_advice_for_a_bad_document_can_be_followed(tmp_path: Path, tiny_conf
     folder = tmp_path / "run"
     with pytest.raises(BadDocumentError):
         samples(spec_of(config, folder=folder), 8)
-    (tmp_path / "a.jsonl").write_bytes(GOOD * 20 + b'{"text": "bad" } \n' [: len(bad)] + b"\n" + GOOD * 20)
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 20 + b'{"text": "bad" } \n'[: len(bad)] + b"\n" + GOOD * 20)
     accepting = config.model_copy(
         update={"resume": config.resume.model_copy(update={"accept_changed": True})}
     )

@@ -105,6 +105,18 @@ def tokenize_window(
     beginning; see `tokenize_block`.
     """
     ordered = OrderedWindow(window, plan, settings, task.epoch)
+    yield from tokenize_records(task, window, ordered, plan, encoders, settings)
+
+
+def tokenize_records(
+    task: WindowTask,
+    window: Window,
+    ordered: OrderedWindow,
+    plan: SourcePlan,
+    encoders: Encoders,
+    settings: StreamSettings,
+) -> Iterator[TokenChunk]:
+    """The chunks of a window whose records are in order already; see `tokenize_window`."""
     here = (task.record, task.piece) if window.number == task.window else (0, 0)
     writer = _Writer(task, window.number, window.last, settings, plan.manifest)
     if here[0] and here[0] >= len(ordered):
