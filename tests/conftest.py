@@ -31,6 +31,8 @@ settings.load_profile("orchestrator")
 for _name, _value in {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}.items():
     os.environ.setdefault(f"RAY_health_check_{_name}", _value)
 
+# what one test finds out of a tokenizer is no other's
+os.environ["ORCHESTRATOR_CACHE_DIR"] = ""
 TOKENIZER_VOCAB = 1000
 CORPUS_FILES = 3
 CORPUS_BYTES = 1_500_000

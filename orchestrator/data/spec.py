@@ -38,10 +38,18 @@ from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.chunks import tokenize_block
-from orchestrator.data.tokens.encoder import GIGATOKEN, TOKENIZERS, choose_encoder, installed_version
+from orchestrator.data.tokens.encoder import (
+    GIGATOKEN,
+    TOKENIZERS,
+    choose_encoder,
+    installed_encoders,
+    installed_version,
+)
 from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.masked import plain_text
+from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.tokenizer_files import (
     TokenizerFacts,
     TokenizerModel,
@@ -468,9 +476,27 @@ def _limits(config: JobConfig) -> dict[str, int | None]:
 def _choose(
     config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plans: Sequence[SourcePlan]
 ) -> tuple[EncoderChoice, tuple[str, ...]]:
-    wanted = config.data.encoder
-    documents = [] if wanted == TOKENIZERS else _sample_documents(plans, settings)
-    return choose_encoder(facts.model, wanted, settings.special_tokens_in_text, documents)
+    wanted, mode = config.data.encoder, settings.special_tokens_in_text
+
+    def compare() -> _Verdict:
+        documents = [] if wanted == TOKENIZERS else _sample_documents(plans, settings)
+        choice, notes = choose_encoder(facts.model, wanted, mode, documents)
+        return _Verdict(name=choice.name, version=choice.version, notes=notes)
+
+    # the same files, tokenizer and libraries give the same answer: it is not looked for again
+    digests = [plan.manifest.digest for plan in plans]
+    content = [facts.digest, wanted, digests, stream_settings(config.flat()), installed_encoders()]
+    verdict = remembered(_Verdict, [*content, ADVERSARIAL_VERSION], compare)
+    return EncoderChoice(name=verdict.name, version=verdict.version), verdict.notes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Verdict:
+    """What a comparison of the encoders said."""
+
+    name: str
+    version: str
+    notes: tuple[str, ...]
 
 
 def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> list[str]:

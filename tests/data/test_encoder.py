@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from orchestrator.data.spec import prepare_data
-from orchestrator.data.tokens import encoder as encoder_module
+from orchestrator.data.tokens import fast
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoder import (
     ADVERSARIAL_TEXTS,
@@ -190,12 +192,30 @@ def test_another_version_of_the_frozen_encoder_is_refused_with_both(facts: Token
 def test_the_encoder_is_renewed_and_gives_the_same_ids(
     facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_module, "RENEW_BYTES", 100)
+    monkeypatch.setattr(fast, "_idle", OrderedDict())
     encoder = Encoder(facts.model, FAST, "text")
     first = [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS]
-    made = encoder._fast
+    ((kept,),) = fast._idle.values()  # one object for all of them
+    assert kept.encoded_bytes > 100
+    monkeypatch.setattr(fast, "RENEW_BYTES", 100)
     assert [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS] == first
-    assert encoder._fast is not made
+    assert kept not in [built for idle in fast._idle.values() for built in idle]
+
+
+def test_streams_of_one_tokenizer_share_what_is_built_and_never_at_a_time(
+    facts: TokenizerFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast, "_idle", OrderedDict())
+    encoders = [Encoder(facts.model, FAST, "text") for _ in range(4)]
+    expected = encoders[0].encode_reference(ADVERSARIAL_TEXTS)[0].tolist()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda e: [e.encode(ADVERSARIAL_TEXTS)[0].tolist() for _ in range(9)], encoders)
+        )
+    assert found == [[expected] * 9] * 4
+    ((*kept,),) = fast._idle.values()
+    assert 1 <= len(kept) <= 4
+    assert sum(built.encoded_bytes for built in kept) == 36 * sum(map(len, ADVERSARIAL_TEXTS))
 
 
 def test_a_difference_found_while_running_is_reported_and_changes_nothing(

@@ -17,7 +17,5 @@ from orchestrator.data.feed.feed_notes import BadDocument
         ("something else", ("", "", "something else")),
     ],
 )
-def test_a_skipped_document_is_named_by_file_place_and_reason(
-    text: str, parts: tuple[str, str, str]
-) -> None:
+def test_a_skipped_document_is_named_by_file_place_and_reason(text: str, parts: tuple[str, str, str]) -> None:
     assert BadDocument(source="made", text=text).parts == parts

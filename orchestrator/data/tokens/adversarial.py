@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# Raised when these texts, or how encoders are compared on them, change: earlier comparisons count no more.
+ADVERSARIAL_VERSION = 1
 # Texts on which encoders have been seen to differ, or might.
 ADVERSARIAL_TEXTS = (
     "",

@@ -109,13 +109,26 @@ def tokenize_window(
     """
     assert window.number == task.window, f"window {window.number} is not that of {task}"
     ordered = OrderedWindow(window, plan, settings, task.epoch)
+    yield from tokenize_records(task, window, ordered, plan, encoders, settings)
+
+
+def tokenize_records(
+    task: WindowTask,
+    window: Window,
+    ordered: OrderedWindow,
+    plan: SourcePlan,
+    encoders: Encoders,
+    settings: StreamSettings,
+) -> Iterator[TokenChunk]:
+    """The chunks of a window whose records are in order already; see `tokenize_window`."""
     writer = _Writer(task, window.number, window.last, settings, plan.manifest)
     if task.record and task.record >= len(ordered):
         raise _absent(task, f"window {window.number} has {len(ordered)} records")
     for position in range(task.record, len(ordered)):
         first_piece = task.piece if position == task.record else 0
-        place = (task.epoch, task.block, window.number, position)
-        yield from writer.encode_with(encoders.at(task.source, place))
+        encoder = encoders.at(task.source, (task.epoch, task.block, window.number, position))
+        if not writer.encodes_with(encoder):
+            yield from writer.encode_with(encoder)
         yield from _add_record(writer, ordered, position, first_piece, settings, encoders)
     yield from writer.finish()
 
@@ -148,13 +161,7 @@ def _add_record(
     except DataError as error:
         raise type(error)(f"{window.place(position)}: {error}") from error
     except (BadRecordError, UnrenderableError) as error:
-        reason = f"{window.place(position)}: {error}"
-        if settings.on_bad_document == "stop":
-            fields = "text_field or " if isinstance(error, WrongFieldError) else ""
-            raise BadDocumentError(
-                f"{reason}; set {fields}data.on_bad_document=skip {_NEW_RUN}, or fix the document {_IN_PLACE}"
-            ) from None
-        writer.add(position, origin, BAD, reason=reason)
+        _add_bad(writer, window, position, error, settings)
         yield from writer.full_chunks()
         return
     if masked is not None:
@@ -180,9 +187,23 @@ def _add_record(
         if check:
             _check(writer, window, position, piece)
         last = number == len(pieces) - 1
-        yield from writer.texts_only()
+        if writer.has_masked:
+            yield from writer.texts_only()
         writer.add(position, origin, PIECE, piece, number, last, special)
-        yield from writer.full_chunks()
+        if writer.is_full:
+            yield from writer.full_chunks()
+
+
+def _add_bad(
+    writer: _Writer, window: OrderedWindow, position: int, error: Exception, settings: StreamSettings
+) -> None:
+    reason = f"{window.place(position)}: {error}"
+    if settings.on_bad_document == "stop":
+        fields = "text_field or " if isinstance(error, WrongFieldError) else ""
+        raise BadDocumentError(
+            f"{reason}; set {fields}data.on_bad_document=skip {_NEW_RUN}, or fix the document {_IN_PLACE}"
+        ) from None
+    writer.add(position, window.origin(position), BAD, reason=reason)
 
 
 def _judge_special(special: int, window: OrderedWindow, position: int, settings: StreamSettings) -> None:
@@ -267,6 +288,7 @@ class _Writer:
         self._texts: list[str] = []
         self._masked: list[MaskedPiece] = []  # of the entries are either texts or these
         self._text_size = 0
+        self._batch_bytes = min(_BATCH_BYTES, settings.chunk_tokens)
         self._reasons: list[str] = []
         self._encoded: list[_Batch] = []
         self._num_tokens = self._num_entries = 0
@@ -312,23 +334,33 @@ class _Writer:
         assert self._encoder is not None, "encode_with comes first"
         return self._encoder
 
+    def encodes_with(self, encoder: Encoder) -> bool:
+        """Whether what is added now is encoded so."""
+        return self._encoder is encoder
+
     def encode_with(self, encoder: Encoder) -> Iterator[TokenChunk]:
         """From the next entry on; the chunks that get full while the entries before are encoded."""
         if self._encoder not in (None, encoder):
             yield from self._encode()
         self._encoder = encoder
 
+    @property
+    def has_masked(self) -> bool:
+        """Whether what waits is encoded already, so that no text may join it."""
+        return bool(self._masked)
+
     def texts_only(self) -> Iterator[TokenChunk]:
         """What is added now is text; the chunks that get full before it."""
-        if self._masked:
-            yield from self._encode()
+        yield from self._encode()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was added is enough for a call of the encoder."""
+        return self._text_size >= self._batch_bytes or len(self._entries) >= _BATCH_ENTRIES
 
     def full_chunks(self) -> Iterator[TokenChunk]:
         """The chunks that are full now."""
-        if (
-            self._text_size >= min(_BATCH_BYTES, self._settings.chunk_tokens)
-            or len(self._entries) >= _BATCH_ENTRIES
-        ):
+        if self.is_full:
             yield from self._encode()
 
     def finish(self) -> Iterator[TokenChunk]:

@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
-import orjson
 
 from orchestrator.data.settings import CUT_SHARE
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
+from orchestrator.data.tokens.fast import FastTokenizer
 from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_native
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
@@ -22,10 +22,6 @@ from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import Int32Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
-# gigatoken's cache of words grows without bound: the object is made anew after so much text (UTF-8 bytes).
-RENEW_BYTES = 256 << 20
-# gigatoken takes 0.5 ms for a batch at least: less text is encoded one by one, to the same ids.
-_FEW_CHARACTERS = 1 << 15
 
 
 def installed_version(name: str) -> str | None:
@@ -69,8 +65,7 @@ class Encoder:
         self._model = model
         self._native: Callable[[Sequence[str]], list[list[int]]] | None = None
         self._reference: Any = None
-        self._fast: Any = None
-        self._encoded_bytes = 0
+        self._fast: FastTokenizer | None = None
         self._special = SpecialTexts(model.special_tokens)
 
     def encode(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
@@ -80,7 +75,11 @@ class Encoder:
         """
         if not texts:
             return np.empty(0, np.int32), np.empty(0, np.int32)
-        return self._encode_fast(texts) if self.choice.name == GIGATOKEN else self.encode_reference(texts)
+        if self.choice.name != GIGATOKEN:
+            return self.encode_reference(texts)
+        if self._fast is None:
+            self._fast = FastTokenizer(self._model.model_json, self._parse)
+        return self._fast.encode(texts)
 
     def encode_reference(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
         """The same by `tokenizers`, whatever the choice is, or by the library that the tokenizer is made for
@@ -119,35 +118,12 @@ class Encoder:
         """How many special tokens stand written out in the text."""
         return self._special.count(text)
 
-    def _encode_fast(self, texts: Sequence[str]) -> tuple[Int32Array, Int32Array]:
-        if self._fast is None or self._encoded_bytes > RENEW_BYTES:
-            self._fast, self._encoded_bytes = _load_gigatoken(self._model.model_json, self._parse), 0
-        size = sum(map(len, texts))
-        self._encoded_bytes += size
-        if size < _FEW_CHARACTERS:
-            each = [self._fast.backend.encode(text) for text in texts]
-            return np.concatenate(each).view(np.int32), np.fromiter(map(len, each), np.int32, len(each))
-        # one thread: a tokenizer process has one CPU
-        layout = self._fast.backend.encode_batch(list(texts), parallel=False).layout
-        offsets = np.asarray(layout.offsets.data)
-        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
-        return ids.view(np.int32), np.diff(offsets).astype(np.int32)
-
 
 def _joined(ids: list[list[int]]) -> tuple[Int32Array, Int32Array]:
     """(all ids one after the other, number of ids of each)."""
     lengths = np.fromiter(map(len, ids), np.int32, len(ids))
     total = int(lengths.sum(dtype=np.int64))
     return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
-
-
-def _load_gigatoken(model_json: str, parse: bool) -> Any:
-    import gigatoken
-
-    content = orjson.loads(model_json)
-    if not parse:  # it has no switch for this: a token that is not listed is text
-        content["added_tokens"] = [t for t in content.get("added_tokens") or () if not t.get("special")]
-    return gigatoken.Tokenizer.from_json(orjson.dumps(content).decode())
 
 
 class SpecialTexts:

@@ -20,12 +20,17 @@ class Encoders:
         self._model, self._spans, self._mode = model, spans, special_tokens_in_text
         self._built: dict[EncoderChoice, Encoder] = {}
         self._masked: dict[EncoderChoice, MaskedEncoder] = {}
+        self._only: Encoder | None = None  # nearly every run has one: asked for with each document
 
     def at(self, source: str, place: Place) -> Encoder:
         """The one of the document there. Raises as `Encoder` does."""
+        if self._only is not None:
+            return self._only
         choice = encoder_at(self._spans, source, place)
         if choice not in self._built:
             self._built[choice] = Encoder(self._model, choice, self._mode)
+            if len(self._spans) == 1:
+                self._only = self._built[choice]
         return self._built[choice]
 
     def masked(self, encoder: Encoder) -> MaskedEncoder:

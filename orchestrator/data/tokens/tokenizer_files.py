@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from orchestrator.data.tokens.foreign import (
     from_tiktoken_name,
     is_tiktoken,
 )
+from orchestrator.data.tokens.remembered import remembered
 from orchestrator.errors import ConfigError
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
@@ -191,19 +193,91 @@ def examine(name: str, files: dict[str, bytes], chat: bool = False) -> Tokenizer
 
     Raises `ConfigError` if they are no tokenizer, or have no template where one is needed.
     """
-    from tokenizers import Tokenizer
+    content = {name: blake3(data).hexdigest() for name, data in files.items()}
+    key = repr((sorted(content.items()), chat))
+    if key not in _examined:
+        while len(_examined) >= _KEPT:
+            _examined.pop(next(iter(_examined)), None)
+        _examined[key] = _examine(name, files, content, chat)
+    return _examined[key]
 
+
+# What this process has examined last: each opening of a stream asks again.
+_examined: dict[str, TokenizerFacts] = {}
+_KEPT = 4
+
+
+def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: bool) -> TokenizerFacts:
     try:
         whole: dict[str, Any] = orjson.loads(files["tokenizer.json"])
-        declared = _declared(files)
         template = read_chat_template(files) if chat else None
         reduced, notes = _reduce(whole)
+    except Exception as error:  # whatever is wrong inside, it is no tokenizer
+        raise _no_tokenizer(name, error) from error
+    if chat and template is None:
+        raise ConfigError(
+            f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
+            "one to its tokenizer_config.json, or as chat_template.jinja"
+        )
+    native = _native(files)
+    found = remembered(
+        _Found,
+        [content, chat, version("tokenizers"), _EXAMINED_VERSION],
+        lambda: _find(name, files, whole, reduced, template, native),
+    )
+    return TokenizerFacts(
+        model=TokenizerModel(
+            model_json=orjson.dumps(reduced).decode(),
+            special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
+            chat=template,
+            native=native,
+        ),
+        digest=found.digest,
+        vocab_size=found.vocab_size,
+        eos_id=found.eos_id,
+        bos_id=found.bos_id,
+        adds_bos=found.adds_bos,
+        notes=(*notes, *found.notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What a tokenizer must be built for, or its whole content be hashed."""
+
+    digest: str
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+    adds_bos: bool
+    notes: tuple[str, ...]
+
+
+# Raised when `_find` says something else of the same files.
+_EXAMINED_VERSION = 1
+
+
+def _no_tokenizer(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them")
+
+
+def _find(
+    name: str,
+    files: dict[str, bytes],
+    whole: dict[str, Any],
+    reduced: dict[str, Any],
+    template: ChatTemplate | None,
+    native: NativeModel | None,
+) -> _Found:
+    from tokenizers import Tokenizer
+
+    notes: tuple[str, ...] = ()
+    try:
+        declared = _declared(files)
         tokenizer = Tokenizer.from_str(orjson.dumps({**whole, "truncation": None, "padding": None}).decode())
         plain = Tokenizer.from_str(orjson.dumps(reduced).decode())
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(
-            f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them"
-        ) from error
+        raise _no_tokenizer(name, error) from error
     eos, bos = declared.get("eos_token"), declared.get("bos_token")
     eos_id = None if eos is None else plain.token_to_id(eos)
     bos_id = None if bos is None else plain.token_to_id(bos)
@@ -214,30 +288,16 @@ def examine(name: str, files: dict[str, bytes], chat: bool = False) -> Tokenizer
     adds_bos = bos_id is not None and ids[:1] == [bos_id] and bare[:1] != [bos_id]
     if ids not in (bare, [bos_id, *bare]):
         notes = (
-            *notes,
             f"the tokenizer puts {ids} for 'a' where {bare} is the text: only BOS and EOS are taken over",
         )
     makes_ids: list[Any] = [reduced, eos_id, bos_id, adds_bos]
-    if chat and template is None:
-        raise ConfigError(
-            f"data.tokenizer={name}: it has no chat_template, and data.sources have content: chat; add "
-            "one to its tokenizer_config.json, or as chat_template.jinja"
-        )
-    native = _native(files)
     if native is not None:
         own = {name: blake3(data).hexdigest() for name, data in native.files.items()}
         makes_ids.append([native.library, own])
     if template is not None:
         makes_ids.append([template.sources, template.variables])
-    content = orjson.dumps(makes_ids, option=orjson.OPT_SORT_KEYS)
-    return TokenizerFacts(
-        model=TokenizerModel(
-            model_json=orjson.dumps(reduced).decode(),
-            special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
-            chat=template,
-            native=native,
-        ),
-        digest=blake3(content).hexdigest(),
+    return _Found(
+        digest=blake3(orjson.dumps(makes_ids, option=orjson.OPT_SORT_KEYS)).hexdigest(),
         vocab_size=max(plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         eos_id=eos_id,
         bos_id=bos_id,

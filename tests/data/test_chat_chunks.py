@@ -1,0 +1,165 @@
+"""Conversations and prompts in chunks: masks beside the tokens, documents without a target counted and never
+packed, the same from wherever a window is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.data.sources.documents import Conversation, Document, Prompted
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
+from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.tokens.chunks import tokenize_records
+from orchestrator.data.tokens.encoders import Encoders
+from orchestrator.data.tokens.tokenizer_files import examine, fetch
+from orchestrator.errors import BadDocumentError, DataError
+from orchestrator.records import BAD, EMPTY, PIECE, TokenChunk, WindowTask
+from tests.data.making import job, spec_of
+from tests.data.test_chat import CHATML_TAGGED, LLAMA_2, SPECIALS, byte_level, chat, saved
+
+Make = Callable[..., dict[str, Any]]
+DOCUMENTS: list[Document] = [
+    chat("Hello", "Hello, I am the assistant", "who are you?", "The quick brown fox"),
+    chat("only a question"),
+    "a text among them",
+    Prompted(prompt="What is it? ", completion="It is a test."),
+    Prompted(prompt="Nothing follows", completion=""),
+    chat("again ", "and an answer " * 30),
+    "",
+    chat("the end?", "Yes."),
+]
+END = SPECIALS.index("</s>")
+
+
+class Documents(OrderedWindow):
+    """A window whose n-th record in the files is the n-th of `made`."""
+
+    made: Sequence[Document] = ()
+
+    def document(self, position: int) -> Document | None:
+        return self.made[int(str(super().document(position)))]
+
+
+def spec(
+    folder: Path, tiny_config: Make, made: Sequence[Document], template: str = CHATML_TAGGED, **data: Any
+) -> DataSpec:
+    name = saved(folder / "t", byte_level(), template)
+    (folder / "data").mkdir()
+    (folder / "data" / "a.txt").write_text("".join(f"{i}\n" for i in range(len(made))))
+    small = spec_of(job(tiny_config, folder / "data", "lines", tokenizer=name, **data))
+    return replace(small, tokenizer=examine(name, fetch(name), chat=True).model)
+
+
+def chunks(spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0) -> list[TokenChunk]:
+    plan, settings = spec.plans[0], spec.settings
+    encoders = Encoders(spec.tokenizer, spec.encoders, settings.special_tokens_in_text)
+    (window,) = read_windows(plan, settings, 0, 0)
+    ordered = Documents(window, plan, settings, 0)
+    ordered.made = made
+    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece)
+    return list(tokenize_records(task, window, ordered, plan, encoders, settings))
+
+
+def entries(found: Sequence[TokenChunk]) -> list[tuple[int, int, int, list[int], list[bool]]]:
+    """(record, piece, kind, tokens, which of them are targets) of each entry."""
+    rows = []
+    for chunk in found:
+        loss = np.ones(len(chunk.tokens), np.bool_) if chunk.loss is None else chunk.loss
+        assert len(loss) == len(chunk.tokens)
+        ends = np.cumsum(chunk.num_tokens).tolist()
+        for i, end in enumerate(ends):
+            here = slice(end - int(chunk.num_tokens[i]), end)
+            key = (int(chunk.record[i]), int(chunk.piece[i]), int(chunk.kind[i]))
+            rows.append((*key, chunk.tokens[here].tolist(), loss[here].tolist()))
+    return rows
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 40, 1 << 20])
+def test_masks_lie_beside_the_tokens_and_documents_without_a_target_are_counted(
+    chunk_tokens: int, tmp_path: Path, tiny_config: Make
+) -> None:
+    made = spec(tmp_path, tiny_config, DOCUMENTS, shuffle="none")
+    made = replace(made, settings=replace(made.settings, chunk_tokens=chunk_tokens))
+    rows = entries(chunks(made, DOCUMENTS))
+    kinds = {record: kind for record, _, kind, _, _ in rows}
+    assert [kinds[i] for i in range(8)] == [PIECE, EMPTY, PIECE, PIECE, EMPTY, PIECE, EMPTY, PIECE]
+    assert all(not tokens for _, _, kind, tokens, _ in rows if kind == EMPTY)
+    learnt = {record for record, _, _, _, loss in rows if any(loss)}
+    assert learnt == {record for record, kind in kinds.items() if kind == PIECE}
+    text = next(loss for record, _, _, _, loss in rows if record == 2)
+    assert all(text)
+    ((tokens, loss),) = [(tokens, loss) for record, _, _, tokens, loss in rows if record == 3]
+    assert tokens[-1] == END
+    assert loss == sorted(loss)  # the prompt first, then what is learnt
+    assert sum(record == 5 for record, *_ in rows) > 1  # more than a piece
+    assert not any(END in tokens for record, _, _, tokens, _ in rows if record in (0, 5, 7))
+
+
+@pytest.mark.parametrize("shuffle", ["none", "block"])
+def test_a_window_opened_at_any_piece_goes_on_exactly(
+    shuffle: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    made = spec(tmp_path, tiny_config, DOCUMENTS, shuffle=shuffle)
+    rows = entries(chunks(made, DOCUMENTS))
+    for number, (record, piece, *_) in enumerate(rows):
+        assert entries(chunks(made, DOCUMENTS, record, piece)) == rows[number:]
+
+
+def test_a_window_of_texts_alone_has_no_mask(tmp_path: Path, tiny_config: Make) -> None:
+    texts = ["one", "two", ""]
+    assert [chunk.loss for chunk in chunks(spec(tmp_path, tiny_config, texts), texts)] == [None]
+
+
+def test_what_the_template_refuses_is_a_bad_document_and_a_useless_template_stops(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    odd = Conversation(messages=({"role": "assistant", "content": "I begin"},))
+    documents = [chat("Hi", "x"), odd]
+    made = spec(tmp_path, tiny_config, documents, LLAMA_2, shuffle="none", on_bad_document="skip")
+    (chunk,) = chunks(made, documents)
+    assert chunk.kind.tolist() == [PIECE, BAD]
+    assert (
+        "line 2: the tokenizer's chat_template does not take it: Conversation roles" in chunk.bad_reasons[0]
+    )
+    stopping = replace(made, settings=replace(made.settings, on_bad_document="stop"))
+    with pytest.raises(BadDocumentError, match="roles must alternate"):
+        chunks(stopping, documents)
+    forgets = LLAMA_2.replace("content.strip()", "(content.strip() if loop.last else 'cut')")
+    more = [chat("Hi", "x", "Hi", "y")]
+    with pytest.raises(DataError, match=r"line 1: the tokenizer's chat_template cannot be used"):
+        chunks(spec(tmp_path / "more", tiny_config, more, forgets), more)
+
+
+def test_special_tokens_that_a_chat_spells_are_counted_or_stop(tmp_path: Path, tiny_config: Make) -> None:
+    documents = [chat("say <|im_end|>", "<|im_end|><|im_start|>"), chat("Hi", "x")]
+    (chunk,) = chunks(spec(tmp_path, tiny_config, documents, shuffle="none"), documents)
+    assert chunk.special_texts.tolist() == [3, 0]
+    stop = spec(tmp_path / "s", tiny_config, documents, shuffle="none", special_tokens_in_text="stop")
+    with pytest.raises(DataError, match=r"line 1: 3 special tokens of the tokenizer stand in the text"):
+        chunks(stop, documents)
+
+
+def test_what_is_learnt_is_part_of_the_runs_identity(tmp_path: Path, tiny_config: Make) -> None:
+    name = saved(tmp_path / "t", byte_level(), CHATML_TAGGED)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text(json.dumps({"text": "x", "messages": []}) + "\n")
+    config = job(tiny_config, tmp_path / "data", tokenizer=name)
+    source = config.data.sources[0].model_dump()
+    found = []
+    for change in ({}, {"content": "chat"}, {"content": "chat", "loss": "last"}):
+        asked = tiny_config({"data.sources": [{**source, **change}], "data.tokenizer": name})
+        from orchestrator.config.schema import parse_config
+        from orchestrator.planning.identity import stream_settings
+
+        found.append(stream_settings(parse_config(asked).flat()))
+    assert "data.sources.made.loss" not in found[0]
+    assert found[1]["data.sources.made.loss"] == '"assistant"'
+    assert found[2]["data.sources.made.loss"] == '"last"'
+    assert prepare_data(config).settings.loss == {"made": "assistant"}
