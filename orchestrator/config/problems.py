@@ -278,13 +278,6 @@ def _loss_of_texts(sources: list[Any]) -> str | None:
     return None
 
 
-def _local_sources(sources: list[Any]) -> str | None:
-    paths = [s.get("path") for s in sources if isinstance(s, dict)]
-    each = [one for path in paths for one in (path if isinstance(path, list) else [path])]
-    remote = [path for path in each if "://" in str(path)]
-    return f"has a path that {_local(remote[0])}" if remote else None
-
-
 def _local(path: str | None) -> str | None:
     if path is None or "://" not in path:
         return None
@@ -381,7 +374,6 @@ _RULES = (
     _Between(fields=("data.sources",), check=_each_source_once),
     _Between(fields=("data.sources",), check=_weights),
     _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
-    _Between(fields=("data.sources",), check=_local_sources),
     _Between(fields=("data.sources",), check=_loss_of_texts),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),

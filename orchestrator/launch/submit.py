@@ -113,7 +113,7 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's
         named.append(("data.tokenizer", job.data.tokenizer))
     for what, path in named:
-        if not path or os.path.isabs(path):
+        if not path or os.path.isabs(path) or "://" in path:
             continue
         if os.path.relpath(folder / path, folder).startswith(".."):
             yield f"  {what}: {path} lies outside of {folder}; give an absolute path that all nodes see"

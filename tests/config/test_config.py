@@ -168,10 +168,6 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("resume.from=480", "is 480; expected latest, or a point's name"),
         ("resume.data=skip", "is 'skip', which comes with a later version"),
         ("model.pretrained=p", "model.config and model.pretrained are set; keep one"),
-        (
-            "data.sources.0.path=s3://b/*.jsonl",
-            "data.sources has a path that is 's3://b/*.jsonl'; this version",
-        ),
         ("data.tokenizer=gs://b/tokenizer", "data.tokenizer is 'gs://b/tokenizer'; this version reads local"),
         (
             "model.dtype=bfloat16",

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pytest
 
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.sources import line_numbers
+from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.errors import BadDocumentError, DataError
 from orchestrator.records import Cursor
 from tests.data.making import job, samples, spec_of
@@ -107,6 +107,22 @@ def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(
         samples(spec_of(job(tiny_config, tmp_path, "parquet", encoder="tokenizers")), 64)
 
 
+def count_bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each reading for the sake of a line's number."""
+    counted = []
+
+    class Counting(LocalFile):
+        def read_at(self, offset: int, num_bytes: int) -> bytes:
+            counted.append(num_bytes)
+            return super().read_at(offset, num_bytes)
+
+    def opened(base: str, path: str) -> Counting:
+        return Counting(os.path.join(base, path))
+
+    monkeypatch.setattr(line_numbers, "open_input", opened)
+    return counted
+
+
 def test_lines_are_counted_once_however_many_documents_are_bad(
     tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,13 +131,7 @@ def test_lines_are_counted_once_however_many_documents_are_bad(
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     config = job(tiny_config, tmp_path, on_bad_document="skip", max_bad_share=1.0, encoder="tokenizers")
     spec = spec_of(config)
-    counted = []
-
-    def pread(handle: int, num: int, offset: int) -> bytes:
-        counted.append(num)
-        return os.pread(handle, num, offset)
-
-    monkeypatch.setattr(line_numbers, "os", SimpleNamespace(pread=pread))
+    counted = count_bytes_read(monkeypatch)
     reasons = [r for chunk in spec.chunks(Cursor()) for r in chunk.bad_reasons]
     found = {int(r.partition("line ")[2].partition(":")[0]) for r in reasons}
     assert found == set(range(1, len(lines) + 1, 2)), "every line is named by its number"
@@ -131,7 +141,7 @@ def test_lines_are_counted_once_however_many_documents_are_bad(
 
 def test_a_line_far_behind_in_a_file_is_counted_in_stretches(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a line\n" * 1000)
-    numbers = line_numbers.LineNumbers(str(tmp_path / "a"))
+    numbers = line_numbers.LineNumbers(str(tmp_path), "a")
     assert numbers.newlines_before(6999, limit_bytes=4000) is None
     assert numbers.newlines_before(6999, limit_bytes=4000) == 999
     assert numbers.newlines_before(6999, limit_bytes=0) == 999
@@ -200,19 +210,13 @@ def test_lines_asked_for_in_any_order_cost_little_more_than_one_reading(
 ) -> None:
     size, num = 1 << 19, 200
     (tmp_path / "a").write_bytes(b"x\n" * (size // 2))
-    counted = []
-
-    def pread(handle: int, num: int, offset: int) -> bytes:
-        counted.append(num)
-        return os.pread(handle, num, offset)
-
-    monkeypatch.setattr(line_numbers, "os", SimpleNamespace(pread=pread))
+    counted = count_bytes_read(monkeypatch)
     monkeypatch.setattr(line_numbers, "READ_BYTES", 64)
     monkeypatch.setattr(line_numbers, "_NOTE_EVERY_BYTES", 1 << 10)
     places = list(range(0, size, size // num))
     if order == "random":
         random.Random(1).shuffle(places)
-    numbers = line_numbers.LineNumbers(str(tmp_path / "a"))
+    numbers = line_numbers.LineNumbers(str(tmp_path), "a")
     for place in reversed(places) if order == "descending" else places:
         assert numbers.newlines_before(place) == place // 2
     assert sum(counted) <= size + num * (1 << 10)

@@ -15,12 +15,13 @@ import hmac
 import io
 import itertools
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
@@ -33,16 +34,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from orchestrator.config.schema import parse_config
 from orchestrator.data.sources.changes import changes_since
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_parquet, to_parquet
 from orchestrator.data.sources.object_stores import bucket_of
 from orchestrator.data.sources.remote_files import name_fits
-from orchestrator.errors import ConfigError
-from tests.data.making import some_texts, write_corpus
+from orchestrator.data.spec import prepare_data
+from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
+from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 
 obstore = pytest.importorskip("obstore")
+Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
 
 
@@ -338,3 +342,63 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)  # as Python marks what cannot be imported
     with pytest.raises(ConfigError, match=r"pip install 'orchestrator\[remote\]'"):
         list_files("web", "s3://bucket/d", "jsonl")
+
+
+# ------------------------------------------------------------------------------ a run's stream
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "lines"])
+def test_the_stream_from_a_bucket_is_that_of_the_same_files_in_a_folder(
+    bucket: str, tmp_path: Path, tiny_config: Make, kind: str
+) -> None:
+    write_corpus(tmp_path / "here", some_texts(60, lines=kind != "lines"), kind)
+    for path in sorted((tmp_path / "here").iterdir()):
+        put(bucket, f"corpus/{path.name}", path.read_bytes())
+    local = job(tiny_config, tmp_path / "here", kind, num_epochs=2)
+    mapping = local.to_json()
+    mapping["data"]["sources"][0]["path"] = f"{bucket}/corpus/*"
+    remote = spec_of(parse_config(mapping))
+    expected = samples(spec_of(local), 32)
+    found = samples(remote, 32)
+    assert plain(found) == plain(expected)
+    assert [s.cursor for s in found] == [s.cursor for s in expected]
+    middle = len(found) // 2
+    assert plain(samples(remote, 32, found[middle].cursor)) == plain(expected[middle + 1 :])
+    assert pickle.loads(pickle.dumps(remote)).plans == remote.plans
+
+
+def test_a_run_goes_on_from_a_bucket_and_refuses_an_object_that_is_another_one(
+    bucket: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    write_corpus(tmp_path / "here", some_texts(30), "jsonl")
+    files = {path.name: path.read_bytes() for path in sorted((tmp_path / "here").iterdir())}
+    for name, data in files.items():
+        put(bucket, f"corpus/{name}", data)
+    mapping = job(tiny_config, tmp_path / "here").to_json()
+    mapping["data"]["sources"][0]["path"] = f"{bucket}/corpus"
+    config, folder = parse_config(mapping), tmp_path / "run"
+    folder.mkdir()
+    begun = samples(prepare_data(config, folder), 32)
+    assert plain(samples(prepare_data(config, folder), 32, begun[3].cursor)) == plain(begun[4:])
+    name = min(files)
+    put(bucket, f"corpus/{name}", files[name].replace(b"e", b"E"))
+    with pytest.raises(DataIdentityError, match=f"{name}: its etag was .* and is "):
+        prepare_data(config, folder)
+
+
+def test_a_bad_document_in_a_bucket_is_named_by_file_and_line(
+    bucket: str, tmp_path: Path, tiny_config: Make
+) -> None:
+    put(bucket, "corpus/a.jsonl", b'{"text": "good and long enough"}\n' * 80 + b"bad\n")
+    mapping = job(tiny_config, tmp_path).to_json()
+    mapping["data"]["sources"][0]["path"] = f"{bucket}/corpus/a.jsonl"
+    with pytest.raises(BadDocumentError, match=f"{bucket}/corpus/a.jsonl: byte 2640, line 81: not JSON"):
+        samples(spec_of(parse_config(mapping)), 32)
+
+
+@pytest.mark.parametrize("path", ["ftp://host/x", "s3://", "hdfs://name/x"])
+def test_a_storage_that_is_not_known_is_refused_with_those_that_are(
+    tmp_path: Path, tiny_config: Make, path: str
+) -> None:
+    mapping = job(tiny_config, tmp_path).to_json()
+    mapping["data"]["sources"][0]["path"] = path
+    with pytest.raises(ConfigError, match="read from local paths and from s3://"):
+        prepare_data(parse_config(mapping))

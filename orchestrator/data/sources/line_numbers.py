@@ -5,11 +5,11 @@ It knows no record; what is counted stays, so that many bad records cost one rea
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right, insort
 from functools import cache
 
 from orchestrator.data.sources.compressed import READ_BYTES
+from orchestrator.data.sources.input_file import open_input
 
 # While it reads it notes the count so often: places may be asked for in any order, backwards, too.
 _NOTE_EVERY_BYTES = 4 * READ_BYTES
@@ -20,8 +20,8 @@ LIMIT_BYTES = 16 << 30
 class LineNumbers:
     """How many newlines lie before places of a file that does not change. Not for several threads."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, base: str, path: str) -> None:
+        self._base, self._path = base, path
         self._known = [(0, 0)]  # (offset, newlines before it), sorted
 
     def newlines_before(self, offset: int, limit_bytes: int = LIMIT_BYTES) -> int | None:
@@ -31,8 +31,8 @@ class LineNumbers:
         at, found = self._known[bisect_right(self._known, (offset, offset)) - 1]
         stop = min(offset, at + limit_bytes)
         noted = at
-        with open(self._path, "rb") as file:
-            while at < stop and (piece := os.pread(file.fileno(), min(READ_BYTES, stop - at), at)):
+        with open_input(self._base, self._path) as file:
+            while at < stop and (piece := file.read_at(at, min(READ_BYTES, stop - at))):
                 found += piece.count(b"\n")
                 at += len(piece)
                 if at - noted >= _NOTE_EVERY_BYTES:
@@ -47,7 +47,7 @@ class LineNumbers:
 
 
 @cache
-def line_numbers(path: str, size: int, probe: str) -> LineNumbers:
+def line_numbers(base: str, path: str, size: int, probe: str) -> LineNumbers:
     """Those of this process for the file that has this size and probe (`manifest.FileRow`)."""
     del size, probe
-    return LineNumbers(path)
+    return LineNumbers(base, path)

@@ -71,13 +71,13 @@ class Manifest:
 
 
 # ---------------------------------------------------------------------------------------- listing and freezin
-def freeze(name: str, path: str | Sequence[str], format_: str, content: Content) -> Manifest:
+def freeze(name: str, path: str | Sequence[str], format_: str, text_field: str) -> Manifest:
     """The manifest of the files that `path` (a file, a folder or a glob) means now.
 
     Raises `ConfigError` if there are none, or one is no file of the format, or lacks the fields; `DataError`
     if one cannot be read.
     """
-    return freeze_listed(name, list_files(name, path, format_), format_, content)
+    return freeze_listed(name, list_files(name, path, format_), format_, Content(text_field=text_field))
 
 
 def freeze_listed(name: str, listing: Listing, format_: str, content: Content) -> Manifest:

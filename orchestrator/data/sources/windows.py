@@ -85,11 +85,13 @@ class OrderedWindow:
     def place(self, position: int) -> str:
         """Where the record lies, for people: file, byte offset and line, or what the format counts."""
         part, index = self._find(position)
-        path = self._plan.manifest.path(part.file)
+        manifest = self._plan.manifest
+        path = manifest.path(part.file)
 
         def line() -> int | None:  # lines follow each other: one place is counted for all of them
-            row = self._plan.manifest.files[part.file]
-            before = line_numbers(path, row.bytes, row.probe).newlines_before(part.place)
+            row = manifest.files[part.file]
+            numbers = line_numbers(manifest.base, row.path, row.bytes, row.probe)
+            before = numbers.newlines_before(part.place)
             return None if before is None else before + 1
 
         return self._format.place(path, part, index, line)
