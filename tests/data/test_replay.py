@@ -15,8 +15,9 @@ from orchestrator.data.feed.opening import Opening, expected_windows
 from orchestrator.data.feed.replay import MIN_STEPS, ReplayBuffer
 from orchestrator.data.feed.slots import SLOTS_AHEAD, NoTask
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.file_rows import FileRow, Manifest
+from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.sources.fragments import DECODED_RATIO, plan_source
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.data.tokens.chunks import tokenize_block, tokenize_window
@@ -164,7 +165,7 @@ def test_the_windows_that_a_block_will_have_are_estimated_from_sizes(tmp_path: P
     settings = StreamSettings(window_bytes=1000, fragment_bytes=500, shuffle="none")
 
     def estimates(*files: FileRow) -> list[int]:
-        manifest = Manifest(source="s", base=str(tmp_path), format="jsonl", files=files)
+        manifest = Manifest(source="s", base=str(tmp_path), format="jsonl", files=Files.of(files))
         plan = plan_source(manifest, 500, 1000)
         return [expected_windows(plan, settings, 0, block) for block in range(plan.num_blocks)]
 
