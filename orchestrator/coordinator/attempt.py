@@ -46,7 +46,7 @@ from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
-from orchestrator.planning.skipping import Skip, SkipDecision
+from orchestrator.planning.skipping import Skip, SkipDecision, still_due
 from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord, encode
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
@@ -650,8 +650,7 @@ def continue_launch(
         point = None  # the members hold a newer state than any point; without them the next start refuses
     if point is None or (first.parent is not None and point.key <= first.parent):
         point = first.point  # its cursor stands after what the launch skips
-    # whoever loads that point again must stand there, too; a newer one holds it
-    skip = first.skip if point is not None and point.key == first.parent else None
+    skip = still_due(first.skip, first.parent, point.key if point else None)
     store.write_parent(
         ClaimParent(
             attempt=number,

@@ -40,9 +40,7 @@ def skips_of(lineage: Lineage) -> tuple[SkipAt, ...]:
             continue
         if segment.start.parent == claim.parent:
             index = sum(id_ < segment.start.id for id_ in ids)
-            found.append(
-                SkipAt(index=index, attempt=claim.attempt, parent=claim.parent, skip=claim.skip)
-            )
+            found.append(SkipAt(index=index, attempt=claim.attempt, parent=claim.parent, skip=claim.skip))
     return tuple(found)
 
 

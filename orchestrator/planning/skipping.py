@@ -133,3 +133,10 @@ def decide_skip(
         f"be skipped than were meant; to skip here, name the point: resume.from={point.point_name}; else "
         "leave the skip out, or name the point that it was meant for"
     )
+
+
+def still_due(skip: Skip | None, parent: StateKey | None, point: StateKey | None) -> Skip | None:
+    """Of the skip that a launch claimed at `parent`, what a later claim of the same launch says, which
+    continues `point`: whoever loads the same point again must stand after it; a newer point holds it.
+    """
+    return skip if point is not None and point == parent else None
