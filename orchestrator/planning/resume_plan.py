@@ -261,11 +261,15 @@ def differences(
 ) -> tuple[Difference, ...]:
     """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
 
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. So must a
-    `train.precision` that is the weights' own type, for a point's weights would have to be rounded.
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. A source's weight
+    and `max_epochs`, which may change, are named by the source (`data.sources.web.weight`). Also a
+    `train.precision` that is the weights' own type must stay, for a point's weights would have to be rounded.
     """
+    old, new = _by_source(old), _by_source(new)
 
     def rule(name: str) -> str:
+        if name.startswith(_OF_A_SOURCE):
+            return "may_change"
         pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
         return "same" if pure else rules.get(name, "same")
 
@@ -274,6 +278,22 @@ def differences(
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
+
+
+_OF_A_SOURCE = "data.sources."
+
+
+def _by_source(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """With what may change of each source as a field of its own."""
+    found = dict(flat)
+    sources = found.get("data.sources")
+    if not isinstance(sources, list):
+        return found
+    changing = ("weight", "max_epochs")
+    found["data.sources"] = [{k: v for k, v in each.items() if k not in changing} for each in sources]
+    for each in sources:
+        found |= {f"{_OF_A_SOURCE}{each['name']}.{name}": each.get(name) for name in changing}
+    return found
 
 
 def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:

@@ -166,8 +166,8 @@ def test_workers_are_a_number_or_a_range() -> None:
         ('run.name="a\\n"', "run.name is 'a\\n'"),
         ("cluster.address=somewhere", "expected null, auto, or host:port"),
         ("resume.from=480", "is 480; expected latest, or a point's name"),
-        ("resume.data=skip", "resume.data is skip; say how much: set resume.skip_steps or resume.skip_samples"),
-        ("resume.data=restart", "is 'restart', which comes with a later version; continue and skip are there"),
+        ("resume.data=skip", "is skip; say how much: set resume.skip_steps or resume.skip_samples"),
+        ("resume.data=restart", "is 'restart', which comes with a later version; continue and"),
         ("resume.skip_steps=0", "resume.skip_steps is 0; expected a whole number >= 1"),
         (
             "resume={skip_steps: 2, skip_samples: 7}",
