@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.config.schema import field_rules
+from orchestrator.config.schema import field_rules, parse_config
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
