@@ -39,6 +39,7 @@ from orchestrator.records import (
     GroupMember,
     Held,
     Loss,
+    MixtureShare,
     SourceCursor,
     Stall,
     StateKey,
@@ -400,7 +401,7 @@ FIELDS = {
     "findings/000001.json": (Finding,),
     "points/…/COMMIT": (Commit, StateKey, FileEntry),
     "exports/…/EXPORT": (Exported, FileEntry),
-    "points/…/cursor.json": (Cursor, SourceCursor),
+    "points/…/cursor.json": (Cursor, SourceCursor, MixtureShare),
 }
 
 
