@@ -31,8 +31,9 @@ class SourceSeen:
     actual: float | None
 
     def __str__(self) -> str:
-        share = "" if self.actual is None else f", {self.actual:.2%} of what was drawn"
-        wanted = "" if self.target is None else f", wanted {_percent(self.target)}"
+        alone = self.target == 1 and self.target_before in (None, 1)
+        share = "" if self.actual is None or alone else f", {self.actual:.2%} of what was drawn"
+        wanted = "" if self.target is None or alone else f", wanted {_percent(self.target)}"
         if self.target is not None and self.target_before not in (None, self.target):
             wanted = f", wanted {_percent(self.target_before)} -> {_percent(self.target)}"
         over = ", at its end" if self.ended else ""
