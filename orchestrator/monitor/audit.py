@@ -304,6 +304,7 @@ class _Walk:
                 if index >= wanted.start:
                     self.passed.append(at)
                 if reason := self._pass(at, samples, tokens):
+                    self._require_not_accepted(index, at.attempt, reason)
                     yield {"step": step_name(self._records, index), "reason": reason}
                     return
             turns = self._turns(record, num_samples, num_tokens)
@@ -316,12 +317,14 @@ class _Walk:
             reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
-                if differs is not None and record.attempt in self._accepting:
-                    raise DataIdentityError(
-                        f"nothing can be shown of step {step_name(self._records, index)}: {differs}"
-                        + self._accepted_text
-                    )
+                if differs is not None:
+                    self._require_not_accepted(index, record.attempt, differs)
                 yield {"step": step_name(self._records, index), "reason": reason}
+
+    def _require_not_accepted(self, index: int, attempt: int, differs: str) -> None:
+        if attempt in self._accepting:
+            name = step_name(self._records, index)
+            raise DataIdentityError(f"nothing can be shown of step {name}: {differs}" + self._accepted_text)
 
     def _pass(self, at: SkipAt, samples: int, tokens: int) -> str | None:
         """Draws what a claim says to have skipped; how it differs from what the stream holds there."""

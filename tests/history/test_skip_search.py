@@ -23,7 +23,7 @@ from orchestrator.planning.skipping import LATEST, Skip, SkipClaim, SkipDecision
 from orchestrator.records import Cursor, StateKey, StepRecord
 
 BATCH = 4
-SEEDS = 200
+SEEDS = 120
 EVENTS = 40
 
 
