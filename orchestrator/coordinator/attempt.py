@@ -567,6 +567,15 @@ def note_beginning(
             num_blocks=dict(attempt.num_blocks),
             weights=dict(attempt.weights),
         )
+    if attempt.point is not None and attempt.skip is not None:
+        journal.event(
+            EventKind.SAMPLES_SKIPPED,
+            point=attempt.point.name,
+            samples=attempt.skip.samples,
+            tokens=attempt.skip.tokens,
+            first_index=attempt.skip.begin.drawn_samples,
+            setting=str(attempt.skip.request),
+        )
     if attempt.point is not None and attempt.verified_s is not None:
         journal.event(
             EventKind.POINT_VERIFIED,

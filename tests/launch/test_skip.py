@@ -24,6 +24,7 @@ from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
+from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, decode, encode
 from orchestrator.resume.store import RunStore
@@ -188,6 +189,8 @@ def test_steps_are_skipped_at_the_points_shape_and_all_that_follows_is_the_strea
     assert run.store.read_point(newest.point_name).cursor.skipped_samples == 8
     found = run.audit()
     assert found["exactly_once"], found["first_difference"]
+    events = RunViews(run.store).events(level=["data"])["rows"]
+    assert any("8 samples (256 tokens) after" in event["text"] for event in events)
 
 
 def test_the_same_setting_skips_once_however_often_it_is_given(run: SkippingRun) -> None:
