@@ -223,7 +223,8 @@ class Cursor:
     """The run's place in its data. `consumed_samples` counts those that were trained, `skipped_samples` those
     that were drawn and not trained (`resume.data: skip`): a sample's index is the number of samples drawn
     before it. `consumed_tokens` counts positions that had a real input token, `target_tokens` those of them
-    with a label; they differ under loss masks. `mixture` is empty for one source.
+    with a label; they differ under loss masks. `skipped_tokens` are the positions of the skipped samples.
+    `mixture` is empty for one source.
     """
 
     consumed_samples: int = 0
@@ -232,6 +233,7 @@ class Cursor:
     sources: dict[str, SourceCursor] = field(default_factory=dict)
     skipped_samples: int = 0
     mixture: dict[str, MixtureShare] = field(default_factory=dict)
+    skipped_tokens: int = 0
 
     @property
     def drawn_samples(self) -> int:
@@ -241,7 +243,7 @@ class Cursor:
     def drawn_from(self, sources: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """(samples, positions) drawn from each of these sources, all that the run has had."""
         if not self.mixture and len(sources) == 1:
-            return {sources[0]: (self.drawn_samples, self.consumed_tokens)}
+            return {sources[0]: (self.drawn_samples, self.consumed_tokens + self.skipped_tokens)}
         if not self.mixture and len(self.sources) == 1:  # the others come in now
             return {name: (0, 0) for name in sources} | self.drawn_from(tuple(self.sources))
         none = MixtureShare(weight=0)

@@ -32,6 +32,7 @@ from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
+from orchestrator.planning.skipping import Skip, SkipRequest
 from orchestrator.records import (
     Cursor,
     FileEntry,
@@ -394,6 +395,8 @@ FIELDS = {
         EncoderChoice,
         Origin,
         ForkedFrom,
+        Skip,
+        SkipRequest,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
     "pins/<point>.json": (Hold,),

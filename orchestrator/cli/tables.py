@@ -26,6 +26,8 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         f"{at.record}, piece {at.piece}, token {at.token}"
         for name, at in plan.cursor.sources.items()
     ]
+    lines += [f"  {source}" for source in plan.sources]
+    lines += [f"  {plan.skip}"] if plan.skip is not None else []
     left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
     if any(value is None for value in left):
         lines.append("  remaining until the data ends (no max_* is given)")

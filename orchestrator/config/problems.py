@@ -361,12 +361,18 @@ def _range(num_workers: int | list[int]) -> str | None:
     return f"is {num_workers}, the minimum above the maximum; write [{num_workers[1]}, {num_workers[0]}]"
 
 
-def _only_continue(data: str) -> str | None:
-    return (
-        None
-        if data == "continue"
-        else f"is {data!r}, which comes with a later version; only continue is there"
-    )
+def _one_skip(skip_steps: int | None, skip_samples: int | None) -> str | None:
+    if skip_steps is None or skip_samples is None:
+        return None
+    return f"is {skip_steps} and resume.skip_samples={skip_samples}; give one of them"
+
+
+def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> str | None:
+    if data == "restart":
+        return "is 'restart', which comes with a later version; continue and skip are there"
+    if data == "skip" and skip_steps is None and skip_samples is None:
+        return "is skip; say how much: set resume.skip_steps or resume.skip_samples"
+    return None
 
 
 _STOPS = ("train.max_steps", "train.max_samples", "train.max_tokens")
@@ -391,5 +397,6 @@ _RULES = (
     _Between(fields=("pack.seq_len", "model.config"), check=_positions),
     _Between(fields=("train.schedule", "train.decay_steps", *_STOPS), check=_decay),
     _Between(fields=("cluster.num_workers",), check=_range),
-    _Between(fields=("resume.data",), check=_only_continue),
+    _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
+    _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),
 )

@@ -318,8 +318,14 @@ class ResumeConfig(_Section):
     """Also keep so many points with the lowest mean loss of the steps since the point before."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
-    data: Annotated[Literal["continue", "restart", "skip"], free("continue")] = "continue"
-    """`continue`: exactly at the next unread token."""
+    data: Annotated[Literal["continue", "restart", "skip"], may_change("continue or skip")] = "continue"
+    """`continue`: exactly at the next unread token. `skip`: leave out `skip_steps` or `skip_samples` after
+    the point, once; either number alone means that, too.
+    """
+    skip_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """Samples of so many steps are left out after the point, at its own batch size and seq_len."""
+    skip_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
+    """So many samples are left out after the point, at its own seq_len."""
     from_: Annotated[
         str,
         may_change(

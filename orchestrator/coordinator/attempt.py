@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.coordinator.forking import is_folder, point_info, take_over
+from orchestrator.coordinator.skipping import draw_skip, moved, skip_here
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -45,6 +46,7 @@ from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
+from orchestrator.planning.skipping import Skip, SkipDecision, still_due
 from orchestrator.records import Cursor, MemberInfo, StateKey, StepRecord, encode
 from orchestrator.resume.commit_machine import LOST
 from orchestrator.resume.fates import Fates, point_fates
@@ -69,6 +71,7 @@ class Survey:
     lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
     alone). `unreadable` are the attempts' files that could not be used, for the user to hear of. `fork` is
     the claim with whose `origin` the history begins, of a fork; its generation is among the journal's.
+    `parents` are all claims' parent files.
     """
 
     journal: Journal
@@ -82,6 +85,7 @@ class Survey:
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
     fork: ClaimParent | None = None
+    parents: tuple[ClaimParent, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +100,13 @@ class Attempt:
     failure budget counts, `answered` the requests from outside that are; `run_id` is run.json's; `command`
     is the command line that would continue the run, without secrets ("": nobody typed one); `num_blocks` has
     the number of blocks of each source, `weights` its weight in the mixture; `forked_from` is the point of
-    another run that it takes over;
-    `losses` are the mean losses of points; `history` counts the histories of the run that points held, of
-    which the one that it continues is held up to `history_saved_to` tokens (see `history.saved_history`).
+    another run that it takes over; `losses` are the mean losses of points; `history` counts the histories of
+    the run that points held, of which the one that it continues is held up to `history_saved_to` tokens (see
+    `history.saved_history`).
     `died` is the process (pid and host; 0: not known) of the coordinator whose place a restarted one takes.
     `verified_s` is how long it took to read back the points down to the one that it continues (None: it was
-    not), `lifted` whether that lifted its mark as damaged.
+    not), `lifted` whether that lifted its mark as damaged. `skip` is what the claim leaves out after the
+    point, whose cursor stands after it here.
     """
 
     number: int
@@ -133,6 +138,7 @@ class Attempt:
     history: int = 1
     history_saved_to: int = 0
     died: tuple[int, str] | None = None
+    skip: Skip | None = None
 
     @property
     def parent(self) -> StateKey | None:
@@ -224,6 +230,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
         encoders=encoders,
         unreadable=unreadable,
         fork=next((parent for parent in begins if parent.begins == first), None),
+        parents=tuple(parents),
     )
 
 
@@ -421,14 +428,28 @@ def decide(
     point: Point | None,
     identities: tuple[RunIdentity, RunIdentity] | None,
     origin: Origin | None = None,
+    data: DataSpec | None = None,
+    skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
 ) -> ResumePlan:
-    """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`."""
+    """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
+    job's, where they are known.
+    """
     from orchestrator.config.schema import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
 
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
-    return plan_resume(config, rules, info, flat, identities, installed=installed_encoders())
+    return plan_resume(
+        config,
+        rules,
+        info,
+        flat,
+        identities,
+        installed=installed_encoders(),
+        weights=data.weights if data is not None else None,
+        num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
+        skip=skip,
+    )
 
 
 def begin_launch(
@@ -455,10 +476,15 @@ def begin_launch(
         point, damages = choose_point(store, seen, kept_point(store, seen, config))
         verified_s = time.monotonic() - began
         lifted = _mark(store, damages, point, f"attempt {number}")
-    plan = decide(store, config, point, (run.identity, data.identity()), origin)
+    asked = skip_here(config, point.key if point else None, seen.parents, seen.lineage)
+    plan = decide(store, config, point, (run.identity, data.identity()), origin, data, asked)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
+    skip = None
+    if asked.request is not None and point is not None:
+        skip = draw_skip(config, data.made_by(plan.encoders), point, asked.request)
+        point = moved(point, skip)
     inherited = up_to(seen.points, point) if origin is None or point is None else (point.name,)
     encoders = plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
@@ -473,6 +499,7 @@ def begin_launch(
             differences=plan.differences,
             encoders=encoders,
             origin=origin,
+            skip=skip,
         )
     )
     saved = _saved_before(seen)
@@ -497,6 +524,7 @@ def begin_launch(
         losses=mean_losses(seen),
         history=saved.number,
         history_saved_to=saved.saved_to,
+        skip=skip,
     )
     return attempt, plan
 
@@ -538,6 +566,15 @@ def note_beginning(
             tokens={name: tokens for name, (_, tokens) in drawn.items()},
             num_blocks=dict(attempt.num_blocks),
             weights=dict(attempt.weights),
+        )
+    if attempt.point is not None and attempt.skip is not None:
+        journal.event(
+            EventKind.SAMPLES_SKIPPED,
+            point=attempt.point.name,
+            samples=attempt.skip.samples,
+            tokens=attempt.skip.tokens,
+            first_index=attempt.skip.begin.drawn_samples,
+            setting=str(attempt.skip.request),
         )
     if attempt.point is not None and attempt.verified_s is not None:
         journal.event(
@@ -620,8 +657,9 @@ def continue_launch(
         point, _ = choose_point(store, seen, "latest", fast=True)
     except ResumePointError:
         point = None  # the members hold a newer state than any point; without them the next start refuses
-    if point is None or (first.parent is not None and point.key < first.parent):
-        point = first.point
+    if point is None or (first.parent is not None and point.key <= first.parent):
+        point = first.point  # its cursor stands after what the launch skips
+    skip = still_due(first.skip, first.parent, point.key if point else None)
     store.write_parent(
         ClaimParent(
             attempt=number,
@@ -629,6 +667,7 @@ def continue_launch(
             inherited=seen.points,
             budgets=first.budgets,
             encoders=first.encoders,
+            skip=skip,
         )
     )
     saved = _saved_before(seen)
@@ -648,6 +687,7 @@ def continue_launch(
         history=saved.number,
         history_saved_to=saved.saved_to,
         died=_process_of(store, seen.journal, number - 1),
+        skip=skip,
         **_read_back(seen.journal, first.number),
     )
 

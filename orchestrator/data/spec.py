@@ -121,6 +121,13 @@ class DataSpec:
         """The same data, encoded so."""
         return replace(self, encoders=encoders or self.encoders)
 
+    def mixed_as(self, config: JobConfig) -> DataSpec:
+        """The same data in the mixture, and to the limits, of another configuration of the same sources."""
+        settings = replace(self.settings, num_epochs=config.data.num_epochs)
+        return replace(
+            self, settings=settings, mixture=_mixture(config, self.plans), max_epochs=_limits(config)
+        )
+
     def build_encoders(self) -> Encoders:
         """What `tokenize_block` encodes with. It raises `DataIdentityError` if this machine has another
         version of what it needs.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets
+from orchestrator.planning.skipping import Skip
 from orchestrator.records import Cursor, StateKey
 
 GenerationId = tuple[int, int]  # (attempt, generation)
@@ -92,7 +93,8 @@ class ClaimParent:
     `parent` is a point's key, None for a fresh start. A point of an older attempt that is not in `inherited`
     is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
     too (empty: the run's first encoder, all of them). `origin` is that of a fork, in its first claim that has
-    a parent file: `parent` is then the key of `origin.start(attempt)`.
+    a parent file: `parent` is then the key of `origin.start(attempt)`. `skip` says which samples are left out
+    after the parent, by every generation that continues it.
     """
 
     attempt: int
@@ -102,6 +104,7 @@ class ClaimParent:
     differences: tuple[Difference, ...] = ()
     encoders: tuple[EncoderSpan, ...] = ()
     origin: Origin | None = None
+    skip: Skip | None = None
 
     @property
     def begins(self) -> GenerationStart | None:

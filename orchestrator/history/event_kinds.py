@@ -76,5 +76,6 @@ class EventKind(StrEnum):
     # ---- the data
     CURSOR = "cursor", "cursor"
     SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"
+    SAMPLES_SKIPPED = "samples skipped", "point", "samples", "tokens", "first_index", "setting"  # on purpose
     BAD_DOCUMENT = "bad document", "text", "source", "file", "place", "why"
     ENCODERS_DIFFER = "encoders differ", "text"

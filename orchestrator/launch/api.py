@@ -177,7 +177,7 @@ def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | No
     store = RunStore(Storage(str(folder)))
     try:
         spec = starting.prepare(job, folder, freeze=False)
-        found = starting.look_ahead(store, job, spec)
+        found = starting.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         seen = survey(store)
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)

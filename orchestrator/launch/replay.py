@@ -19,6 +19,7 @@ from orchestrator.coordinator.attempt import Survey, require_frozen, survey
 from orchestrator.errors import ResumePointError, TrainingError
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.skips import skips_of
 from orchestrator.launch.which_point import Position, Wanted, count, place, wanted_place
 from orchestrator.planning import batches
 from orchestrator.planning.schedule import Budgets, learning_rate
@@ -165,12 +166,19 @@ class History:
         self.records = [
             r for r in self.seen.lineage.records if tokens < r.consumed_tokens <= self.target.tokens
         ]
+        self._skips = skips_of(self.seen.lineage)
         self._regimes: dict[int, Regime] = {}
         self._configs = {
             event.attempt: event.fields["config"]
             for event in self.seen.journal.events
             if event.kind == EventKind.ATTEMPT
         }
+
+    def carried(self, cursor: Cursor) -> Cursor:
+        """Where the step after `cursor` begins: behind what the history skips there."""
+        for at in self._skips:
+            cursor = at.skip.carry(cursor)
+        return cursor
 
     def regime(self, attempt: int) -> Regime:
         """Of an attempt that has trained. Raises `ResumePointError` where its files are gone."""
@@ -259,6 +267,7 @@ class _Walk:
         records, target, said = self._history.records, self._history.target.step, time.monotonic()
         for done, record in enumerate(records, 1):
             self._change_to(record.attempt)
+            self.state.cursor = self._history.carried(self.state.cursor)
             self._step(record)
             if done < len(records) and time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
@@ -273,8 +282,11 @@ class _Walk:
     def next_batch(self) -> BatchSlice | None:
         """The whole batch of the next step."""
         self._change_to(self._history.next_attempt())
+        here = self.state.cursor
+        self.state.cursor = self._history.carried(here)
         step = self._range()
         batch = None if step is None else self._get(step)
+        self.state.cursor = here
         return batch if batch is not None and batch.step.num_samples else None
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ from orchestrator.coordinator.forking import (
     read_parent_point,
 )
 from orchestrator.coordinator.launch_machine import A_FAILURE
+from orchestrator.coordinator.skipping import draw_skip, skip_here
 from orchestrator.errors import (
     BusyError,
     ConfigError,
@@ -71,7 +72,9 @@ from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
+from orchestrator.planning.skipping import SkipDecision
 from orchestrator.records import StepRecord
+from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import require_local
@@ -170,15 +173,18 @@ def look_before_start(
     return look_ahead(store, job, spec, fast=False)
 
 
-def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True) -> ResumePlan:
+def look_ahead(
+    store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True, draw: bool = False
+) -> ResumePlan:
     """What a start would do now; with `fast` the newest point is trusted by sizes. A new run's first records
-    are looked at (see `check_first_records`).
+    are looked at (see `check_first_records`). With `draw` the samples that are to be skipped are read, as the
+    start does: where they end, and whether the data hold so many, is known then.
     """
     from orchestrator.data.first_records import check_first_records
 
     run = _run_to_look_at(store)
     if (fork := fork_to_begin(store, job, run)) is not None:
-        return _look_at_fork(store, job, spec, fork, fast=fast)
+        return _look_at_fork(store, job, spec, fork, fast=fast, draw=draw)
     if run is None:
         check_first_records(spec)
     for _ in range(LOOKS):
@@ -200,7 +206,11 @@ def look_ahead(store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = 
     else:
         raise moved_on(store)
     run = run or find_run(store)
-    found = decide(store, job, point, (run.identity, spec.identity()) if run else None)
+    asked = skip_here(job, point.key if point else None, seen.parents, seen.lineage)
+    found = decide(
+        store, job, point, (run.identity, spec.identity()) if run else None, data=spec, skip=asked
+    )
+    found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = []
     if point is None and job.model.init_from is not None:
         from orchestrator.resume.init_weights import weights_sentence
@@ -226,17 +236,34 @@ def _run_to_look_at(store: RunStore) -> RunFile | None:
 
 
 def _look_at_fork(
-    store: RunStore, job: JobConfig, spec: DataSpec, fork: ForkedFrom, *, fast: bool
+    store: RunStore, job: JobConfig, spec: DataSpec, fork: ForkedFrom, *, fast: bool, draw: bool
 ) -> ResumePlan:
     """What a start would do that begins with a point of another run."""
     other, point = read_parent_point(store, fork, job.run.name, fast)
     run = other.read_run()
     assert run is not None, "just read"
-    found = decide(other, job, point, (run.identity, spec.identity()))
+    asked = skip_here(job, point.key)
+    found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked)
+    found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
     if fast:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     return replace(found, notes=(*notes, *found.notes))
+
+
+def _with_drawn_skip(
+    found: ResumePlan, job: JobConfig, spec: DataSpec, point: Point | None, asked: SkipDecision
+) -> ResumePlan:
+    if found.skip is None or found.action == "refuse" or point is None or asked.request is None:
+        return found
+    began = time.monotonic()
+    try:
+        skip = draw_skip(job, spec.made_by(found.encoders), point, asked.request)
+    except RefusedError as error:
+        refusals = (*found.refusals, f"{job.run.run_uri}: {error}")
+        return replace(found, action="refuse", refusals=refusals)
+    seconds = time.monotonic() - began
+    return replace(found, skip=replace(found.skip, tokens=skip.tokens, cursor=skip.end, seconds=seconds))
 
 
 @contextmanager
@@ -451,6 +478,15 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
         say(f"  {difference}")
+    if attempt.skip is not None:
+        first = attempt.skip.begin.drawn_samples
+        say(
+            f"skipped {attempt.skip.samples:,} samples ({attempt.skip.tokens:,} tokens) after "
+            f"{attempt.point.name if attempt.point else 'the point'}, from sample {first:,} on: they are not "
+            f"trained ({attempt.skip.request}); the same setting skips them once"
+        )
+    if plan.skip_note:
+        say(f"note: {plan.skip_note}")
     if attempt.encoders != plan.encoders:
         newest = attempt.encoders[-1]
         for source, (epoch, block, window, record) in newest.begins.items():

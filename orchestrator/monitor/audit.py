@@ -18,6 +18,7 @@ from orchestrator.data.sources.listing import same_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
+from orchestrator.history.skips import SkipAt, skips_of
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
@@ -30,6 +31,11 @@ from orchestrator.records import Cursor, Int32Array, SourceCursor, StateKey, Ste
 from orchestrator.resume.points import parse_point_name
 
 _FORKED = "the steps up to {0:,}: they are the history of {1}, of which this run is a fork; audit them there"
+_SKIPPED = (
+    "that every token was trained: {0.samples:,} samples ({0.tokens:,} tokens) from sample {1:,} on were "
+    "skipped on purpose after {2} by attempt {3} ({0.request}); epochs and documents count them as read"
+)
+_RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
 
@@ -49,6 +55,9 @@ def audit_history(
     of the stream was trained once, their documents were not.
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
     is a difference, or nothing to compare.
+    `skipped_samples` are those that an attempt was told to leave out before one of the audited steps
+    (`resume.data: skip`): they are drawn as the claim says, end where it says, and are compared with no
+    record. What an epoch is shown to have held they belong to; `not_shown` says that they were not trained.
 
     Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
     (data rule 27).
@@ -74,6 +83,11 @@ def audit_history(
         first, not_shown = walk.epochs()
     if first is None and not wanted:
         not_shown.append("anything: nothing is trained yet, so there is nothing to compare")
+    if first is None:
+        not_shown += [
+            _SKIPPED.format(at.skip, at.skip.begin.drawn_samples, at.parent.point_name, at.attempt)
+            for at in walk.passed
+        ]
     repeated = 0
     for plan in spec.plans:
         num, text = _repeated_files(plan.manifest)
@@ -97,6 +111,18 @@ def audit_history(
         "not_shown": not_shown,
         "repeated_files": repeated,
         "skipped_documents": walk.skipped() if wanted and first is None else None,
+        "skipped_samples": [_skip_row(at) for at in walk.passed],
+    }
+
+
+def _skip_row(at: SkipAt) -> dict[str, Any]:
+    return {
+        "attempt": at.attempt,
+        "point": at.parent.point_name,
+        "setting": str(at.skip.request),
+        "first_index": at.skip.begin.drawn_samples,
+        "samples": at.skip.samples,
+        "tokens": at.skip.tokens,
     }
 
 
@@ -249,6 +275,9 @@ class _Walk:
         self._sources = {plan.source: _SourceWalk(spec, plan, self._begin) for plan in spec.plans}
         self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
         self._targets = self._begin.target_tokens
+        self._skips = [at for at in skips_of(seen.lineage) if at.index >= self._first]
+        self._skipped = (self._begin.skipped_samples, self._begin.skipped_tokens)
+        self.passed: list[SkipAt] = []  # skips right before, or between, the wanted steps
         num_bytes = {plan.source: plan.manifest.num_bytes for plan in spec.plans}
         self._rules = {
             event.attempt: rule_of(event.fields["config"], num_bytes)
@@ -271,6 +300,13 @@ class _Walk:
             if index == wanted.start:
                 for source in self._sources.values():
                     source.skipped_before = source.place().bad_documents
+            for at in (at for at in self._skips if at.index == index):
+                if index >= wanted.start:
+                    self.passed.append(at)
+                if reason := self._pass(at, samples, tokens):
+                    self._require_not_accepted(index, at.attempt, reason)
+                    yield {"step": step_name(self._records, index), "reason": reason}
+                    return
             turns = self._turns(record, num_samples, num_tokens)
             if isinstance(turns, str):
                 yield {"step": step_name(self._records, index), "reason": turns}
@@ -281,12 +317,63 @@ class _Walk:
             reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
-                if differs is not None and record.attempt in self._accepting:
-                    raise DataIdentityError(
-                        f"nothing can be shown of step {step_name(self._records, index)}: {differs}"
-                        + self._accepted_text
-                    )
+                if differs is not None:
+                    self._require_not_accepted(index, record.attempt, differs)
                 yield {"step": step_name(self._records, index), "reason": reason}
+
+    def _require_not_accepted(self, index: int, attempt: int, differs: str) -> None:
+        if attempt in self._accepting:
+            name = step_name(self._records, index)
+            raise DataIdentityError(f"nothing can be shown of step {name}: {differs}" + self._accepted_text)
+
+    def _pass(self, at: SkipAt, samples: int, tokens: int) -> str | None:
+        """Draws what a claim says to have skipped; how it differs from what the stream holds there."""
+        skip, drawn, done = at.skip, 0, 0
+        seq_len = skip.seq_len
+        said = f"attempt {at.attempt} says in its claim to have skipped {skip.samples:,} samples"
+        if len(self._sources) > 1:
+            before = self._begin.mixture if self._mixture is None else self._mixture.shares
+            num_bytes = {name: source.plan.manifest.num_bytes for name, source in self._sources.items()}
+            rule = rule_of(skip.settings, num_bytes)
+            self._mixture, self._mixed_in = ReferenceMixture(rule, before), 0
+
+            def left(source: str, num: int) -> int:
+                return self._sources[source].packer.left(num, rule.limits[source])
+
+        while done < skip.samples:
+            num = min(max(1, _RUN_TOKENS // seq_len), skip.samples - done)
+            if self._mixture is not None and len(self._sources) > 1:
+                turns = self._mixture.turns(num, None, seq_len, left)
+                if isinstance(turns, str):
+                    return f"{said}: {turns}"
+            else:
+                turns = [(next(iter(self._sources)), seq_len)] * num
+            _, wrong = self._samples(turns, seq_len)
+            self._walked = True
+            if wrong is not None:
+                return f"{said}: {wrong}"
+            done += num
+            drawn += sum(length for _, length in turns)
+        before_it = (skip.begin.skipped_samples, skip.begin.skipped_tokens)
+        if before_it != self._skipped:
+            return f"{said} after {before_it}, but the history had skipped {self._skipped} (samples, tokens)"
+        self._skipped = (self._skipped[0] + skip.samples, self._skipped[1] + drawn)
+        cursor = self._cursor(samples, tokens, skip.end)
+        if skip.end.agrees_with(cursor):
+            return None
+        return f"{said}, and to go on at {skip.end}; the stream is at {cursor}"
+
+    def _cursor(self, samples: int, tokens: int, known: Cursor) -> Cursor:
+        """Where the stream is, with what `known` knows the place of."""
+        return Cursor(
+            consumed_samples=samples,
+            consumed_tokens=tokens,
+            target_tokens=self._targets,
+            skipped_samples=self._skipped[0],
+            skipped_tokens=self._skipped[1],
+            sources={name: walk.place() for name, walk in self._sources.items() if name in known.sources},
+            mixture=self._mixture.shares if self._mixture is not None else {},
+        )
 
     def _turns(self, record: StepRecord, num_samples: int, num_tokens: int) -> list[tuple[str, int]] | str:
         """(source, positions) of each of the step's samples, or why there are no such samples."""
@@ -340,7 +427,7 @@ class _Walk:
         record, known, (numbers, found) = self._records[index], self._known.get(index + 1), drawn
         arrays = found.input_ids, found.labels_of_loss, found.document_ids
         self._targets += num_tokens - int(found.masked.sum())
-        first_index = first_sample + self._begin.skipped_samples
+        first_index = first_sample + self._skipped[0]
         digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
         if digest != record.digest:
             return (
@@ -349,14 +436,7 @@ class _Walk:
             )
         if known is None:
             return None
-        cursor = Cursor(
-            consumed_samples=record.consumed_samples,
-            consumed_tokens=record.consumed_tokens,
-            target_tokens=self._targets,
-            skipped_samples=self._begin.skipped_samples,
-            sources={name: walk.place() for name, walk in self._sources.items() if name in known.sources},
-            mixture=self._mixture.shares if self._mixture is not None else {},
-        )
+        cursor = self._cursor(record.consumed_samples, record.consumed_tokens, known)
         if known.agrees_with(cursor):
             return None
         return f"the journal's cursor after it is {known}, the stream's {cursor}"

@@ -87,15 +87,15 @@ class ReferenceMixture:
         }
 
     def turns(
-        self, num_samples: int, num_tokens: int, seq_len: int, left: Callable[[str, int], int]
+        self, num_samples: int, num_tokens: int | None, seq_len: int, left: Callable[[str, int], int]
     ) -> list[tuple[str, int]] | str:
-        """(source, positions) of the next samples of a step that counted so many positions; a text if the
-        rule gives no such step. `left(source, n)` is how many of the next n positions the source has, those
-        that this step took included.
+        """(source, positions) of the next samples of a step that counted so many positions (None: of samples
+        as long as the data make them); a text if the rule gives no such step. `left(source, n)` is how many
+        of the next n positions the source has, those that this step took included.
         """
         found, taken = list[tuple[str, int]](), dict.fromkeys(self._counts, 0)
         while len(found) < num_samples:
-            wanted = min(seq_len, num_tokens - sum(taken.values()))
+            wanted = seq_len if num_tokens is None else min(seq_len, num_tokens - sum(taken.values()))
             name = self._next(seq_len)
             if name is None or wanted <= 0:
                 return f"the mixture gives {len(found)} samples of its {num_samples}"
@@ -117,7 +117,7 @@ class ReferenceMixture:
             self._counts[name] += 1 if self._rule.by_samples else length
             self._drawn[name][0] += 1
             self._drawn[name][1] += length
-        if sum(taken.values()) != num_tokens:
+        if num_tokens is not None and sum(taken.values()) != num_tokens:
             return f"its {num_samples} samples hold {sum(taken.values())} tokens, it counted {num_tokens}"
         return found
 

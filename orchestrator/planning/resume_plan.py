@@ -22,9 +22,11 @@ from orchestrator.planning.batches import (
     rebase_step,
     remaining,
 )
+from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
+from orchestrator.planning.skipping import SkipDecision
 from orchestrator.records import Cursor, StateKey, encode
 
 if TYPE_CHECKING:
@@ -72,7 +74,9 @@ class ResumePlan:
     `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
     next whole document on (None: the run is not begun, and nobody has chosen). `notes` are sentences: how the
     batch lies on the workers, what another number of them means, what is special about the data. `rewind`
-    says what `resume.from` sets aside.
+    says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
+    data are not known), `skip` what is left out after the point (`cursor` is the point's own), `skip_note`
+    why a skip that is asked for is done already.
     """
 
     action: str
@@ -94,11 +98,14 @@ class ResumePlan:
     encoders: tuple[EncoderSpan, ...]
     encoder: EncoderChoice | None
     rewind: str = ""
+    sources: tuple[SourceSeen, ...] = ()
+    skip: PlannedSkip | None = None
+    skip_note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        for inner in ("budgets", "encoders", "encoder", "rewind"):
+        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note"):
             del document[inner]
         return {**document, "notes": list(self.all_notes)}
 
@@ -130,13 +137,15 @@ class ResumePlan:
             html_text.lines(f"refused: {text}" for text in self.refusals),
             html_text.facts(pairs),
             html_text.table(("field", "old", "new", "on resume"), rows),
+            html_text.lines(map(str, (*self.sources, *([self.skip] if self.skip else ())))),
             html_text.lines(self.all_notes),
         )
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What a rewind sets aside, first, and `notes`."""
-        return (self.rewind, *self.notes) if self.rewind else self.notes
+        """What a rewind sets aside, first, that a skip is done, and `notes`."""
+        said = (self.rewind, f"note: {self.skip_note}" if self.skip_note else "")
+        return (*filter(None, said), *self.notes)
 
 
 def plan_resume(
@@ -147,13 +156,18 @@ def plan_resume(
     identities: tuple[RunIdentity, RunIdentity] | None = None,
     data_tokens: int | None = None,
     installed: Mapping[str, str | None] | None = None,
+    weights: Mapping[str, int] | None = None,
+    num_blocks: Mapping[str, int] | None = None,
+    skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
     `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
     configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
     job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
-    it is known, `installed` are the encoders here (see `encoders.choose_next`). A refusal names the run,
+    it is known, `installed` are the encoders here (see `encoders.choose_next`), `weights` and `num_blocks`
+    are those of the job's sources where they are known, `skip` what became of a skip that is asked for. A
+    refusal names the run,
     both values and what to do; a stop that is already reached is no refusal but a resume with nothing
     remaining. Raises `ConfigError` for a schedule without an end.
     """
@@ -162,6 +176,7 @@ def plan_resume(
     refused = list(refusals(different, point.name if point else "", identities is not None))
     if identities is not None:
         refused += _identity_refusals(identities, config, old_flat is not None)
+    refused += [skip.refusal] if skip.refusal else []
     refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     cursor = point.cursor if point else Cursor()
     spans, encoder = _spans(point, identities), None
@@ -190,6 +205,22 @@ def plan_resume(
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
+        sources=sources_seen(cursor, weights, num_blocks) if weights is not None and num_blocks else (),
+        skip=_planned_skip(skip, point),
+        skip_note=skip.note,
+    )
+
+
+def _planned_skip(skip: SkipDecision, point: PointInfo | None) -> PlannedSkip | None:
+    if skip.request is None or point is None:
+        return None
+    samples = skip.request.num_samples(point.global_batch_size)
+    return PlannedSkip(
+        samples=samples,
+        steps=skip.request.steps,
+        tokens=samples * point.seq_len,
+        seq_len=point.seq_len,
+        first_index=point.cursor.drawn_samples,
     )
 
 
@@ -230,11 +261,15 @@ def differences(
 ) -> tuple[Difference, ...]:
     """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
 
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. So must a
-    `train.precision` that is the weights' own type, for a point's weights would have to be rounded.
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. A source's weight
+    and `max_epochs`, which may change, are named by the source (`data.sources.web.weight`). Also a
+    `train.precision` that is the weights' own type must stay, for a point's weights would have to be rounded.
     """
+    old, new = _by_source(old), _by_source(new)
 
     def rule(name: str) -> str:
+        if name.startswith(_OF_A_SOURCE):
+            return "may_change"
         pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
         return "same" if pure else rules.get(name, "same")
 
@@ -243,6 +278,22 @@ def differences(
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     )
+
+
+_OF_A_SOURCE = "data.sources."
+
+
+def _by_source(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """With what may change of each source as a field of its own."""
+    found = dict(flat)
+    sources = found.get("data.sources")
+    if not isinstance(sources, list):
+        return found
+    changing = ("weight", "max_epochs")
+    found["data.sources"] = [{k: v for k, v in each.items() if k not in changing} for each in sources]
+    for each in sources:
+        found |= {f"{_OF_A_SOURCE}{each['name']}.{name}": each.get(name) for name in changing}
+    return found
 
 
 def refusals(different: Iterable[Difference], point: str, content_known: bool) -> tuple[str, ...]:

@@ -166,7 +166,13 @@ def test_workers_are_a_number_or_a_range() -> None:
         ('run.name="a\\n"', "run.name is 'a\\n'"),
         ("cluster.address=somewhere", "expected null, auto, or host:port"),
         ("resume.from=480", "is 480; expected latest, or a point's name"),
-        ("resume.data=skip", "is 'skip', which comes with a later version"),
+        ("resume.data=skip", "is skip; say how much: set resume.skip_steps or resume.skip_samples"),
+        ("resume.data=restart", "is 'restart', which comes with a later version; continue and"),
+        ("resume.skip_steps=0", "resume.skip_steps is 0; expected a whole number >= 1"),
+        (
+            "resume={skip_steps: 2, skip_samples: 7}",
+            "resume.skip_steps is 2 and resume.skip_samples=7; give one of them",
+        ),
         ("model.pretrained=p", "model.config and model.pretrained are set; keep one"),
         ("data.tokenizer=gs://b/tokenizer", "data.tokenizer is 'gs://b/tokenizer'; this version reads local"),
         (
@@ -369,7 +375,10 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
     assert {"data.sources", "data.tokenizer", "data.seed", "data.eos", "model.config", "run.name"} <= kept
     assert {rules[p] for p in ("pack.seq_len", "train.global_batch_size", "train.lr")} == {"may_change"}
     assert {rule for path, rule in rules.items() if path.startswith("train.")} == {"may_change"}
-    decisive = ("resume.from", "resume.accept_changed", "data.max_bad_share")
+    decisive = (
+        *("resume.from", "resume.data", "resume.skip_steps", "resume.skip_samples"),
+        *("resume.accept_changed", "data.max_bad_share"),
+    )
     assert {rules[p] for p in decisive} == {"may_change"}, "they decide what is trained, or whether"
     loose = ("cluster.", "monitor.", "resume.")
     assert {rule for path, rule in rules.items() if path.startswith(loose) and path not in decisive} == {

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.config.schema import field_rules
+from orchestrator.config.schema import field_rules, parse_config
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
@@ -48,6 +48,7 @@ KEYS_OF_THE_PLAN = {
         "remaining_steps",
     ),
     *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
+    *("sources", "skip"),
 }
 
 
@@ -274,3 +275,21 @@ def test_a_user_who_changes_the_learning_rate_sees_it_jump_and_only_then():
 
 def test_the_points_facts_survive_their_json():
     assert decode(PointInfo, encode(POINT)) == POINT
+
+
+def test_weights_of_sources_may_change_and_are_told_by_source():
+    def mixed(web, code, epochs=None):
+        sources = [
+            {"name": "web", "path": "w.jsonl", "format": "jsonl", "weight": web},
+            {"name": "code", "path": "c.jsonl", "format": "jsonl", "weight": code, "max_epochs": epochs},
+        ]
+        return parse_config({**BEFORE.to_json(), "data": {**BEFORE.to_json()["data"], "sources": sources}})
+
+    plan = decide(mixed(0.25, 0.75, 3), POINT, mixed(0.5, 0.5).flat())
+    assert plan.action == "resume"
+    assert [str(d) for d in plan.differences] == [
+        "data.sources.code.max_epochs: null -> 3",
+        "data.sources.code.weight: 0.5 -> 0.75",
+        "data.sources.web.weight: 0.5 -> 0.25",
+    ]
+    assert {d.rule for d in plan.differences} == {"may_change"}

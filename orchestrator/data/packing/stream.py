@@ -224,6 +224,7 @@ class Stream:
             target_tokens=before.target_tokens + sum(run.num_targets for run in runs),
             sources={**before.sources, **{name: self._packers[name].cursor for name in drawn}},
             skipped_samples=before.skipped_samples,
+            skipped_tokens=before.skipped_tokens,
             mixture=plan.mixture.shares if several else {},
         )
         return StepSamples(
@@ -308,6 +309,7 @@ class _Inside:
             target_tokens=before.target_tokens + targets,
             sources=sources,
             skipped_samples=before.skipped_samples,
+            skipped_tokens=before.skipped_tokens,
             mixture=shares,
         )
 

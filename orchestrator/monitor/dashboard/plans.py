@@ -20,6 +20,7 @@ import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.skipping import skip_here
 from orchestrator.data.frozen import read_frozen
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
@@ -85,7 +86,9 @@ class Planner:
             job = parse_config(nested(in_todays_fields(flat)), [*asked.overrides, f"resume.from={wanted}"])
             point, damages, refused = self._choose(views, wanted)
             data = self._look_at_data(job)
-            found = decide(self._run.store, job, point, data.identities)
+            facts, key = views.facts, point.key if point is not None else None
+            skip = skip_here(job, key, facts.files.parents.values(), facts.path.lineage)
+            found = decide(self._run.store, job, point, data.identities, skip=skip)
             found = _completed(found, data, damages, refused, point)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))

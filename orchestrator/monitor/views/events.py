@@ -26,7 +26,7 @@ _LEVEL = {
     EventKind.END: "change", EventKind.CONTROL_REQUEST: "change", EventKind.REQUEST_ANSWERED: "change",
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
-    EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data",
+    EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
 }  # fmt: skip
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
 _BEGUN = {
@@ -209,6 +209,11 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
             return f"What was left of the save of {e['point']} could not be removed: {e['reason']}"
         case EventKind.LEFTOVER_REMOVED:
             return f"What was left of the save of {e['point']} was removed"
+        case EventKind.SAMPLES_SKIPPED:
+            return (
+                f"{e['samples']} samples ({e['tokens']} tokens) after {e['point']} are skipped on purpose, "
+                f"from sample {e['first_index']} on: {e['setting']}"
+            )
         case EventKind.BAD_DOCUMENT:
             return f"Document skipped: {e['text']}"
         case EventKind.ENCODERS_DIFFER:

@@ -1,0 +1,95 @@
+"""A start's skip: whether it is due at the point that is continued, and drawing its samples.
+
+What is decided is `planning.skipping`; this looks it up in the history, and reads the data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.coordinator.forking import is_folder
+from orchestrator.errors import RefusedError
+from orchestrator.history.claims import ClaimParent
+from orchestrator.history.lineage import Lineage
+from orchestrator.history.skips import skip_claims
+from orchestrator.planning.skipping import Skip, SkipDecision, SkipRequest, decide_skip, skip_request
+from orchestrator.records import StateKey
+from orchestrator.resume.points import Point
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.data.spec import DataSpec
+
+
+def skip_here(
+    config: JobConfig,
+    point: StateKey | None,
+    parents: Iterable[ClaimParent] = (),
+    lineage: Lineage | None = None,
+) -> SkipDecision:
+    """Whether a start of `config` that continues `point` skips. `parents` are the run's parent files, which a
+    fork that begins has none of.
+    """
+    where = config.resume.from_
+    if is_folder(where):
+        where = os.path.abspath(os.path.expanduser(where))
+    path = {claim.attempt for claim in lineage.attempts} if lineage is not None else set[int]()
+    return decide_skip(skip_request(config, where), point, skip_claims(parents), path)
+
+
+def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequest) -> Skip:
+    """Draws what is to be skipped after `point`: at the batch size, seq_len and weights that it was made
+    with; how far the data go (`num_epochs`, `max_epochs`, `on_end`) is the job's. `data` are encoded by those
+    who encoded until now.
+
+    Raises `RefusedError` where the data end before something is left to train, and what reading them raises.
+    """
+    from orchestrator.data.packing.skipping import draw_past
+
+    batch, seq_len = point.config["train.global_batch_size"], point.config["pack.seq_len"]
+    num_samples, job = request.num_samples(batch), _mixed_as(config, point.config)
+    passed = draw_past(data.mixed_as(job), point.cursor, num_samples, seq_len)
+    if passed.samples < num_samples or passed.ends:
+        raise RefusedError(
+            f"{request}: {num_samples:,} samples of {seq_len} tokens are to be skipped after {point.name}, "
+            f"and the data hold {passed.samples:,} from there on (data.num_epochs={config.data.num_epochs}): "
+            "nothing would be left to train; skip fewer, or raise data.num_epochs"
+        )
+    return Skip(
+        request=request,
+        samples=passed.samples,
+        tokens=passed.tokens,
+        global_batch_size=batch,
+        seq_len=seq_len,
+        begin=point.cursor,
+        end=passed.cursor,
+        settings=_settings(job) if len(data.plans) > 1 else {},
+    )
+
+
+def moved(point: Point | None, skip: Skip | None) -> Point | None:
+    """The point as the attempt continues it: with the cursor after what is skipped."""
+    return point if point is None or skip is None else replace(point, cursor=skip.end)
+
+
+def _mixed_as(config: JobConfig, before: Mapping[str, Any]) -> JobConfig:
+    """The job with the weights that the point was made with."""
+    from orchestrator.config.schema import in_todays_fields, nested, parse_config
+
+    then, now = in_todays_fields(before), config.flat()
+    weights = {source["name"]: source.get("weight") for source in then["data.sources"]}
+    sources = [{**source, "weight": weights.get(source["name"])} for source in now["data.sources"]]
+    weight_by = then.get("data.weight_by", "tokens")
+    return parse_config(nested({**now, "data.sources": sources, "data.weight_by": weight_by}))
+
+
+def _settings(job: JobConfig) -> dict[str, Any]:
+    """What an audit needs to draw the same."""
+    flat = job.flat()
+    names = ("name", "weight", "max_epochs")
+    sources = [{name: source[name] for name in names} for source in flat["data.sources"]]
+    fields = ("data.on_end", "data.weight_by", "data.num_epochs")
+    return {"data.sources": sources, **{name: flat[name] for name in fields}}

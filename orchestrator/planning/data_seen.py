@@ -1,0 +1,109 @@
+"""What a plan says of the data: how much of each source a run has had, its share, and what a skip leaves out.
+
+It reads no data: cursors, weights and numbers of blocks are given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.records import Cursor, SourceCursor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceSeen:
+    """One source at a cursor. `samples` and `tokens` (positions) are all that was drawn of it, skipped ones
+    included; `epochs` are those passed, with the passed part of the one at hand by blocks.
+
+    `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
+    that the job asks for, `target_before` that of the point (None: not known, or nothing was drawn). Shares
+    are of tokens, or of samples under `weight_by: samples`, among the sources that have not ended.
+    """
+
+    source: str
+    samples: int
+    tokens: int
+    epochs: float
+    ended: bool
+    target_before: float | None
+    target: float | None
+    actual: float | None
+
+    def __str__(self) -> str:
+        alone = self.target == 1 and self.target_before in (None, 1)
+        share = "" if self.actual is None or alone else f", {self.actual:.2%} of what was drawn"
+        wanted = "" if self.target is None or alone else f", wanted {_percent(self.target)}"
+        if self.target is not None and self.target_before not in (None, self.target):
+            wanted = f", wanted {_percent(self.target_before)} -> {_percent(self.target)}"
+        over = ", at its end" if self.ended else ""
+        return (
+            f"source {self.source}: {self.tokens:,} tokens in {self.samples:,} samples seen, "
+            f"{self.epochs:.2f} epochs{share}{wanted}{over}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSkip:
+    """What a start would leave out after its point: `samples` of the point's `seq_len`, `steps` of its batch
+    size where the job asks for steps, from index `first_index` on. `tokens` are `samples` · `seq_len` until
+    they have been drawn (fewer where a source ends between); then `cursor` is the place after them, and
+    `seconds` is how long drawing them took.
+    """
+
+    samples: int
+    steps: int | None
+    tokens: int
+    seq_len: int
+    first_index: int
+    cursor: Cursor | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        of = "" if self.steps is None else f" ({self.steps:,} steps at the point's batch size)"
+        tokens = f"{'' if self.cursor is not None else 'at most '}{self.tokens:,} tokens"
+        last = self.first_index + self.samples - 1
+        took = "" if self.seconds is None else f"; drawing them takes about {self.seconds:.1f} s"
+        return (
+            f"skips {self.samples:,} samples{of}, {tokens}: samples {self.first_index:,} to {last:,} are not "
+            f"trained; counts, budgets and schedule stay{took}"
+        )
+
+
+def sources_seen(
+    cursor: Cursor, weights: Mapping[str, int], num_blocks: Mapping[str, int]
+) -> tuple[SourceSeen, ...]:
+    """Each source of the job (`weights`, as whole numbers) at a cursor."""
+    drawn = cursor.drawn_from(tuple(weights))
+    had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
+    counts = {name: cursor.mixture[name].count for name in had}
+    if not cursor.mixture and len(cursor.sources) == 1:
+        (only,) = cursor.sources
+        had, counts = {only: 1}, {only: cursor.drawn_samples}
+    ended = {name for name, share in cursor.mixture.items() if share.weight and share.ended}
+    live = {name: weight for name, weight in weights.items() if name not in ended}
+    found = []
+    for name, (samples, tokens) in drawn.items():
+        at = cursor.sources.get(name, SourceCursor())
+        found.append(
+            SourceSeen(
+                source=name,
+                samples=samples,
+                tokens=tokens,
+                epochs=at.epoch + at.block / num_blocks[name],
+                ended=name in ended,
+                target_before=_share(had, name),
+                target=_share(live, name),
+                actual=_share(counts, name),
+            )
+        )
+    return tuple(found)
+
+
+def _share(parts: Mapping[str, int], name: str) -> float | None:
+    total = sum(parts.values())
+    return parts.get(name, 0) / total if total else None
+
+
+def _percent(share: float | None) -> str:
+    return "nothing" if share is None else f"{share:.2%}"

@@ -1,0 +1,142 @@
+"""Samples that a resume leaves out on purpose (`resume.data: skip`): what was asked for, whether it is done
+already on a history, and what a claim says of it (data rule 23).
+
+It reads no data: who draws the samples says where they end. A skip moves the cursor of a resume point; it
+belongs to the claim, so that everybody who continues, reads or proves the history follows the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.records import Cursor, StateKey
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipRequest:
+    """A setting as a job gives it: `resume.from` (a folder absolute), and samples or steps."""
+
+    where: str
+    samples: int | None = None
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        number = f"steps={self.steps}" if self.steps is not None else f"samples={self.samples}"
+        return f"resume.from={self.where} resume.skip_{number}"
+
+    def repeats(self, earlier: SkipRequest) -> bool:
+        """Whether it may be the same wish as an earlier one, left in the configuration: as much, and no
+        point, or the same one, is named. Who names another point means that one.
+        """
+        as_much = (self.samples, self.steps) == (earlier.samples, earlier.steps)
+        return as_much and self.where in (LATEST, earlier.where)
+
+    def num_samples(self, global_batch_size: int) -> int:
+        """How many samples that is for a point of this batch size, exactly."""
+        if self.steps is not None:
+            return self.steps * global_batch_size
+        assert self.samples is not None, "a request names samples or steps"
+        return self.samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skip:
+    """What a claim says of a skip: whoever continues the claim's parent goes on at `end` instead of `begin`,
+    the parent's own cursor.
+
+    `samples` with `tokens` positions lie between, drawn at the parent's `seq_len` and weights; `settings` are
+    the fields of the mixture that they were drawn by, flat as a configuration is (empty: one source).
+    """
+
+    request: SkipRequest
+    samples: int
+    tokens: int
+    global_batch_size: int
+    seq_len: int
+    begin: Cursor
+    end: Cursor
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def carry(self, cursor: Cursor) -> Cursor:
+        """`cursor`, moved if it stands where the skip begins. Carrying it again moves nothing."""
+        place = (self.begin.consumed_samples, self.begin.skipped_samples)
+        return self.end if (cursor.consumed_samples, cursor.skipped_samples) == place else cursor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipClaim:
+    """A claim of the run that says a skip: its number, the point that it continues, and what was asked."""
+
+    attempt: int
+    parent: StateKey
+    request: SkipRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipDecision:
+    """What to do about a request: skip (`request`; None: not), why not (`note`), or refuse (`refusal`)."""
+
+    request: SkipRequest | None = None
+    note: str = ""
+    refusal: str = ""
+
+
+def skip_request(config: JobConfig, where: str) -> SkipRequest | None:
+    """What the job asks for; `where` is its `resume.from`, a folder as an absolute one."""
+    resume = config.resume
+    if resume.skip_samples is None and resume.skip_steps is None:
+        return None
+    return SkipRequest(where=where, samples=resume.skip_samples, steps=resume.skip_steps)
+
+
+def decide_skip(
+    request: SkipRequest | None, point: StateKey | None, claims: Iterable[SkipClaim], path: Collection[int]
+) -> SkipDecision:
+    """Whether a start that continues `point` skips. `claims` are all of the run that say a skip, `path` the
+    attempts through which the point came.
+
+    One request skips at one place, and once on a history: at the point at which it was first carried out. A
+    start that continues that point again skips the same samples again, for nothing after them is kept; one
+    that continues what was trained after them does not. Any other point was not meant: it is refused, and
+    naming that point makes another request of it.
+    """
+    if request is None:
+        return SkipDecision()
+    if point is None:
+        return SkipDecision(
+            refusal=f"{request}, but the run has no resume point: a skip leaves out samples after a point; "
+            "leave it out"
+        )
+    made = sorted((c for c in claims if request.repeats(c.request)), key=lambda claim: claim.attempt)
+    if not made:
+        return SkipDecision(request=request)
+    for claim in made:
+        if claim.attempt <= point.attempt and claim.attempt in path:
+            return SkipDecision(
+                note=f"{request} is done: attempt {claim.attempt} skipped these samples after "
+                f"{claim.parent.point_name}, and they are not skipped twice; to skip as much once more, name "
+                f"the point after which: resume.from={point.point_name}"
+            )
+    last = made[-1]
+    if last.parent == point:
+        return SkipDecision(request=request)
+    return SkipDecision(
+        refusal=f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and "
+        f"this start would continue {point.point_name}, which does not come from there: other samples would "
+        f"be skipped than were meant; to skip here, name the point: resume.from={point.point_name}; else "
+        "leave the skip out, or name the point that it was meant for"
+    )
+
+
+def still_due(skip: Skip | None, parent: StateKey | None, point: StateKey | None) -> Skip | None:
+    """Of the skip that a launch claimed at `parent`, what a later claim of the same launch says, which
+    continues `point`: whoever loads the same point again must stand after it; a newer point holds it.
+    """
+    return skip if point is not None and point == parent else None

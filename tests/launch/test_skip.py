@@ -1,0 +1,408 @@
+"""Starts that skip samples after a resume point: real claims, points and data, batches of the real feed, and
+no model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.cli.tables import plan_lines
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.packing.samples import open_samples
+from orchestrator.errors import RefusedError
+from orchestrator.faults import no_fault
+from orchestrator.history.claims import ClaimParent, GenerationStart
+from orchestrator.history.journal import JournalWriter
+from orchestrator.launch import start as starting
+from orchestrator.monitor.views.run_views import RunViews
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import note_committed
+from orchestrator.storage.files import Storage
+from orchestrator.storage.sealed import seal, unseal
+from tests.data.making import some_texts, write_corpus
+from tests.resume.samples import write_vote
+
+Make = Callable[..., dict[str, Any]]
+BATCH, SEQ_LEN = 4, 32
+
+
+class SkippingRun:
+    """A run that is started with real start commands; what a launch trains is what the feed gives from the
+    attempt's point on.
+    """
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self.mapping = dict(mapping)
+        self.folder = starting.run_folder(parse_config(self.mapping))
+        self.store = RunStore(Storage(str(self.folder)))
+        self.trained: list[int] = []  # indices, in the order of training
+
+    def job(self, *overrides: str) -> JobConfig:
+        return parse_config(self.mapping, overrides)
+
+    def plan(self, *overrides: str) -> ResumePlan:
+        return orchestrator.plan(self.job(*overrides))
+
+    def begin(self, *overrides: str) -> Attempt:
+        """A start command until it has claimed."""
+        job = self.job(*overrides)
+        spec = starting.prepare(job, self.folder, freeze=True)
+        newest = max(self.store.claim_numbers(), default=0)
+        said: list[str] = []
+        with starting.claimed(self.store, job, spec, newest) as (attempt, plan):
+            starting.announce(said.append, job, attempt, plan)
+        self.said = "\n".join(said)
+        return attempt
+
+    def launch(self, num_steps: int, *overrides: str) -> StateKey:
+        """A whole launch; the key of the point that it leaves."""
+        return self.train(self.begin(*overrides), num_steps, *overrides)
+
+    def train(self, attempt: Attempt, num_steps: int, *overrides: str, save: bool = True) -> StateKey:
+        """The rest of a launch, which trains from the attempt's point on; without `save` as if killed."""
+        job, point = self.job(*overrides), attempt.point
+        journal = JournalWriter(self.store.storage, attempt.number, run_id=attempt.run_id)
+        note_beginning(journal, attempt, job.flat())
+        cursor = point.cursor if point else Cursor()
+        batch, seq_len = job.train.global_batch_size, job.pack.seq_len
+        key = StateKey(attempt=attempt.number, generation=1, step=attempt.step_label)
+        journal.generation(
+            GenerationStart(
+                attempt=attempt.number, generation=1, parent=attempt.parent, step=key.step, world_size=1,
+                consumed_samples=cursor.consumed_samples, consumed_tokens=cursor.consumed_tokens,
+                target_tokens=cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
+            )
+        )  # fmt: skip
+        feed = InProcessFeed(starting.prepare(job, self.folder, freeze=False).made_by(attempt.encoders))
+        for _ in range(num_steps):
+            asked = StepRange(
+                first_sample=cursor.consumed_samples, num_samples=batch, num_tokens=batch * seq_len,
+                seq_len=seq_len,
+            )  # fmt: skip
+            taken = feed.get(asked, 0, 1, batch, cursor)
+            if not taken.step.num_samples:
+                break
+            self.trained += range(taken.first_index, taken.first_index + taken.step.num_samples)
+            cursor, key = taken.cursor, replace(key, step=key.step + 1)
+            journal.step(
+                StepRecord(
+                    attempt=key.attempt, generation=1, step=key.step,
+                    consumed_samples=cursor.consumed_samples, consumed_tokens=cursor.consumed_tokens,
+                    target_tokens=cursor.target_tokens, loss=1.0,
+                    grad_norm=1.0, lr=1.0, digest=f"{taken.step_digest:016x}", step_s=1.0, data_wait_s=0.0,
+                    save_blocked_s=0.0,
+                )
+            )  # fmt: skip
+            if taken.end_of_data:
+                break
+        feed.close()
+        if save:
+            votes = [replace(write_vote(self.store.storage, key, rank), cursor=cursor) for rank in range(2)]
+            made = self.store.commit_point(
+                votes, job.flat(), {"rule": "none"}, attempt.parent, run_id=attempt.run_id
+            )
+            note_committed(journal, made)
+        journal.close()
+        self.store.write_end(attempt.number, "stopped", "asked to", attempt.run_id)
+        return key
+
+    def claim(self, number: int) -> ClaimParent:
+        found = self.store.read_parent(number)
+        assert isinstance(found, ClaimParent)
+        return found
+
+    def audit(self, steps: str | None = None) -> dict[str, Any]:
+        return orchestrator.open(self.folder).audit(steps)
+
+    def rewrite_claim(self, number: int, change: Callable[[ClaimParent], ClaimParent]) -> None:
+        path = self.folder / "attempts" / f"{number:04d}.parent.json"
+        path.write_bytes(seal(encode(change(decode(ClaimParent, unseal(path.read_bytes()))))))
+
+
+@pytest.fixture
+def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
+    write_corpus(tmp_path / "data", some_texts(60), "jsonl")
+    source = {"name": "made", "path": str(tmp_path / "data"), "format": "jsonl"}
+    small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "train.max_steps": 1000}
+    shape = {"train.global_batch_size": BATCH, "pack.seq_len": SEQ_LEN}
+    return tiny_config({"data.sources": [source], **small, **shape})
+
+
+@pytest.fixture
+def run(mapping: dict[str, Any]) -> SkippingRun:
+    return SkippingRun(mapping)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, tiny_config: Make) -> SkippingRun:
+    """Three sources of different sizes; one that ends is dropped."""
+    sources = []
+    for i, name in enumerate(("books", "code", "web")):
+        write_corpus(tmp_path / name, [f"{name} {text}" for text in some_texts(12 + 25 * i, 30)], "jsonl")
+        folder = str(tmp_path / name)
+        sources.append({"name": name, "path": folder, "format": "jsonl", "weight": (0.3, 0.2, 0.5)[i]})
+    small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.on_end": "drop"}
+    shape = {"train.global_batch_size": BATCH, "pack.seq_len": SEQ_LEN, "train.max_steps": 1000}
+    return SkippingRun(tiny_config({"data.sources": sources, **small, **shape}))
+
+
+def test_steps_are_skipped_at_the_points_shape_and_all_that_follows_is_the_stream(run: SkippingRun) -> None:
+    spike = run.launch(5)
+    run.launch(3)
+    shape = ("train.global_batch_size=3", "pack.seq_len=48")
+    skip = (*shape, f"resume.from={spike.point_name}", "resume.skip_steps=2")
+    plan = run.plan(*skip)
+    assert plan.skip is not None
+    assert (plan.skip.samples, plan.skip.steps, plan.skip.tokens) == (2 * BATCH, 2, 2 * BATCH * SEQ_LEN)
+    assert (plan.skip.first_index, plan.skip.cursor is not None) == (5 * BATCH, True)
+    assert any(
+        "skips 8 samples (2 steps at the point's batch size), 256 tokens" in t for t in plan_lines(plan)
+    )
+    assert json.loads(json.dumps(plan.to_json()))["skip"]["seconds"] > 0
+    assert "skips 8 samples" in plan._repr_html_()
+    attempt = run.begin(*skip)
+    assert "skipped 8 samples (256 tokens) after" in run.said
+    assert attempt.point is not None
+    assert attempt.point.cursor == plan.skip.cursor == attempt.skip.end if attempt.skip else False
+    at = attempt.point.cursor
+    assert (at.consumed_samples, at.consumed_tokens, at.skipped_samples) == (20, 20 * SEQ_LEN, 8)
+    assert run.claim(3).skip == attempt.skip, "the claim says it"
+    run.trained = []
+    newest = run.train(attempt, 4, *skip)
+    assert run.trained == [*range(28, 40)], "indices count what was skipped"
+    # the same tokens as the stream has them after 28 samples of the point's shape
+    spec = starting.prepare(run.job(), run.folder, freeze=False)
+    whole = [sample for sample, _ in zip(open_samples(spec, Cursor(), SEQ_LEN), range(28), strict=False)]
+    assert whole[-1].cursor.sources == at.sources
+    assert run.store.read_point(newest.point_name).cursor.skipped_samples == 8
+    found = run.audit()
+    assert found["exactly_once"], found["first_difference"]
+    events = RunViews(run.store).events(level=["data"])["rows"]
+    assert any("8 samples (256 tokens) after" in event["text"] for event in events)
+
+
+def test_the_same_setting_skips_once_however_often_it_is_given(run: SkippingRun) -> None:
+    first = run.launch(4)
+    skip = "resume.skip_samples=5"
+    begun = run.begin(skip)
+    again = run.begin(skip)  # the first one trained nothing
+    assert (begun.skip, begun.point) == (again.skip, again.point) != (None, None)
+    killed = run.begin(skip)
+    run.train(killed, 2, skip, save=False)  # what it trained is lost
+    fourth = run.begin(skip)
+    assert fourth.skip == begun.skip
+    newest = run.train(fourth, 3, skip)
+    plan = run.plan(skip)
+    assert (plan.skip, plan.action) == (None, "resume")
+    assert any("is done: attempt 5 skipped these samples after" in note for note in plan.all_notes)
+    later = run.begin(skip)
+    assert later.skip is None
+    assert "they are not skipped twice" in run.said
+    # also where the point is not named any more, or by a job that a restart gives it again and again
+    run.train(later, 1, skip)
+    assert run.begin(f"resume.from={newest.point_name}", "resume.skip_samples=5").skip is not None, (
+        "asked anew"
+    )
+    assert run.begin(f"resume.from={first.point_name}", "resume.skip_samples=6").skip is not None
+
+
+def test_a_setting_that_was_meant_for_another_point_is_refused(run: SkippingRun) -> None:
+    old = run.launch(2)
+    run.launch(2)
+    run.launch(2, "resume.skip_steps=2")
+    run.launch(1, f"resume.from={old.point_name}")  # left the history on which it was skipped
+    shutil.rmtree(run.folder / "points" / survey_newest(run))
+    plan = run.plan("resume.skip_steps=2")
+    assert plan.action == "refuse"
+    assert "was carried out after" in plan.refusals[-1]
+    assert f"resume.from={plan.point}" in plan.refusals[-1]
+    with pytest.raises(RefusedError, match="other samples would be skipped than were meant"):
+        run.begin("resume.skip_steps=2")
+
+
+def survey_newest(run: SkippingRun) -> str:
+    return orchestrator.open(run.folder).list_points()[-1]["name"]
+
+
+def test_without_a_point_there_is_nothing_to_skip_from(run: SkippingRun) -> None:
+    assert "the run has no resume point" in run.plan("resume.skip_steps=1").refusals[0]
+    with pytest.raises(RefusedError, match="leave it out"):
+        run.begin("resume.skip_steps=1")
+
+
+def test_a_skip_to_the_end_of_the_data_or_beyond_is_refused_with_both_numbers(run: SkippingRun) -> None:
+    point = run.launch(4)
+    spec = starting.prepare(run.job(), run.folder, freeze=False)
+    left = sum(1 for _ in open_samples(spec, run.store.read_point(point.point_name).cursor, SEQ_LEN))
+    for number in (left, left + 1, 10 * left):
+        text = f"{number:,} samples of 32 tokens are to be skipped after {point.point_name}"
+        refusal = run.plan(f"resume.skip_samples={number}").refusals[0]
+        assert text in refusal
+        assert f"the data hold {left:,} from there on" in refusal
+    with pytest.raises(RefusedError, match=f"the data hold {left:,}"):
+        run.begin(f"resume.skip_samples={left}")
+    assert run.begin(f"resume.skip_samples={left - 1}").skip is not None
+    assert run.begin(f"resume.skip_samples={left + 1}", "data.num_epochs=2").skip is not None
+
+
+def test_a_restarted_coordinator_stands_after_what_its_launch_skips(run: SkippingRun) -> None:
+    run.launch(3)
+    attempt = run.begin("resume.skip_steps=2")
+    journal = JournalWriter(run.store.storage, attempt.number, run_id=attempt.run_id)
+    note_beginning(journal, attempt, run.job("resume.skip_steps=2").flat())
+    journal.flush()
+    restarted = continue_launch(run.store, attempt, "host", no_fault)
+    assert restarted.number == attempt.number + 1
+    assert (restarted.point, restarted.skip) == (attempt.point, attempt.skip)
+    assert run.claim(restarted.number).skip == attempt.skip
+    # once the launch has a point of its own, that holds it
+    newest = run.train(restarted, 2, "resume.skip_steps=2")
+    (run.folder / "attempts" / f"{restarted.number:04d}.end.json").unlink()
+    third = continue_launch(run.store, attempt, "host", no_fault)
+    assert third.point is not None
+    assert (third.point.name, third.skip, run.claim(third.number).skip) == (newest.point_name, None, None)
+    assert third.point.cursor.skipped_samples == 8
+
+
+def test_a_fork_skips_after_the_point_that_it_begins_with(run: SkippingRun) -> None:
+    point = run.launch(3)
+    where = f"resume.from={run.folder / 'points' / point.point_name}"
+    fork = SkippingRun({**run.mapping, "run": {**run.mapping["run"], "name": "fork"}})
+    assert fork.plan(where, "resume.skip_steps=2").skip is not None
+    fork.launch(4, where, "resume.skip_steps=2")
+    assert fork.trained == [*range(20, 36)]
+    found = fork.audit()
+    assert found["exactly_once"], found["first_difference"]
+    assert [row["samples"] for row in found["skipped_samples"]] == [8]
+    again = fork.begin(where, "resume.skip_steps=2")
+    assert again.skip is None
+
+
+# ---------------------------------------------------------------------------------------- the audit
+def test_an_audit_follows_the_skips_and_says_what_was_not_trained(run: SkippingRun) -> None:
+    run.launch(4)
+    second = run.launch(3, "resume.skip_steps=2")
+    run.launch(1000, f"resume.from={second.point_name}", "resume.skip_samples=3", "pack.seq_len=24")
+    found = run.audit()
+    assert found["exactly_once"], found["first_difference"]
+    assert [
+        (s["attempt"], s["first_index"], s["samples"], s["tokens"]) for s in found["skipped_samples"]
+    ] == [
+        (2, 16, 8, 256),
+        (3, 36, 3, 96),
+    ]
+    told = [text for text in found["not_shown"] if text.startswith("that every token was trained: ")]
+    assert len(told) == 2
+    assert "8 samples (256 tokens) from sample 16 on were skipped on purpose" in told[0]
+    # parts begin before, at and behind a skip
+    for steps, passed in ((":4", 0), ("5:7", 1), ("4:7", 1), ("6:6", 0), ("11:", 1), ("12:", 0)):
+        part = run.audit(steps)
+        assert part["exactly_once"], (steps, part["first_difference"])
+        assert len(part["skipped_samples"]) == passed, steps
+
+
+def one_sample_fewer(claim: ClaimParent) -> ClaimParent:
+    assert claim.skip is not None
+    return replace(claim, skip=replace(claim.skip, samples=claim.skip.samples - 1))
+
+
+def another_end(claim: ClaimParent) -> ClaimParent:
+    assert claim.skip is not None
+    at = claim.skip.end.sources["made"]
+    end = replace(claim.skip.end, sources={"made": replace(at, documents=at.documents + 1)})
+    return replace(claim, skip=replace(claim.skip, end=end))
+
+
+def none(claim: ClaimParent) -> ClaimParent:
+    return replace(claim, skip=None)
+
+
+@pytest.mark.parametrize("change", [one_sample_fewer, another_end, none])
+def test_a_claim_that_says_another_skip_than_was_done_is_found(
+    run: SkippingRun, change: Callable[[ClaimParent], ClaimParent]
+) -> None:
+    run.launch(4)
+    run.launch(3, "resume.skip_steps=2")
+    run.rewrite_claim(2, change)
+    found = run.audit()
+    assert found["exactly_once"] is False
+    assert found["first_difference"]["step"] == "5"
+
+
+def test_what_was_skipped_and_trained_all_the_same_is_found(run: SkippingRun) -> None:
+    run.launch(4)
+    attempt = run.begin("resume.skip_steps=2")
+    assert attempt.point is not None
+    assert attempt.skip is not None
+    repeats = replace(attempt, point=replace(attempt.point, cursor=attempt.skip.begin))
+    run.train(repeats, 2, "resume.skip_steps=2")
+    assert run.audit()["first_difference"]["step"] == "5"
+
+
+def test_several_sources_are_skipped_by_the_points_weights_and_go_on_by_the_jobs(mixed: SkippingRun) -> None:
+    mixed.launch(6)
+    weights = ("data.sources.0.weight=0.1", "data.sources.1.weight=0.6", "data.weight_by=samples")
+    plan = mixed.plan(*weights, "resume.skip_steps=4")
+    assert plan.skip is not None
+    assert plan.skip.cursor is not None
+    before = {seen.source: seen for seen in plan.sources}
+    assert {name: seen.target_before for name, seen in before.items()} == {
+        "books": 0.3,
+        "code": 0.2,
+        "web": 0.5,
+    }
+    assert before["code"].target == pytest.approx(0.5)
+    assert sum(seen.samples for seen in before.values()) == 24
+    assert before["web"].actual == pytest.approx(0.5, abs=1 / 24)
+    assert any("source code: " in line and "wanted 20.00% -> 50.00%" in line for line in plan_lines(plan))
+    after = plan.skip.cursor.mixture
+    share = {name: after[name].samples - before[name].samples for name in before}
+    assert (sum(share.values()), share["web"]) == (16, 8), "the old weights drew what is skipped"
+    mixed.launch(3, *weights, "resume.skip_steps=4")
+    mixed.launch(1000, *weights, "data.on_end=drop")
+    found = mixed.audit()
+    assert found["exactly_once"], found["first_difference"]
+    (skipped,) = found["skipped_samples"]
+    assert (skipped["first_index"], skipped["samples"]) == (24, 16)
+
+
+def test_a_source_that_ends_among_the_skipped_samples_is_dropped_there(mixed: SkippingRun) -> None:
+    mixed.launch(4)
+    skip = "resume.skip_samples=240"
+    plan = mixed.plan(skip)
+    assert plan.skip is not None
+    assert plan.skip.cursor is not None
+    assert plan.skip.cursor.mixture["books"].ended == 1
+    assert plan.skip.tokens < 240 * SEQ_LEN, "its last sample is shorter"
+    mixed.launch(1000, skip)
+    found = mixed.audit()
+    assert found["exactly_once"], found["first_difference"]
+    total = sum(
+        share.tokens for share in mixed.store.read_point(survey_newest(mixed)).cursor.mixture.values()
+    )
+    assert total == found["tokens"] + found["skipped_samples"][0]["tokens"]
+
+
+def test_a_replay_goes_around_what_was_skipped(run: SkippingRun) -> None:
+    point = run.launch(2)
+    newest = run.launch(2, "resume.skip_steps=2")
+    end = run.store.read_point(newest.point_name).cursor
+    begin = run.store.read_point(point.point_name).cursor
+    shutil.rmtree(run.folder / "points")  # their weights are no model's: it begins with the first ones
+    here = orchestrator.open(run.folder).at(2)
+    assert here.cursor == begin
+    assert here.batch is not None
+    assert here.batch.first_index == 16, "the next step's batch lies after the skip"
+    assert orchestrator.open(run.folder).at(4).cursor == end
