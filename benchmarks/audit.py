@@ -126,6 +126,7 @@ def measure(corpus: Path, text_mb: float, batch: int, seq_len: int) -> dict[str,
     feed_s, audit_s = fed - began, audited - fed
     return {
         "steps": num_steps,
+        "tokens": report["tokens"],
         "feed_cpu_s": feed_s,
         "audit_cpu_s": audit_s,
         "feed_mb_per_cpu_s": text_mb / feed_s,
