@@ -27,9 +27,9 @@ _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
 _LAUNCH = "measured"
 
 
-def _view(generation: int, rank: int, world_size: int) -> GenerationView:
+def _view(attempt: int, rank: int, world_size: int) -> GenerationView:
     return GenerationView(
-        attempt=1, generation=generation, rank=rank, world_size=world_size, members=(), host="", port=0,
+        attempt=attempt, generation=0, rank=rank, world_size=world_size, members=(), host="", port=0,
         parent=None, source_rank=None, point=None, cursor=None, step=0, launch=_LAUNCH,
     )  # fmt: skip
 
@@ -47,10 +47,10 @@ class Consumer:
     def __init__(self, feeder: Any, rank: int) -> None:
         self._feed, self._rank = RayFeed(feeder, _LAUNCH), rank
 
-    def run(self, generation: int) -> tuple[float, float, int]:
+    def run(self, attempt: int) -> tuple[float, float, int]:
         """(when its first batch had come, when its last had, tokens of all ranks between these)."""
         cursor, began, first = Cursor(), 0.0, 0
-        self._feed.open(_view(generation, self._rank, _CONSUMERS), cursor)
+        self._feed.open(_view(attempt, self._rank, _CONSUMERS), cursor)
         while True:
             taken = self._feed.get(_step(cursor), self._rank, _CONSUMERS, 1, cursor)
             cursor = taken.cursor
@@ -72,11 +72,11 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
         began = time.perf_counter()
         feed.get(_step(cursors[3]), 0, 1, _BATCH, cursors[3])
         again.append(time.perf_counter() - began)
-    for generation in range(2, 5):
-        at = cursors[0] if generation % 2 else cursors[1]  # two steps are held, these are not
+    for attempt in range(2, 5):
+        at = cursors[0] if attempt % 2 else cursors[1]  # two steps are held, these are not
         began = time.perf_counter()
-        ray.get(feeder.open.remote(_LAUNCH, (generation, 0), at))
-        taken = ray.get(feeder.get.remote(_LAUNCH, (generation, 0), _step(at), 0, 1, _BATCH))
+        ray.get(feeder.open.remote(_LAUNCH, (attempt, 0), at))
+        taken = ray.get(feeder.get.remote(_LAUNCH, (attempt, 0), _step(at), 0, 1, _BATCH))
         assert isinstance(taken, BatchSlice), taken
         first.append(time.perf_counter() - began)
     return statistics.median(first), statistics.median(again)

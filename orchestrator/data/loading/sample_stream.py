@@ -11,6 +11,7 @@ from orchestrator.data.loading.rank_batches import Batch, Share, Tensors
 from orchestrator.data.loading.state import continue_from, state_of
 from orchestrator.data.packing.samples import Sample
 from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.tokens.encoder import TOKENIZERS
 from orchestrator.errors import RefusedError
 from orchestrator.records import Cursor
 
@@ -38,7 +39,7 @@ class SampleStream:
             )
         self._config, self._rank, self._world_size = config, rank, world_size
         # what prepares the data reads them; every other place in them is opened without that
-        self._prepared = prepare_data(config)
+        self._prepared = prepare_data(_with_any_encoder(config) if isinstance(at, Mapping) else config)
         self._open(at)
 
     def _open(self, at: Place) -> None:
@@ -137,6 +138,13 @@ class SampleStream:
         it is a state of another stream.
         """
         self._open(state)
+
+
+def _with_any_encoder(config: JobConfig) -> JobConfig:
+    """The job without a comparison of encoders, which takes seconds: a state names the one that was chosen
+    for its stream, and `continue_from` takes that.
+    """
+    return config.model_copy(update={"data": config.data.model_copy(update={"encoder": TOKENIZERS})})
 
 
 def _is_int(value: object) -> bool:
