@@ -12,7 +12,7 @@ FAST_TESTS := tests/config tests/planning tests/cluster tests/test_layers.py tes
 # each of the tests' many processes would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test check chaos clean browser
+.PHONY: quickstart test check chaos clean browser bench-data bench-peers
 
 quickstart: $(STAMP)
 	$(BIN)/orchestrator sample-corpus corpus/
@@ -39,6 +39,20 @@ browser:
 chaos: $(TOOLS)
 	$(BIN)/python -m pytest -m chaos -n 2 --dist loadscope --no-loadscope-reorder
 
+bench-data: $(STAMP)
+	$(BIN)/python -m benchmarks.data --json
+
+# Other loaders in an environment of their own, which sees this one's packages: only what it lacks is installed.
+PEERS := .venv-peers
+bench-peers: $(STAMP)
+	$(PYTHON) -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
+	for peer in datasets torchdata grain epochraft; do \
+		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$peer \
+		|| echo "$$peer does not install here"; done
+	$(BIN)/python -m benchmarks.data --json --peers $(PEERS)/bin/python
+
 # written last, so that an install that was cut off is done again
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
@@ -51,5 +65,5 @@ $(TOOLS): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -57,10 +57,10 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     """A run of one attempt and one generation, before its first step."""
     folder = Path(job.run.storage) / job.run.name
     store, spec = RunStore(Storage(str(folder))), prepare_data(job, folder)
-    store.create_run(job.run.name, spec.identity())
-    store.claim(1, "0" * 16, START, "here")
+    run_id = store.create_run(job.run.name, spec.identity()).id
+    store.claim(1, "0" * 16, START, "here", run_id)
     store.write_parent(ClaimParent(attempt=1, parent=None))
-    journal = JournalWriter(store.storage, 1)
+    journal = JournalWriter(store.storage, 1, run_id=run_id)
     journal.event(
         EventKind.ATTEMPT,
         launch="",
@@ -71,6 +71,7 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
         pid=1,
         machine="",
         pid_start="",
+        forked_from=None,
         config=job.flat(),
     )
     journal.generation(
@@ -126,6 +127,7 @@ def measure(corpus: Path, text_mb: float, batch: int, seq_len: int) -> dict[str,
     feed_s, audit_s = fed - began, audited - fed
     return {
         "steps": num_steps,
+        "tokens": report["tokens"],
         "feed_cpu_s": feed_s,
         "audit_cpu_s": audit_s,
         "feed_mb_per_cpu_s": text_mb / feed_s,

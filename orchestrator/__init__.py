@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, load_config
+    from orchestrator.data.loading.sample_stream import SampleStream
     from orchestrator.errors import OrchestratorError
     from orchestrator.launch.api import RunResult, open_stream, plan, train
     from orchestrator.monitor.run import Run
@@ -22,6 +23,7 @@ _HOMES = {
     "JobConfig": "config.schema",
     "load_config": "config.schema",
     "OrchestratorError": "errors",
+    "SampleStream": "data.loading.sample_stream",
     "Run": "monitor.run",
     "open": "monitor.run",
     "RunResult": "launch.api",
@@ -36,6 +38,7 @@ __all__ = [
     "OrchestratorError",
     "Run",
     "RunResult",
+    "SampleStream",
     "load_config",
     "open",
     "open_stream",

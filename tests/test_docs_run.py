@@ -49,6 +49,7 @@ NOT_RUN = {
         "torchrun --nproc-per-node",
     ],
     "docs/dashboard.md": ["orchestrator dashboard runs"],
+    "docs/howto/own-loop.md": ["import lightning", "import json\n\nimport orchestrator\nfrom torchtitan"],
     "docs/howto/spot-machines.md": ["orchestrator doctor runs"],
     "docs/tutorial.md": ["python3 -m venv .venv"],
 }

@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "unpin": ("runs/quickstart 00000100-a0001-g0001",),
     "verify": ("runs/quickstart", "runs/quickstart --resume"),
     "audit": ("runs/quickstart", "runs/quickstart --steps 100:250"),
+    "samples": ("runs/quickstart --step 120", "runs/quickstart --step 120 --text"),
     "rewind": ("runs/quickstart --to 00000100-a0001-g0001", "runs/quickstart --step 120 --yes"),
     "fork": (
         "runs/quickstart runs/higher-lr --at latest",

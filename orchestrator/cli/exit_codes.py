@@ -26,6 +26,10 @@ OWN: dict[str, dict[int, str]] = {
         1: "not exactly once, or records are missing",
         2: "bad command line, or a refusal: files are not as they were at the run's start",
     },
+    "samples": {
+        1: "the files do not give the samples that the journal says were trained",
+        2: "bad command line, or a refusal: files are not as they were at the run's start",
+    },
     "rewind": {2: "bad command line, a refusal, or a no: nothing was changed"},
     "fork": {2: "bad command line, a refusal, or a no: nothing was changed"},
     "replay": {1: "what was trained again differs from what the run recorded"},

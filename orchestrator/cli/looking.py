@@ -1,4 +1,4 @@
-"""The commands that read a run: `points`, `verify`, `audit`, `status`. Nothing is decided here."""
+"""The commands that read a run: `points`, `verify`, `audit`, `samples`, `status`. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -133,6 +133,32 @@ def audit(
 
         print_lines(audit_lines(report))
     if report["first_difference"] is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def samples(
+    run: RunUri,
+    step: Annotated[
+        str,
+        typer.Option(metavar="N", help="the step, e.g. 250; attempt 2's step: a2:250", show_default=False),
+    ],
+    text: Annotated[bool, typer.Option("--text", help="also show the documents' tokens as text")] = False,
+    json: Json = False,
+) -> None:
+    """Say which documents a step was trained on: for each sample the files, lines or rows, and which tokens
+    of each document. Recomputed from the files and compared with what the journal says was trained.
+    """
+    from orchestrator.monitor.run import open_run
+
+    found = open_run(run).list_samples(step, text)
+    if json:
+        print_json(found)
+    else:
+        from orchestrator.cli.tables import samples_lines
+
+        print_lines(samples_lines(found))
+    if not found["matches"]:
         raise typer.Exit(1)
 
 

@@ -114,6 +114,37 @@ def verify_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines or ["the run has no resume points"]
 
 
+def samples_lines(found: Mapping[str, Any]) -> list[str]:
+    """A line for each sample and for each document in it; then whether the journal agrees."""
+    lines = list[str]()
+    for sample in found["samples"]:
+        lines.append(f"sample {sample['index']:,}  {sample['source']}  {sample['tokens']:,} tokens")
+        for document in sample["documents"]:
+            lines.append(f"  {_document_line(document)}")
+            lines += [f"    | {line}" for line in document.get("text", "").splitlines()]
+    num = len(found["samples"])
+    if found["matches"]:
+        agrees = f"these {num} samples have the digest that the journal has of it, {found['digest']}"
+    else:
+        agrees = f"NOT what the journal says was trained: {found['difference']}"
+    return [*lines, f"step {found['step']}: {agrees}"]
+
+
+def _document_line(document: Mapping[str, Any]) -> str:
+    line = "" if document["line"] is None else f", line {document['line']:,}"
+    tokens = f"{document['tokens']:,} tokens"
+    if document["first_token"] is not None:
+        tokens = f"tokens {document['first_token']:,} to {document['end_token'] - 1:,}"
+    whole = {
+        (True, True): ", the whole document",
+        (True, False): ", its beginning",
+        (False, True): ", its end",
+        (False, False): "",
+    }[document["begins"], document["ends"]]
+    epoch = f" (epoch {document['epoch']})" if document["epoch"] else ""
+    return f"{document['file']}: {document['unit']} {document['place']:,}{line}: {tokens}{whole}{epoch}"
+
+
 def audit_lines(report: Mapping[str, Any]) -> list[str]:
     """The proof in a sentence, or the first step that differs."""
     amounts = (

@@ -455,18 +455,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     Relative paths stay as written: they are relative to the current directory. Raises `ConfigError` with
     every problem, one per line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read as a UTF-8 text: {error}; give the path of a YAML file"
-        ) from error
-    return _finish(read_yaml(text), overrides, str(path))
+    return _finish(*_read(path), overrides)
 
 
 def parse_config(mapping: Mapping[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
     """The same for a mapping made in Python, or read back from a `config.json`."""
-    return _finish(read_mapping(mapping), overrides, "configuration")
+    return _finish(*_read(mapping), overrides)
 
 
 def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -482,7 +476,44 @@ def as_job(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequen
     return parse_config(config.to_json(), overrides) if overrides else config
 
 
-def _finish(reading: Reading, overrides: Sequence[str], title: str) -> JobConfig:
+def as_data_job(
+    config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+) -> JobConfig:
+    """The same for whoever only reads its data: what that does not need may be left out, which is `run`,
+    `model`, `train.lr`, and a stop where the data have no end.
+    """
+    if not isinstance(config, str | Path | Mapping):
+        return as_job(config, overrides)
+    reading, title = _read(config)
+    for section, fields in _UNREAD_BY_DATA.items():
+        given = reading.value.setdefault(section, {})
+        if isinstance(given, dict) and (section != "model" or not given):
+            given |= {name: value for name, value in fields.items() if name not in given}
+    return _finish(reading, title, overrides)
+
+
+# what stands in for a field that nobody reads
+_UNREAD_BY_DATA: Mapping[str, Mapping[str, Any]] = {
+    "run": {"name": "stream"},
+    "model": {"factory": "no:model"},
+    "train": {"lr": 1.0, "max_tokens": 1 << 62},
+}
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Reading, str]:
+    """What stands in a mapping or a YAML file, and how messages name it."""
+    if isinstance(config, Mapping):
+        return read_mapping(config), "configuration"
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{config}: cannot be read as a UTF-8 text: {error}; give the path of a YAML file"
+        ) from error
+    return read_yaml(text), str(config)
+
+
+def _finish(reading: Reading, title: str, overrides: Sequence[str]) -> JobConfig:
     """Validate what was read. The rules inside a field are pydantic's, those between fields are our own."""
     if isinstance(overrides, str) or not isinstance(overrides, Sequence):
         what = "the text " if isinstance(overrides, str) else ""

@@ -21,7 +21,6 @@ from orchestrator.data.frozen import (
     read_frozen,
     write_frozen,
 )
-from orchestrator.data.packing.samples import Sample, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.sources import manifest as manifests
@@ -67,7 +66,7 @@ from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, SourceConfig
 
-__all__ = ["DataSpec", "Sample", "freeze_data", "prepare_data", "prepare_trained", "public_stream"]
+__all__ = ["DataSpec", "freeze_data", "prepare_data", "prepare_trained"]
 
 # The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
 _SAMPLE_DOCUMENTS = 64
@@ -560,11 +559,3 @@ def _identity(
         settings=settings,
         manifests={manifest.source: manifest.digest for manifest in now},
     )
-
-
-def public_stream(config: JobConfig, cursor: Cursor | None = None) -> Iterator[Sample]:
-    """The canonical samples of a job from `cursor` on (None: from the start), without a run and a cluster.
-
-    The files are taken as they are now. Raises as `prepare_data` and `open_samples` do.
-    """
-    return open_samples(prepare_data(config), cursor or Cursor(), config.pack.seq_len)

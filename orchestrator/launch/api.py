@@ -7,7 +7,7 @@ used.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
 from orchestrator.config.redaction import command_line
-from orchestrator.config.schema import JobConfig, as_job
+from orchestrator.config.schema import JobConfig, as_data_job, as_job
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import start as starting
@@ -28,7 +28,8 @@ from orchestrator.storage.files import Storage
 from orchestrator.trainer.trial import is_to_try, require_model
 
 if TYPE_CHECKING:
-    from orchestrator.data.spec import DataSpec, Sample
+    from orchestrator.data.loading.sample_stream import SampleStream
+    from orchestrator.data.spec import DataSpec
     from orchestrator.elastic.policy import Limits, NodeFacts
     from orchestrator.launch.needs import Needs
 
@@ -187,19 +188,29 @@ def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | No
 
 
 def open_stream(
-    config: JobConfig | Mapping[str, Any] | str | Path, cursor: Cursor | None = None
-) -> Iterator[Sample]:
+    config: JobConfig | Mapping[str, Any] | str | Path,
+    cursor: Cursor | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> SampleStream:
     """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
-    this process, no cluster.
+    this process, no cluster; or, for a training loop of your own, a rank's batches of them.
 
-    Yields samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays of shape
-    (seq_len,), label -100 where
-    there is no loss, and the cursor after the sample. The same samples, in this order, are what a run
-    trains.
+    An iterator of samples with `index, source, input_ids, labels, document_ids, cursor`: numpy int32 arrays
+    of shape (seq_len,), label -100 where there is no loss, and the cursor after the sample. The same samples,
+    in this order, are what a run trains. Its `batches()` is a loader of the share that rank `rank` of
+    `world_size` gets of each step, made ahead in a thread. Both have `state_dict()` and `load_state_dict()`;
+    a state may be given as `cursor`, too, and opens under any world size, batch size and seq_len.
+
+    The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are not
+    looked at: it goes on to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor or a
+    state of other data, `RefusedError` for a rank that there is not.
     """
-    from orchestrator.data.spec import public_stream
+    from orchestrator.data.loading.sample_stream import SampleStream
 
-    return public_stream(as_job(config), cursor)
+    return SampleStream(as_data_job(config, overrides), cursor, rank, world_size)
 
 
 def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> str:

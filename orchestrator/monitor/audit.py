@@ -6,7 +6,7 @@ It reads the files and what `coordinator.attempt.survey` found; it knows neither
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -71,7 +71,7 @@ def audit_history(
     all_steps: list[StepRecord | StateKey] = [*records, *missing]
     asked = range(len(all_steps)) if steps is None else find_steps(all_steps, steps)
     wanted = range(min(asked.start, len(records)), min(asked.stop, len(records)))
-    walk = _Walk(spec, seen, records, wanted.start)
+    walk = Walk(spec, seen, records, wanted.start)
     first = None
     if steps is None and seen.lineage.gaps:
         first = {"step": None, "reason": seen.lineage.gaps[0]}
@@ -207,12 +207,14 @@ def _is_behind(seen: Survey, point: StateKey) -> bool:
 class _SourceWalk:
     """One source's stream from a cursor on, and the samples of it that were trained."""
 
-    def __init__(self, spec: DataSpec, plan: SourcePlan, cursor: Cursor) -> None:
+    def __init__(
+        self, spec: DataSpec, plan: SourcePlan, cursor: Cursor, packer: type[ReferencePacker]
+    ) -> None:
         self.plan, self._spec = plan, spec
         self.begin = cursor.sources.get(plan.source, SourceCursor())
         self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
         chunks = spec.endless().chunks(cursor, plan.source)
-        self.packer = ReferencePacker(self.trained.watch(chunks), self.begin)
+        self.packer = packer(self.trained.watch(chunks), self.begin)
         self.walked = False
         self.skipped_before = 0
 
@@ -260,11 +262,27 @@ class _SourceWalk:
         return checksum_files(self._spec, encoder, self.plan.source)
 
 
-class _Walk:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WalkedStep:
+    """A step as the stream gives it."""
+
+    first_index: int  # of its first sample
+    turns: list[tuple[str, int]]  # (source, positions) of each sample
+    samples: Samples
+
+
+class Walk:
     """The stream beside the records, from the nearest known cursor on."""
 
-    def __init__(self, spec: DataSpec, seen: Survey, records: tuple[StepRecord, ...], first: int) -> None:
-        """`first`: the first record that is asked for."""
+    def __init__(
+        self,
+        spec: DataSpec,
+        seen: Survey,
+        records: tuple[StepRecord, ...],
+        first: int,
+        packer: type[ReferencePacker] = ReferencePacker,
+    ) -> None:
+        """`first`: the first record that is asked for. `packer` makes the samples."""
         self._spec, self._records = spec, records
         self._seq_lens = {start.id: start.seq_len for start in seen.journal.generations}
         self._known = _known_cursors(seen, records)
@@ -272,7 +290,7 @@ class _Walk:
         self._begin = self._known.get(self._first, Cursor())
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
-        self._sources = {plan.source: _SourceWalk(spec, plan, self._begin) for plan in spec.plans}
+        self._sources = {plan.source: _SourceWalk(spec, plan, self._begin, packer) for plan in spec.plans}
         self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
         self._targets = self._begin.target_tokens
         self._skips = [at for at in skips_of(seen.lineage) if at.index >= self._first]
@@ -284,6 +302,7 @@ class _Walk:
             for event in seen.journal.events
             if event.kind == "attempt" and len(spec.plans) > 1
         }
+        self.newest: WalkedStep | None = None
         self._mixture: ReferenceMixture | None = None
         self._mixed_in = 0  # the attempt whose rule the mixture follows
         self._walked = False
@@ -312,6 +331,9 @@ class _Walk:
                 yield {"step": step_name(self._records, index), "reason": turns}
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, self._seq_lens[record.attempt, record.generation])
+            self.newest = WalkedStep(
+                first_index=samples + self._begin.skipped_samples, turns=turns, samples=found[1]
+            )
             self._walked = True
             differs = self._difference(index, samples, num_tokens, found)
             reason = differs or wrong
@@ -440,6 +462,10 @@ class _Walk:
         if known.agrees_with(cursor):
             return None
         return f"the journal's cursor after it is {known}, the stream's {cursor}"
+
+    def packer(self, source: str) -> ReferencePacker:
+        """What makes the samples of a source."""
+        return self._sources[source].packer
 
     def skipped(self) -> dict[str, int]:
         """How many bad documents of each source the wanted steps passed."""

@@ -93,12 +93,29 @@ SOURCES: Table = {
     "empty": ("documents", "of these, without text"),
     "bad": ("documents", "of these, skipped as unreadable"),
 }
+SAMPLES: Table = {
+    "index": ("", "of the sample in the stream, from 0"),
+    "source": ("", "it was drawn from"),
+    "document": ("", "number of the stretch in the sample, from 0"),
+    "file": ("", "that the document lies in"),
+    "unit": ("", "what `place` counts: byte or row"),
+    "place": ("", "where its record begins in the file"),
+    "line": ("", "of the record, from 1; missing in compressed files and where records are rows"),
+    "epoch": ("", "pass over the source's files, from 0"),
+    "tokens": ("tokens", "of the document in this sample"),
+    "first_token": ("", "the first of these, counted within the document"),
+    "end_token": ("", "the token after the last of these"),
+    "begins": ("", "the document's first token is here"),
+    "ends": ("", "the document's last token is here"),
+    "text": ("", "these tokens decoded; missing if it was not asked for"),
+}
 TABLES: Mapping[str, Table] = {
     "steps": STEPS,
     "points": POINTS,
     "attempts": ATTEMPTS,
     "events": EVENTS,
     "sources": SOURCES,
+    "samples": SAMPLES,
 }
 # whole numbers in every table: pandas' Int64, which has a missing value
 WHOLE = frozenset(
@@ -107,6 +124,7 @@ WHOLE = frozenset(
         *("consumed_samples", "consumed_tokens", "target_tokens", "peak_memory_bytes", "bytes"),
         *("world_size", "global_batch_size", "seq_len", "samples", "tokens", "documents", "empty", "bad"),
         *("epoch", "block", "num_blocks"),
+        *("index", "document", "place", "line", "first_token", "end_token"),
     )
 )
 

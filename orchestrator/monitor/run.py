@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from orchestrator.config.schema import JobConfig
+    from orchestrator.data.spec import DataSpec
     from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
@@ -470,23 +471,54 @@ class Run:
         `DataIdentityError` if files have changed since (also where `resume.accept_changed` let the run go on
         with them), or this machine lacks an encoder: then nothing can be said.
         """
-        from orchestrator.data.spec import prepare_trained
-        from orchestrator.monitor.audit import accepted_text, audit_history
+        from orchestrator.monitor.audit import audit_history
 
         # before the journal is read: what is committed in between may have records that were not read
         points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)
+        wanted = None if steps is None else str(steps)
+        report = audit_history(self._trained_data(seen), seen, wanted, points)
+        return {**report, "attempts": len(self._store.claim_numbers())}
+
+    def list_samples(self, step: str | int, text: bool = False) -> dict[str, Any]:
+        """Which documents a step of the history was trained on, sample by sample; `step` is named as
+        everywhere (`250`, `a2:250`). With `text`, their tokens decoded by the run's own tokenizer. The
+        document of `samples --json`; see `monitor.step_documents.step_documents`.
+
+        Reads the files from the nearest cursor in the journal on. Raises as `audit` does.
+        """
+        from orchestrator.monitor.step_documents import step_documents
+
+        seen = survey(self._store)
+        return step_documents(self._trained_data(seen), seen, str(step), text)
+
+    def samples(self, step: str | int, text: bool = False) -> pd.DataFrame:
+        """The same as a row for each document of each sample. Columns: `monitor.frames.SAMPLES`. Raises
+        `DataIdentityError` if these are not the samples that the journal says were trained.
+        """
+        from orchestrator.monitor.step_documents import sample_rows
+
+        found = self.list_samples(step, text)
+        if not found["matches"]:
+            raise DataIdentityError(
+                f"step {found['step']}: {found['difference']}; list_samples gives what the files hold there"
+            )
+        return frames.frame(frames.SAMPLES, sample_rows(found))
+
+    # ------------------------------------------------------------ inside
+    def _trained_data(self, seen: Survey) -> DataSpec:
+        """The data that the run was trained on, as its encoders made them."""
+        from orchestrator.data.spec import prepare_trained
+        from orchestrator.monitor.audit import accepted_text
+
         config = self._configs(seen)[-1][1]
         try:
             spec = prepare_trained(config, Path(self._store.storage.root))
         except DataIdentityError as error:
             raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
         require_frozen(seen, spec)
-        wanted = None if steps is None else str(steps)
-        report = audit_history(spec.made_by(seen.encoders), seen, wanted, points)
-        return {**report, "attempts": len(self._store.claim_numbers())}
+        return spec.made_by(seen.encoders)
 
-    # ------------------------------------------------------------ inside
     def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
         store, watched = self._store, None
         if watch_s > 0:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import xxhash
 
+import orchestrator
 from orchestrator.config.schema import parse_config
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.spec import DataSpec, prepare_data, public_stream
+from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor, SourceCursor, StepRange, decode, encode
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
@@ -63,7 +64,7 @@ def test_a_real_corpus_with_default_sizes_gives_the_samples_of_the_reference(
 ) -> None:
     config = parse_config(tiny_config({"pack.seq_len": 256}))
     spec = prepare_data(config)
-    assert plain(list(public_stream(config))) == expected(config, spec, 256)
+    assert plain(list(orchestrator.open_stream(config))) == expected(config, spec, 256)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])

@@ -6,7 +6,7 @@ run it. (The Feeder's chunks come by themselves: there `feed.opening` does the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from orchestrator.records import Cursor, Int32Array, StepRange, TokenChunk
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
 
-__all__ = ["Sample", "draw_step", "open_samples"]
+__all__ = ["Sample", "draw_samples", "draw_step", "open_samples"]
 
 # Samples are drawn by so many tokens at a time where the chunks hold them: what a draw costs vanishes in it.
 _RUN_TOKENS = 1 << 18
@@ -67,9 +67,17 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
     cannot be read.
     """
-    stream, encoders = spec.stream(cursor), spec.build_encoders()
+    encoders = spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
-    names = [plan.source for plan in spec.plans]
+    return draw_samples(spec.stream(cursor), list(chunks), lambda source: next(chunks[source], None), seq_len)
+
+
+def draw_samples(
+    stream: Stream, names: Sequence[str], next_chunk: Callable[[str], TokenChunk | None], seq_len: int
+) -> Iterator[Sample]:
+    """The samples of a stream from where it stands, fed as `draw_step` does; `names` are its sources' in the
+    order in which they are numbered.
+    """
     num_samples = max(1, _RUN_TOKENS // seq_len)
     while True:
         step = StepRange(
@@ -78,7 +86,7 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
             num_tokens=num_samples * seq_len,
             seq_len=seq_len,
         )
-        drawn = draw_step(stream, step, lambda source: next(chunks[source], None), False, with_cursors=True)
+        drawn = draw_step(stream, step, next_chunk, False, with_cursors=True)
         if not drawn.step.num_samples:
             return
         first = drawn.first_index

@@ -1,0 +1,112 @@
+"""The feeder through Ray: its first batch, a step asked for again, and its speed to eight consumers.
+
+It starts a Ray of its own; one JSON object is its last line: `python -m benchmarks.data_feeder FOLDER BYTES
+DOCUMENTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.data_corpus import Corpus
+from orchestrator.config.schema import as_data_job
+from orchestrator.data.feed.feeder import RayFeed, start_feeder
+from orchestrator.data.spec import prepare_data
+from orchestrator.planning.batches import next_range
+from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
+
+_CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
+_LAUNCH = "measured"
+
+
+def _view(attempt: int, rank: int, world_size: int) -> GenerationView:
+    return GenerationView(
+        attempt=attempt, generation=0, rank=rank, world_size=world_size, members=(), host="", port=0,
+        parent=None, source_rank=None, point=None, cursor=None, step=0, launch=_LAUNCH,
+    )  # fmt: skip
+
+
+def _step(cursor: Cursor) -> StepRange:
+    step = next_range(cursor.consumed_samples, cursor.consumed_tokens, _BATCH, _SEQ_LEN)
+    assert step is not None, "there is no stop"
+    return step
+
+
+@ray.remote(num_cpus=0)
+class Consumer:
+    """A rank that does nothing with its batches."""
+
+    def __init__(self, feeder: Any, rank: int) -> None:
+        self._feed, self._rank = RayFeed(feeder, _LAUNCH), rank
+
+    def run(self, attempt: int) -> tuple[float, float, int]:
+        """(when its first batch had come, when its last had, tokens of all ranks between these)."""
+        cursor, began, first = Cursor(), 0.0, 0
+        self._feed.open(_view(attempt, self._rank, _CONSUMERS), cursor)
+        while True:
+            taken = self._feed.get(_step(cursor), self._rank, _CONSUMERS, 1, cursor)
+            cursor = taken.cursor
+            if not began:
+                began, first = time.monotonic(), cursor.consumed_tokens
+            if taken.end_of_data:
+                return began, time.monotonic(), cursor.consumed_tokens - first
+            self._feed.prefetch(_step(cursor), self._rank, _CONSUMERS, 1)
+
+
+def _first_and_again(feeder: Any) -> tuple[float, float]:
+    """(a warm feeder's first batch at another place, a held step asked for again), seconds, medians."""
+    feed, cursors = RayFeed(feeder, _LAUNCH), [Cursor()]
+    feed.open(_view(1, 0, 1), cursors[0])
+    for _ in range(4):
+        cursors.append(feed.get(_step(cursors[-1]), 0, 1, _BATCH, cursors[-1]).cursor)
+    again, first = list[float](), list[float]()
+    for _ in range(9):
+        began = time.perf_counter()
+        feed.get(_step(cursors[3]), 0, 1, _BATCH, cursors[3])
+        again.append(time.perf_counter() - began)
+    for attempt in range(2, 5):
+        at = cursors[0] if attempt % 2 else cursors[1]  # two steps are held, these are not
+        began = time.perf_counter()
+        ray.get(feeder.open.remote(_LAUNCH, (attempt, 0), at))
+        taken = ray.get(feeder.get.remote(_LAUNCH, (attempt, 0), _step(at), 0, 1, _BATCH))
+        assert isinstance(taken, BatchSlice), taken
+        first.append(time.perf_counter() - began)
+    return statistics.median(first), statistics.median(again)
+
+
+def measure(corpus: Corpus) -> dict[str, float]:
+    """All figures, on a Ray that runs."""
+    spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH)))
+    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=1)
+    try:
+        first, again = _first_and_again(feeder)
+        consumers = [Consumer.remote(feeder, rank) for rank in range(_CONSUMERS)]
+        ran = ray.get([each.run.remote(10) for each in consumers])
+    finally:
+        ray.kill(feeder)
+    began, ended = min(each[0] for each in ran), max(each[1] for each in ran)
+    return {
+        "feeder_first_batch_s": first,
+        "replay_ms": again * 1e3,
+        "feeder_tokens_per_s": ran[0][2] / (ended - began),
+    }
+
+
+if __name__ == "__main__":
+    folder, num_bytes, num_documents = sys.argv[1:]
+    ray.init(num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    try:
+        found = measure(
+            Corpus(folder=Path(folder), num_bytes=int(num_bytes), num_documents=int(num_documents))
+        )
+    finally:
+        ray.shutdown()
+    sys.stdout.write(json.dumps(found) + "\n")

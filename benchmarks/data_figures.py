@@ -1,0 +1,151 @@
+"""The figures of `benchmarks.data`, each measured in a process of its own that has seen none of the text.
+
+`python -m benchmarks.data_figures NAME FOLDER` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orchestrator
+from benchmarks.audit import measure as measure_audit
+from benchmarks.data_corpus import Corpus, some_lines
+from orchestrator.config.schema import as_data_job
+from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.planning.batches import next_range
+from orchestrator.records import Cursor, GenerationView
+
+Figures = dict[str, float]
+_SLOW_BYTES = 8 << 20  # what `tokenizers` is measured on: a second of it is 3 MB
+_BATCH, _SEQ_LEN = 16, 2048
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, its threads, and the children that it waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def bare(corpus: Corpus) -> Figures:
+    """`encode_batch_fast` of `tokenizers` alone, in batches of 1,000 texts that lie in memory."""
+    from tokenizers import Tokenizer
+
+    texts = some_lines(corpus, _SLOW_BYTES)
+    tokenizer = Tokenizer.from_file(str(corpus.folder / "tokenizer" / "tokenizer.json"))
+    began, tokens = cpu_s(), 0
+    for first in range(0, len(texts), 1000):
+        encoded = tokenizer.encode_batch_fast(texts[first : first + 1000], add_special_tokens=False)
+        tokens += sum(len(each) for each in encoded)
+    return {"tokens": tokens, "cpu_s": cpu_s() - began}
+
+
+def _spec(corpus: Corpus, **changes: Any) -> DataSpec:
+    return prepare_data(as_data_job(corpus.job(**changes)))
+
+
+def _feed(spec: DataSpec, max_bytes: int | None = None) -> Figures:
+    """Reads, parses, encodes, packs, and takes the arrays of the only rank, to the end or about that far."""
+    view = GenerationView(
+        attempt=1, generation=1, rank=0, world_size=1, members=(), host="", port=0, parent=None,
+        source_rank=None, point=None, cursor=None, step=0, launch="",
+    )  # fmt: skip
+    began, cursor, feed = cpu_s(), Cursor(), InProcessFeed(spec)
+    feed.open(view, cursor)
+    while max_bytes is None or cursor.consumed_tokens * 3 < max_bytes:
+        step = next_range(cursor.consumed_samples, cursor.consumed_tokens, _BATCH, _SEQ_LEN)
+        assert step is not None, "there is no stop"
+        taken = feed.get(step, 0, 1, 1, cursor)
+        cursor = taken.cursor
+        if taken.end_of_data:
+            break
+    feed.close()
+    return {"tokens": cursor.consumed_tokens, "cpu_s": cpu_s() - began}
+
+
+def jsonl(corpus: Corpus) -> Figures:
+    """The whole pipeline."""
+    return _feed(_spec(corpus))
+
+
+def parquet(corpus: Corpus) -> Figures:
+    """The same from Parquet."""
+    return _feed(_spec(corpus, kind="parquet"))
+
+
+def fallback(corpus: Corpus) -> Figures:
+    """The same with `tokenizers` as encoder, as far as the bare encoder's text goes."""
+    return _feed(_spec(corpus, encoder="tokenizers"), _SLOW_BYTES)
+
+
+def open_stream_256(corpus: Corpus) -> Figures:
+    """`open_stream`, sample by sample."""
+    stream = orchestrator.open_stream(corpus.job(seq_len=256))
+    began = cpu_s()
+    for _ in stream:
+        pass
+    return {"tokens": stream.cursor.consumed_tokens, "cpu_s": cpu_s() - began}
+
+
+def first_batch(corpus: Corpus) -> Figures:
+    """From `open_stream` at a state to the first batch; and from a prepared stream at 90 % over at 1 %."""
+    config = corpus.job()
+    stream = orchestrator.open_stream(config)
+    states = [stream.state_dict()]
+    total = sum(1 for _ in stream)
+    stream = orchestrator.open_stream(config)
+    for percent in (1, 50, 90):
+        at = total * percent // 100
+        for _ in islice(stream, at - states[-1]["cursor"]["consumed_samples"]):
+            pass
+        states.append(stream.state_dict())
+
+    def opened(state: Any, fresh: bool) -> float:
+        began = time.perf_counter()
+        if fresh:
+            with orchestrator.open_stream(config, state).batches() as loader:
+                next(loader)
+        else:
+            stream.load_state_dict(state)
+            next(stream)
+        return time.perf_counter() - began
+
+    fresh = [opened(states[2], fresh=True) for _ in range(3)]
+    pairs = [(opened(states[1], fresh=False), opened(states[3], fresh=False)) for _ in range(9)]
+    at_1, at_90 = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return {"open_stream_first_batch_s": statistics.median(fresh), "first_batch_90_over_1": at_90 / at_1}
+
+
+def audit(corpus: Corpus) -> Figures:
+    """`audit` of a run that read all of it once."""
+    found = measure_audit(corpus.folder, corpus.num_bytes / 1e6, _BATCH, _SEQ_LEN)
+    return {"audit_tokens_per_cpu_s": found["tokens"] / found["audit_cpu_s"]}
+
+
+def prepare(corpus: Corpus) -> Figures:
+    """The first start's look at the small files in `many/`: listed, looked at, frozen in a run's folder."""
+    source = {"name": "many", "path": str(corpus.folder / "many"), "format": "jsonl"}
+    job = as_data_job({**corpus.job(), "data": {**corpus.job()["data"], "sources": [source]}})
+    began = time.perf_counter()
+    spec = prepare_data(job, corpus.folder / "frozen")
+    return {"files": len(spec.plans[0].manifest.files), "wall_s": time.perf_counter() - began}
+
+
+FIGURES: dict[str, Callable[[Corpus], Figures]] = {
+    each.__name__: each
+    for each in (bare, jsonl, parquet, fallback, open_stream_256, first_batch, audit, prepare)
+}
+
+
+if __name__ == "__main__":
+    name, folder, num_bytes, num_documents = sys.argv[1:]
+    of = Corpus(folder=Path(folder), num_bytes=int(num_bytes), num_documents=int(num_documents))
+    sys.stdout.write(json.dumps(FIGURES[name](of)) + "\n")

@@ -1,0 +1,127 @@
+"""Batches of one rank, made ahead in a thread, with a state that any other shape can go on from."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.data.loading.ahead import Ahead
+from orchestrator.data.loading.drawing import Drawing
+from orchestrator.data.loading.rank_batches import Batch, Share, Tensors, rank_batches
+from orchestrator.data.loading.state import state_of
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import RefusedError
+from orchestrator.records import Cursor
+
+if TYPE_CHECKING:
+    from torch.utils.data import IterableDataset
+
+Open = Callable[[Mapping[str, Any]], tuple[DataSpec, Cursor]]
+
+
+def _made(
+    drawing: Drawing, share: Share, tensors: Tensors, collate: Callable[[Batch], Any] | None
+) -> Iterator[tuple[list[Any], Cursor]]:
+    """(this rank's batches, the cursor after them) of each step."""
+    for drawn in drawing.steps(share.global_batch_size, share.seq_len):
+        batches = rank_batches(drawn, share, tensors)
+        yield (batches if collate is None else [collate(each) for each in batches]), drawn.cursor
+
+
+class Loader:
+    """An iterator of a rank's batches to the end of the data; `SampleStream.batches` makes it.
+
+    A thread reads, tokenizes, packs and collates `prefetch` steps ahead; what it raises, `next` raises.
+    `iter()` of it begins nowhere anew: it goes on. Not for several threads, and not for other processes (see
+    `dataset`). `close` it, use it in a `with`, or forget it: the thread ends in each case.
+    """
+
+    def __init__(
+        self,
+        drawing: Drawing,
+        spec: DataSpec,
+        cursor: Cursor,
+        *,
+        share: Share,
+        tensors: Tensors,
+        collate: Callable[[Batch], Any] | None,
+        prefetch: int,
+        reopen: Open,
+    ) -> None:
+        self._share, self._tensors, self._collate, self._prefetch = share, tensors, collate, prefetch
+        self._reopen = reopen
+        self._begin(drawing, spec, cursor)
+
+    def _begin(self, drawing: Drawing, spec: DataSpec, cursor: Cursor) -> None:
+        self._spec, self._cursor, self._after = spec, cursor, cursor
+        self._rest: deque[Any] = deque()  # of the step at hand
+        self._given = 0  # of the step at hand
+        made = _made(drawing, self._share, self._tensors, self._collate)
+        self._ahead = Ahead(made, self._prefetch, "batches")
+        self._end = weakref.finalize(self, self._ahead.close)
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._rest:
+            batches, self._after = self._ahead.take()
+            self._rest, self._given = deque(batches), 0
+        batch = self._rest.popleft()
+        self._given += 1
+        if not self._rest:
+            self._cursor = self._after
+        return batch
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place after the last step of which all batches were given."""
+        return self._cursor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain JSON values: the same on every rank. What waits in the thread is not
+        counted as read.
+
+        Raises `RefusedError` inside a step, when some of its micro-batches were given and some not: their
+        gradient is in nobody's checkpoint.
+        """
+        if self._rest:
+            raise RefusedError(
+                f"the loader stands inside a step: {self._given} of its {self._given + len(self._rest)} "
+                "micro-batches were given, and the optimizer has stepped with none of them; take the state "
+                "after the last one, where the optimizer steps"
+            )
+        return state_of(self._spec, self._cursor)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at exactly the next unread token of `state`, whatever the world size, the batch size and
+        the seq_len were when it was taken.
+
+        Raises `DataIdentityError` with both values, and stands where it stood, if it is a state of other
+        files, another tokenizer or other settings that make the stream.
+        """
+        spec, cursor = self._reopen(state)
+        drawing = Drawing(spec, cursor)
+        self.close()
+        self._begin(drawing, spec, cursor)
+
+    def dataset(self) -> IterableDataset[Any]:
+        """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`:
+        with `num_workers=0`, for worker processes would each read the whole stream (its iterator raises
+        `RefusedError` there).
+        """
+        from orchestrator.data.loading.torch_dataset import LoaderDataset
+
+        return LoaderDataset(self)
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._end()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,35 @@
+"""A loader as torch's own `DataLoader` takes it. The only file here that imports torch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from orchestrator.data.loading.loader import Loader
+from orchestrator.errors import RefusedError
+
+
+class LoaderDataset(IterableDataset[Any]):
+    """The loader's batches. The state is the loader's."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is not None:
+            raise RefusedError(
+                f"the loader was given to a DataLoader with num_workers={worker.num_workers}: each of them "
+                "would read the whole stream; set num_workers=0, the loader reads ahead in a thread"
+            )
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Loader.state_dict`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
+        self._loader.load_state_dict(state)
