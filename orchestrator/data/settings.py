@@ -22,8 +22,9 @@ BAD_SHARE_RECORDS = 1000
 class StreamSettings:
     """`bos_id` and `eos_id` stand before and after each document (None: nothing). `num_epochs` None: endless.
 
-    `accept_changed` reads changed files by the frozen list. `piece_bytes` and `chunk_tokens` differ from the
-    defaults in tests only.
+    `accept_changed` reads changed files by the frozen list. `pack_mode` and `long_document` are those of the
+    configuration's `pack`; `seq_len` is that of the samples, which `concat` need not know. `piece_bytes` and
+    `chunk_tokens` differ from the defaults in tests only.
     """
 
     seed: int = 0
@@ -39,6 +40,9 @@ class StreamSettings:
     piece_bytes: int = PIECE_BYTES
     chunk_tokens: int = CHUNK_TOKENS
     accept_changed: bool = False
+    pack_mode: str = "concat"
+    seq_len: int = 0
+    long_document: str = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

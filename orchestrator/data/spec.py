@@ -186,15 +186,19 @@ class DataSpec:
                 at_hand = place
         raise AssertionError("an endless stream has a next document")
 
-    def stream(self, cursor: Cursor) -> Stream:
-        """What takes those chunks and draws steps from them."""
+    def stream(self, cursor: Cursor, seq_len: int | None = None) -> Stream:
+        """What takes those chunks and draws steps from them, of samples of `seq_len` (None: the job's)."""
         sources = [
             StreamSource(
-                name=plan.source, num_blocks=plan.num_blocks, num_epochs=self.num_epochs(plan.source)
+                name=plan.source,
+                num_blocks=plan.num_blocks,
+                num_epochs=self.num_epochs(plan.source),
+                path_of=plan.manifest.path,
             )
             for plan in self.plans
         ]
-        return Stream(cursor, sources, self.settings, self.mixture)
+        settings = replace(self.settings, seq_len=seq_len or self.settings.seq_len)
+        return Stream(cursor, sources, settings, self.mixture)
 
 
 def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
@@ -254,6 +258,9 @@ def _settings(config: JobConfig) -> StreamSettings:
         window_bytes=data.window_bytes,
         fragment_bytes=data.fragment_bytes,
         accept_changed=config.resume.accept_changed,
+        pack_mode=config.pack.mode,
+        seq_len=config.pack.seq_len,
+        long_document=config.pack.long_document,
     )
 
 

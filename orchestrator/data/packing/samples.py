@@ -67,7 +67,7 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     Raises `DataIdentityError` if the files or the tokenizer are not those of the cursor, `DataError` for what
     cannot be read.
     """
-    stream, encoders = spec.stream(cursor), spec.build_encoders()
+    stream, encoders = spec.stream(cursor, seq_len), spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
     names = [plan.source for plan in spec.plans]
     num_samples = max(1, _RUN_TOKENS // seq_len)
