@@ -14,17 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.config.schema import JobConfig, field_rules, parse_config
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.packing.arrangement import best_fit
+from orchestrator.data.packing.arrangement import best_fit, few_packs
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.batches import next_range
+from orchestrator.planning.identity import stream_settings
 from orchestrator.planning.order import pack_order
-from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, TokenChunk
+from orchestrator.planning.resume_plan import PointInfo, plan_resume
+from orchestrator.planning.schedule import budgets_for
+from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StateKey, TokenChunk
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -463,3 +466,68 @@ def test_under_stop_a_mixture_ends_before_the_first_pack_that_is_not_there() -> 
     drawn = draw_step(stream, step, lambda source: next(coming[source], None))
     assert (drawn.step.num_samples, drawn.end_of_data) == (7, True)
     assert drawn.numbers.tolist() == [0, 0, 1, 0, 0, 1, 0]
+
+
+# ---------------------------------------------------------------------------------------- plans and encoders
+def test_a_plan_warns_where_a_window_has_too_few_packs_to_be_full(tmp_path: Path, tiny_config: Make) -> None:
+    few = packed_spec(tiny_config, tmp_path, "bestfit", 48).notes
+    assert [note.split(" packs of")[0] for note in few] == [
+        "source a has about 1",
+        "source b has about 3",
+    ]
+    assert packed_spec(tiny_config, tmp_path, "pad", 48).notes == ()
+    assert few_packs("a", 16 << 20, 1 << 16) == ()
+    assert len(few_packs("a", 16 << 20, (1 << 16) + 1)) == 1
+
+
+def test_another_encoder_takes_over_at_the_first_window_of_which_no_pack_is_taken(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    spec = packed_spec(tiny_config, tmp_path, "bestfit", 48)
+    for sample in open_samples(spec, Cursor(), 48):
+        cursor = sample.cursor
+        for name, place in spec.next_documents(cursor).items():
+            at = cursor.sources[name]
+            window = (at.epoch, at.block, at.window)
+            assert place[:3] > window if at.packs else place[:3] >= window
+
+
+def test_a_change_of_length_inside_a_window_is_refused_by_the_plan_and_a_runs_mode_stays(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    mapping = packed_job(tiny_config, tmp_path, {"mode": "bestfit", "seq_len": 48}).to_json()
+    rules = {rule.path: rule.rule for rule in field_rules()}
+
+    def refusals(at: SourceCursor, **pack: Any) -> tuple[str, ...]:
+        job = parse_config({**mapping, "pack": {**mapping["pack"], **pack}})
+        point = PointInfo(
+            name="00000001-a0001-g0001",
+            key=StateKey(attempt=1, generation=1, step=1),
+            cursor=Cursor(consumed_samples=1, consumed_tokens=48, sources={"a": at}),
+            global_batch_size=1,
+            seq_len=48,
+            world_size=1,
+            optimizer_steps=1,
+            budgets=budgets_for(job, None, Cursor()),
+        )
+        old = parse_config(mapping).flat()
+        return plan_resume(job, rules, point, old).refusals
+
+    inside = SourceCursor(window=1, packs=3, pack_seq_len=48, prefix_digest="0" * 16)
+    assert refusals(inside) == ()
+    assert refusals(SourceCursor(window=1), seq_len=64) == ()
+    (text,) = refusals(inside, seq_len=64)
+    for part in ("3 packs of 48 positions", "source a", "pack.seq_len=64", "keep pack.seq_len=48"):
+        assert part in text
+    assert "pack.mode=bestfit" in refusals(inside, mode="pad")[0]
+    assert "pack.long_document=stop" in refusals(inside, long_document="skip")[0]
+
+
+def test_the_identity_of_a_concatenated_run_is_what_older_versions_wrote(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    def settings_of_run(mode: str) -> dict[str, str]:
+        return stream_settings(packed_job(tiny_config, tmp_path, {"mode": mode, "seq_len": 48}).flat())
+
+    assert not [name for name in settings_of_run("concat") if name.startswith("pack.") and "mode" not in name]
+    assert settings_of_run("pad")["pack.long_document"] == '"stop"'
