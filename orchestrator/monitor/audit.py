@@ -21,8 +21,10 @@ from orchestrator.errors import DataIdentityError
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
-from orchestrator.monitor.reference_packing import ReferencePacker, Samples
+from orchestrator.monitor.reference_packing import NO_TARGET, ReferencePacker, Samples
+from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained import TrainedTokens
+from orchestrator.monitor.trained_documents import TrainedDocuments
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
@@ -184,9 +186,15 @@ class _SourceWalk:
     def __init__(self, spec: DataSpec, plan: SourcePlan, cursor: Cursor) -> None:
         self.plan, self._spec = plan, spec
         self.begin = cursor.sources.get(plan.source, SourceCursor())
-        self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
         chunks = spec.endless().chunks(cursor, plan.source)
-        self.packer = ReferencePacker(self.trained.watch(chunks), self.begin)
+        self.trained: TrainedTokens | TrainedDocuments
+        self.packer: ReferencePacker | ReferenceWindows
+        if spec.settings.pack_mode == "concat":
+            self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
+            self.packer = ReferencePacker(self.trained.watch(chunks), self.begin)
+        else:
+            self.trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
+            self.packer = ReferenceWindows(self.trained.watch(chunks), self.begin, spec.settings)
         self.walked = False
         self.skipped_before = 0
 
@@ -227,7 +235,16 @@ class _SourceWalk:
                     found, files = found.without_tokens(), files.without_tokens()
                 if found != files:
                     return f"epoch {epoch} held {found}; the files hold {files}", not_shown
+            not_shown += self._unpacked(epoch)
         return None, not_shown
+
+    def _unpacked(self, epoch: int) -> list[str]:
+        """The documents that no sample held, by the rules of packing."""
+        if isinstance(self.trained, TrainedTokens):
+            return []
+        without_target, too_long = self.trained.unpacked[epoch]
+        counts = (without_target, "no target"), (too_long, "more tokens than a sample (skipped)")
+        return [f"documents of epoch {epoch} in no sample: {num:,} with {why}" for num, why in counts if num]
 
     @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
     def _files(self, encoder: EncoderChoice) -> EpochChecksum:
@@ -277,7 +294,7 @@ class _Walk:
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, self._seq_lens[record.attempt, record.generation])
             self._walked = True
-            differs = self._difference(index, samples, num_tokens, found)
+            differs = self._difference(index, samples, found)
             reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
@@ -300,7 +317,7 @@ class _Walk:
                 self._mixture, self._mixed_in = ReferenceMixture(rule, before), record.attempt
 
             def left(source: str, num: int) -> int:
-                return self._sources[source].packer.left(num, rule.limits[source])
+                return self._sources[source].packer.left(num, rule.limits[source], seq_len)
 
             return self._mixture.turns(num_samples, num_tokens, seq_len, left)
         if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
@@ -333,13 +350,11 @@ class _Walk:
                 table[mine] = getattr(found, name)
         return (numbers, Samples(**tables)), wrong
 
-    def _difference(
-        self, index: int, first_sample: int, num_tokens: int, drawn: tuple[Int32Array, Samples]
-    ) -> str | None:
+    def _difference(self, index: int, first_sample: int, drawn: tuple[Int32Array, Samples]) -> str | None:
         """How the record differs from the samples that the stream gives."""
         record, known, (numbers, found) = self._records[index], self._known.get(index + 1), drawn
         arrays = found.input_ids, found.labels_of_loss, found.document_ids
-        self._targets += num_tokens - int(found.masked.sum())
+        self._targets += int((found.labels_of_loss != NO_TARGET).sum())
         first_index = first_sample + self._begin.skipped_samples
         digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
         if digest != record.digest:
@@ -395,4 +410,5 @@ def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int
 
 
 def _at_border(cursor: SourceCursor) -> bool:
-    return (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token) == (0, 0, 0, 0, 0)
+    place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token, cursor.packs)
+    return not any(place)
