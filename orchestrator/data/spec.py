@@ -167,8 +167,8 @@ class DataSpec:
         Where whole documents are packed, that is the first one of the first window of which no pack is taken.
 
         Else that is the one after the document of the cursor's token, for that token has been a target
-        already (data rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
-        second may be the next epoch's, whether or not the job goes so far.
+        already (data rule 1). Both are read, because at an epoch's border the cursor does not name the first;
+        the second may be the next epoch's, whether or not the job goes so far.
         """
         endless, encoders = self.endless(), self.build_encoders()
         return {

@@ -170,7 +170,14 @@ def draw_all(
         if step is None:
             break
         turn += 1
-        drawn = draw_step(stream, step, lambda _: next(chunks, None), with_cursors=True)
+        while (drawn := stream.draw(step, with_cursors=True)) is None:
+            # a feed that keeps a step's positions buffered brings the next chunk, too
+            assert stream.buffered_tokens("made") < step.num_tokens + 1
+            chunk = next(chunks, None)
+            if chunk is None:
+                stream.finish("made")
+            else:
+                stream.feed(chunk)
         reasons += [text for _, text in drawn.bad_reasons]
         num = drawn.step.num_samples
         _, *tables = drawn.arrays(0, num)
@@ -343,6 +350,13 @@ def test_another_length_is_refused_inside_a_windows_packs_and_taken_at_its_borde
     assert draw_all(made, settings_of("bestfit", 3), [1], 9, border).rows == [
         row for row in expected(made, "bestfit", 3, "split")[0][1]
     ]
+    # a job of another length reads on what was trained with this one
+    how, rest = settings_of("bestfit", 5), chunks_of(made, 9)
+    other = Stream(inside, [StreamSource(name="made", num_blocks=2, num_epochs=1)], how)
+    coming = iter(rest)
+    step = next_range(1, 7, 1, 7)
+    assert step is not None
+    assert draw_step(other, step, lambda _: next(coming, None)).cursor == border
     # of an open stream, too
     source = StreamSource(name="made", num_blocks=2, num_epochs=1)
     stream, chunks = Stream(Cursor(), [source], settings_of("bestfit", 7)), iter(chunks_of(made, 9))

@@ -197,7 +197,8 @@ class WindowPacker:
         self._source, self._settings, self._path_of = source, settings, path_of
         self._order = ChunkOrder(start, source, num_blocks, settings, num_epochs)
         self._start: SourceCursor | None = start  # until its window has come
-        self._seq_len = settings.seq_len
+        # a history may be read by a job of another length: what is left of a window has the cursor's
+        self._seq_len = start.pack_seq_len if start.packs else settings.seq_len
         self._coming: list[TokenChunk] = []  # of the window that is fed
         self._windows: deque[_Window] = deque()
         self._place = _Place(start)
@@ -375,8 +376,6 @@ class WindowPacker:
         start, self._start = self._start, None
         if start is None or not start.packs:
             return
-        if start.pack_seq_len != self._seq_len:
-            raise self._not_this_length(start.packs, start.pack_seq_len, self._seq_len)
         if window.packs.num <= start.packs:
             raise self._not_reproduced(start, f"the window has {window.packs.num} packs")
         taken = _Place(window.begin)
