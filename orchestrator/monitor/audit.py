@@ -294,7 +294,7 @@ class _Walk:
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, self._seq_lens[record.attempt, record.generation])
             self._walked = True
-            differs = self._difference(index, samples, found)
+            differs = self._difference(index, samples, num_tokens, found)
             reason = differs or wrong
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if reason is not None and index >= wanted.start:
@@ -350,11 +350,15 @@ class _Walk:
                 table[mine] = getattr(found, name)
         return (numbers, Samples(**tables)), wrong
 
-    def _difference(self, index: int, first_sample: int, drawn: tuple[Int32Array, Samples]) -> str | None:
+    def _difference(
+        self, index: int, first_sample: int, num_tokens: int, drawn: tuple[Int32Array, Samples]
+    ) -> str | None:
         """How the record differs from the samples that the stream gives."""
         record, known, (numbers, found) = self._records[index], self._known.get(index + 1), drawn
         arrays = found.input_ids, found.labels_of_loss, found.document_ids
-        self._targets += int((found.labels_of_loss != NO_TARGET).sum())
+        if self._spec.settings.pack_mode != "concat":  # where padding counts as positions
+            num_tokens = int((found.labels != NO_TARGET).sum())
+        self._targets += num_tokens - int(found.masked.sum())
         first_index = first_sample + self._begin.skipped_samples
         digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
         if digest != record.digest:
