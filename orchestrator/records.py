@@ -186,6 +186,11 @@ class SourceCursor:
     refused. `earlier_tokens` and `earlier_digest` say the same of the document's earlier pieces (0 and empty
     in its first piece, and in cursors of versions that did not know them). Counts rise when the cursor passes
     a record.
+
+    Under `pack.mode: bestfit` and `pad` it names the begin of a window (record, piece and token are 0) and
+    how many of that window's packs were taken: `packs`, of `pack_seq_len` positions each (0 where none was),
+    whose tokens have digest `prefix_digest`. Counts rise when all packs of the window are taken.
+    `unpacked_documents` had no target, `long_documents` were longer than a sample and skipped.
     """
 
     epoch: int = 0
@@ -202,6 +207,10 @@ class SourceCursor:
     special_texts: int = 0
     earlier_tokens: int = 0
     earlier_digest: str = ""
+    packs: int = 0
+    pack_seq_len: int = 0
+    unpacked_documents: int = 0
+    long_documents: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,9 +231,9 @@ class MixtureShare:
 class Cursor:
     """The run's place in its data. `consumed_samples` counts those that were trained, `skipped_samples` those
     that were drawn and not trained (`resume.data: skip`): a sample's index is the number of samples drawn
-    before it. `consumed_tokens` counts positions that had a real input token, `target_tokens` those of them
-    with a label; they differ under loss masks. `skipped_tokens` are the positions of the skipped samples.
-    `mixture` is empty for one source.
+    before it. `consumed_tokens` counts positions that had a real input token, under `pack.mode: bestfit` and
+    `pad` all positions of a sample; `target_tokens` those with a label. `skipped_tokens` are the positions of
+    the skipped samples. `mixture` is empty for one source.
     """
 
     consumed_samples: int = 0

@@ -22,8 +22,8 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         ]
     lines.append(f"  consumed {plan.consumed_samples:,} samples, {plan.consumed_tokens:,} tokens")
     lines += [
-        f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, record "
-        f"{at.record}, piece {at.piece}, token {at.token}"
+        f"  next token: source {name}, epoch {at.epoch}, block {at.block}, window {at.window}, "
+        + (f"pack {at.packs}" if at.packs else f"record {at.record}, piece {at.piece}, token {at.token}")
         for name, at in plan.cursor.sources.items()
     ]
     lines += [f"  {source}" for source in plan.sources]

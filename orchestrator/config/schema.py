@@ -179,10 +179,26 @@ class DataConfig(_Section):
 class PackConfig(_Section):
     """How tokens become samples."""
 
-    mode: Annotated[Literal["concat"], same("concat, the only mode of this version")] = "concat"
-    """`concat`: one stream cut at any place; every token but the first is a target once."""
+    mode: Annotated[Literal["concat", "bestfit", "pad"], same("concat, bestfit or pad")] = "concat"
+    """`concat`: one stream cut at any place; every token but the first is a target once. `bestfit`: whole
+    documents side by side, those of a window packed into as few samples as best-fit decreasing finds. `pad`:
+    a document per sample.
+    """
     seq_len: Annotated[int, may_change("a whole number >= 1", ge=1)]
-    """Tokens per sample."""
+    """Tokens per sample; under `bestfit` and `pad` it cannot change while packs of a window are taken."""
+    long_document: Annotated[Literal["stop", "split", "skip"], same("stop, split or skip")] = "stop"
+    """What happens to a document that no sample holds (`bestfit`, `pad`): the run stops, it is cut into
+    stretches of `seq_len`, or it is skipped and counted.
+    """
+    document_attention: Annotated[bool | None, may_change("true, false, or null")] = None
+    """Whether tokens attend to their own document alone, with positions that begin at each; null: under
+    `bestfit`.
+    """
+
+    @property
+    def attends_by_document(self) -> bool:
+        """`document_attention` with its default made."""
+        return self.mode == "bestfit" if self.document_attention is None else self.document_attention
 
 
 class ModelConfig(_Section):

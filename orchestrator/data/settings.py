@@ -24,7 +24,9 @@ class StreamSettings:
 
     `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
     conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
-    `last` or `all`. `piece_bytes` and `chunk_tokens` differ from the defaults in tests only.
+    `last` or `all`. `pack_mode` and `long_document` are those of the configuration's `pack`; `seq_len` is
+    that of the samples, which `concat` need not know. `piece_bytes` and `chunk_tokens` differ from the
+    defaults in tests only.
     """
 
     seed: int = 0
@@ -41,6 +43,9 @@ class StreamSettings:
     chunk_tokens: int = CHUNK_TOKENS
     accept_changed: bool = False
     loss: dict[str, str] = field(default_factory=dict)
+    pack_mode: str = "concat"
+    seq_len: int = 0
+    long_document: str = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

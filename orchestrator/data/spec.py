@@ -21,6 +21,7 @@ from orchestrator.data.frozen import (
     read_frozen,
     write_frozen,
 )
+from orchestrator.data.packing.arrangement import few_packs
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.sources import manifest as manifests
@@ -29,6 +30,7 @@ from orchestrator.data.sources.formats import Cut, format_of
 from orchestrator.data.sources.fragments import (
     DECODED_RATIO,
     SourcePlan,
+    decoded_bytes,
     frozen_at,
     num_window_shuffled,
     plan_source,
@@ -183,10 +185,11 @@ class DataSpec:
 
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
         """Per source the first document with text of which the stream before `cursor` has trained no token.
+        Where whole documents are packed, that is the first one of the first window of which no pack is taken.
 
-        That is the one after the document of the cursor's token, for that token has been a target already
-        (data rule 1). Both are read, because at an epoch's border the cursor does not name the first; the
-        second may be the next epoch's, whether or not the job goes so far.
+        Else that is the one after the document of the cursor's token, for that token has been a target
+        already (data rule 1). Both are read, because at an epoch's border the cursor does not name the first;
+        the second may be the next epoch's, whether or not the job goes so far.
         """
         endless, encoders = self.endless(), self.build_encoders()
         return {
@@ -197,24 +200,31 @@ class DataSpec:
 
     def next_document(self, cursor: Cursor, source: str, encoders: Encoders) -> Place:
         """The same for one source, of a specification without an end."""
-        at_hand = None
+        at_hand, at = None, cursor.sources.get(source, SourceCursor())
+        packed = self.settings.pack_mode != "concat"
         for chunk in self.chunks(cursor, source, encoders):
+            if at.packs and (chunk.epoch, chunk.block, chunk.window) == (at.epoch, at.block, at.window):
+                continue
             for record in chunk.record[chunk.num_tokens > 0].tolist():
                 place = (chunk.epoch, chunk.block, chunk.window, record)
-                if at_hand not in (None, place):
+                if packed or at_hand not in (None, place):
                     return place
                 at_hand = place
         raise AssertionError("an endless stream has a next document")
 
-    def stream(self, cursor: Cursor) -> Stream:
-        """What takes those chunks and draws steps from them."""
+    def stream(self, cursor: Cursor, seq_len: int | None = None) -> Stream:
+        """What takes those chunks and draws steps from them, of samples of `seq_len` (None: the job's)."""
         sources = [
             StreamSource(
-                name=plan.source, num_blocks=plan.num_blocks, num_epochs=self.num_epochs(plan.source)
+                name=plan.source,
+                num_blocks=plan.num_blocks,
+                num_epochs=self.num_epochs(plan.source),
+                path_of=plan.manifest.path,
             )
             for plan in self.plans
         ]
-        return Stream(cursor, sources, self.settings, self.mixture)
+        settings = replace(self.settings, seq_len=seq_len or self.settings.seq_len)
+        return Stream(cursor, sources, settings, self.mixture)
 
 
 def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
@@ -282,6 +292,9 @@ def _settings(config: JobConfig) -> StreamSettings:
         fragment_bytes=data.fragment_bytes,
         accept_changed=config.resume.accept_changed,
         loss={source.name: source.loss for source in data.sources},
+        pack_mode=config.pack.mode,
+        seq_len=config.pack.seq_len,
+        long_document=config.pack.long_document,
     )
 
 
@@ -305,7 +318,7 @@ def _first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
             )
         plans.append(plan)
         paths[source.name] = listing.paths
-        notes += [*listing.notes(source.name), *_window_notes(plan, settings)]
+        notes += [*listing.notes(source.name), *_window_notes(plan, settings), *_fill_notes(plan, settings)]
     encoder, compared = _choose(config, settings, facts, plans)
     record = DataRecord(
         tokenizer=config.data.tokenizer,
@@ -367,7 +380,9 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
         _choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
     asked = _tokenizer_now(config, frozen, facts)
-    windows = [note for plan in spec.plans for note in _window_notes(plan, settings)]
+    windows = [
+        note for plan in spec.plans for note in (*_window_notes(plan, settings), *_fill_notes(plan, settings))
+    ]
     return replace(
         spec,
         run_identity=_identity(config, asked, encoder, now, spec.plans),
@@ -537,6 +552,16 @@ def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]
         "their size, row groups with all their columns): they are shuffled within windows of that size only, "
         "of which one is held at a time, and a resume inside such a block decodes it up to there",
     )
+
+
+def _fill_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
+    """Where a window has too few documents to fill its packs (data rule 21), by the bytes of the files."""
+    if settings.pack_mode != "bestfit":
+        return ()
+    typical = plan.num_blocks // 2
+    parts = [part for fragment in plan.fragments(typical) for part in plan.parts(fragment)]
+    in_block = sum(decoded_bytes(plan.manifest, part) for part in parts)
+    return few_packs(plan.source, min(settings.window_bytes, in_block), settings.seq_len)
 
 
 def _identity(

@@ -357,7 +357,8 @@ class _Walk:
                 f"{there:,}: the journal lacks steps before it, or was altered; `orchestrator audit` says "
                 "which"
             )
-        micros = cut(batch, train.micro_batch_size, 0, 1, self._device)
+        by_document = self._regime.config.pack.attends_by_document
+        micros = cut(batch, train.micro_batch_size, 0, 1, self._device, by_document)
         num_micro = batches.num_micro_batches(batch.step.num_samples, train.micro_batch_size)
         loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
         norm = self._gradient.clip(train.max_grad_norm)

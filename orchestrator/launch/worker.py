@@ -78,6 +78,7 @@ def train_function(config: dict[str, Any]) -> None:
         train=task.config.train,
         resume=task.config.resume,
         seq_len=task.config.pack.seq_len,
+        document_attention=task.config.pack.attends_by_document,
         budgets=task.budgets,
         config_digest=task.config_digest,
         device="cuda" if task.config.cluster.use_gpu else "cpu",

@@ -22,8 +22,10 @@ from orchestrator.history.skips import SkipAt, skips_of
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
-from orchestrator.monitor.reference_packing import ReferencePacker, Samples
+from orchestrator.monitor.reference_packing import NO_TARGET, ReferencePacker, Samples
+from orchestrator.monitor.reference_windows import ReferenceWindows
 from orchestrator.monitor.trained import TrainedTokens
+from orchestrator.monitor.trained_documents import TrainedDocuments
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
@@ -212,9 +214,15 @@ class _SourceWalk:
     ) -> None:
         self.plan, self._spec = plan, spec
         self.begin = cursor.sources.get(plan.source, SourceCursor())
-        self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
         chunks = spec.endless().chunks(cursor, plan.source)
-        self.packer = packer(self.trained.watch(chunks), self.begin)
+        self.trained: TrainedTokens | TrainedDocuments
+        self.packer: ReferencePacker | ReferenceWindows
+        if spec.settings.pack_mode == "concat":
+            self.trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
+            self.packer = packer(self.trained.watch(chunks), self.begin)
+        else:
+            self.trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
+            self.packer = ReferenceWindows(self.trained.watch(chunks), self.begin, spec.settings)
         self.walked = False
         self.skipped_before = 0
 
@@ -255,7 +263,16 @@ class _SourceWalk:
                     found, files = found.without_tokens(), files.without_tokens()
                 if found != files:
                     return f"epoch {epoch} held {found}; the files hold {files}", not_shown
+            not_shown += self._unpacked(epoch)
         return None, not_shown
+
+    def _unpacked(self, epoch: int) -> list[str]:
+        """The documents that no sample held, by the rules of packing."""
+        if isinstance(self.trained, TrainedTokens):
+            return []
+        without_target, too_long = self.trained.unpacked[epoch]
+        counts = (without_target, "no target"), (too_long, "more tokens than a sample (skipped)")
+        return [f"documents of epoch {epoch} in no sample: {num:,} with {why}" for num, why in counts if num]
 
     @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
     def _files(self, encoder: EncoderChoice) -> EpochChecksum:
@@ -360,7 +377,7 @@ class Walk:
             self._mixture, self._mixed_in = ReferenceMixture(rule, before), 0
 
             def left(source: str, num: int) -> int:
-                return self._sources[source].packer.left(num, rule.limits[source])
+                return self._sources[source].packer.left(num, rule.limits[source], seq_len)
 
         while done < skip.samples:
             num = min(max(1, _RUN_TOKENS // seq_len), skip.samples - done)
@@ -409,7 +426,7 @@ class Walk:
                 self._mixture, self._mixed_in = ReferenceMixture(rule, before), record.attempt
 
             def left(source: str, num: int) -> int:
-                return self._sources[source].packer.left(num, rule.limits[source])
+                return self._sources[source].packer.left(num, rule.limits[source], seq_len)
 
             return self._mixture.turns(num_samples, num_tokens, seq_len, left)
         if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
@@ -448,6 +465,8 @@ class Walk:
         """How the record differs from the samples that the stream gives."""
         record, known, (numbers, found) = self._records[index], self._known.get(index + 1), drawn
         arrays = found.input_ids, found.labels_of_loss, found.document_ids
+        if self._spec.settings.pack_mode != "concat":  # where padding counts as positions
+            num_tokens = int((found.labels != NO_TARGET).sum())
         self._targets += num_tokens - int(found.masked.sum())
         first_index = first_sample + self._skipped[0]
         digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
@@ -463,7 +482,7 @@ class Walk:
             return None
         return f"the journal's cursor after it is {known}, the stream's {cursor}"
 
-    def packer(self, source: str) -> ReferencePacker:
+    def packer(self, source: str) -> ReferencePacker | ReferenceWindows:
         """What makes the samples of a source."""
         return self._sources[source].packer
 
@@ -501,4 +520,5 @@ def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int
 
 
 def _at_border(cursor: SourceCursor) -> bool:
-    return (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token) == (0, 0, 0, 0, 0)
+    place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token, cursor.packs)
+    return not any(place)

@@ -112,8 +112,9 @@ class ReferencePacker:
             masked=masked.reshape(shape),
         )
 
-    def left(self, num_positions: int, num_epochs: int | None) -> int:
+    def left(self, num_positions: int, num_epochs: int | None, seq_len: int) -> int:
         """How many of the next positions there are before the source's limit of epochs; None: it has none."""
+        del seq_len
         self._read(num_positions + 1)
         if num_epochs is None:
             return num_positions

@@ -39,6 +39,11 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
     told to go on with changed files and they differ.
     """
+    if spec.settings.pack_mode != "concat":
+        raise RefusedError(
+            f"the documents of a sample are named for pack.mode=concat, this run has "
+            f"pack.mode={spec.settings.pack_mode}; open_stream gives its samples, with document ids"
+        )
     records = seen.lineage.records
     wanted = find_steps(records, step)
     if len(wanted) != 1:

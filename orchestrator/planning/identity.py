@@ -56,6 +56,8 @@ class RunIdentity:
 def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
     """`RunIdentity.settings` from a flat configuration (`JobConfig.flat`)."""
     settings = {name: _canonical(flat[name]) for name in STREAM_SETTINGS}
+    if flat["pack.mode"] != "concat":  # which has no use for it, and is what older runs have
+        settings["pack.long_document"] = _canonical(flat["pack.long_document"])
     for source in flat["data.sources"]:
         for field in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
             settings[f"data.sources.{source['name']}.{field}"] = _canonical(source[field])

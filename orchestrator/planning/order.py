@@ -95,6 +95,24 @@ def window_order(
     return np.argsort(hashes, kind="stable").astype(np.int32)
 
 
+def pack_order(
+    num_packs: int, block: int, window: int, seed: int, source_name: str, epoch: int, shuffle: str
+) -> npt.NDArray[np.int64]:
+    """The order in which a window's packs become samples: shape (num_packs,).
+
+    Sorted by the keyed hash of (block << 32 | window, number of the pack), ties by number; with `shuffle:
+    none` by number alone. `block` is a position in the epoch's order. (The order in which packs are filled is
+    one of lengths: long documents first.)
+    """
+    assert shuffle in ("block", "none"), f"data.shuffle={shuffle} is unknown to the order"
+    if shuffle == "none":
+        return np.arange(num_packs)
+    place = np.array(block << 32 | window, np.uint64)
+    numbers = np.arange(num_packs, dtype=np.uint64)
+    key = order_key("packs", seed, source_name, epoch)
+    return np.argsort(record_hashes(place, numbers, key), kind="stable")
+
+
 def record_hashes(
     fragment: npt.NDArray[np.uint64], number: npt.NDArray[np.uint64], key: int
 ) -> npt.NDArray[np.uint64]:

@@ -177,6 +177,7 @@ def plan_resume(
     if identities is not None:
         refused += _identity_refusals(identities, config, old_flat is not None)
     refused += [skip.refusal] if skip.refusal else []
+    refused += _pack_refusals(config, point)
     refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     cursor = point.cursor if point else Cursor()
     spans, encoder = _spans(point, identities), None
@@ -334,6 +335,21 @@ def _identity_refusals(
     if settings_named:  # the differences have named the settings already
         new = replace(new, settings=old.settings)
     return compare(old, new, accept_changed=config.resume.accept_changed)
+
+
+def _pack_refusals(config: JobConfig, point: PointInfo | None) -> Iterator[str]:
+    """The packs of a window that are still to come cannot be made for another length (data rule 21)."""
+    if point is None:
+        return
+    new = config.pack.seq_len
+    for name, at in point.cursor.sources.items():
+        if at.packs and at.pack_seq_len != new:
+            yield (
+                f"resume point {point.name} lies behind {at.packs} packs of {at.pack_seq_len} positions of a "
+                f"window of source {name}, the job asks for pack.seq_len={new}: the window's other documents "
+                f"cannot be packed anew; keep pack.seq_len={at.pack_seq_len}, or resume from a point at the "
+                "begin of a window, or start a new run under another run.name"
+            )
 
 
 def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[str]:

@@ -227,6 +227,7 @@ def _train(
         train=job.train,
         resume=job.resume,
         seq_len=job.pack.seq_len,
+        document_attention=job.pack.attends_by_document,
         budgets=budgets,
         config_digest=starting.config_digest(job),
         device="cuda" if job.cluster.use_gpu else "cpu",  # the loop takes the GPU of LOCAL_RANK

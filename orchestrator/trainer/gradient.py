@@ -27,20 +27,29 @@ class MicroBatch:
     first_sample: int
     input_ids: Tensor  # (samples, seq_len) int64
     labels: Tensor  # (samples, seq_len) int64, -100 = no loss
+    document_ids: Tensor | None = None  # (samples, seq_len) int64, where attention stays within documents
 
 
 def cut(
-    batch: BatchSlice, micro_batch_size: int, rank: int, world_size: int, device: torch.device
+    batch: BatchSlice,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    by_document: bool = False,
 ) -> list[MicroBatch]:
-    """The micro-batches of a rank's slice; the same for every world size, put together over the ranks."""
+    """The micro-batches of a rank's slice; the same for every world size, put together over the ranks.
+    `by_document`: attention stays within documents.
+    """
     step = batch.step
     expected = batches.rank_samples(step.first_sample, step.num_samples, micro_batch_size, rank, world_size)
     assert expected == (batch.start, batch.stop), (
         f"rank {rank} of {world_size} trains {expected}, the slice holds {(batch.start, batch.stop)}"
     )
     micros = batches.micro_batches(step.num_samples, micro_batch_size)
-    input_ids, labels = (
-        torch.from_numpy(a.astype(np.int64)).to(device) for a in (batch.input_ids, batch.labels)
+    input_ids, labels, documents = (
+        torch.from_numpy(a.astype(np.int64)).to(device)
+        for a in (batch.input_ids, batch.labels, batch.document_ids)
     )
     before = batch.start - step.first_sample
     return [
@@ -49,6 +58,9 @@ def cut(
             first_sample=step.first_sample + micros[number].start,
             input_ids=input_ids[micros[number].start - before : micros[number].stop - before],
             labels=labels[micros[number].start - before : micros[number].stop - before],
+            document_ids=documents[micros[number].start - before : micros[number].stop - before]
+            if by_document
+            else None,
         )
         for number in batches.rank_run(len(micros), rank, world_size)
     ]

@@ -27,11 +27,12 @@ class FastGradient:
     parameters must be used.
     """
 
-    def __init__(self, model: nn.Module, seed: int, precision: str) -> None:
+    def __init__(self, model: nn.Module, seed: int, precision: str, by_document: bool = False) -> None:
         # DDP imports it at its first use, which takes a second that no generation should wait for
         import torch._dynamo  # noqa: F401
 
         self._model, self._seed, self._precision = model, seed, precision
+        self._by_document = by_document
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._ddp: Any = None
         self._works: list[Any] = []
@@ -78,14 +79,14 @@ class FastGradient:
     def _backward(self, micro: MicroBatch, targets: int, last: bool) -> int | None:
         seed_micro_batch(self._seed, micro.first_sample)
         if self._ddp is None:
-            loss = loss_sum(self._model, micro.input_ids, micro.labels, self._precision)
+            loss = self._loss(self._model, micro)
             torch.autograd.backward(loss / max(1, targets))
         elif not last:
             with self._ddp.no_sync():
-                loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
+                loss = self._loss(self._ddp, micro)
                 torch.autograd.backward(loss / max(1, targets))
         else:
-            loss = loss_sum(self._ddp, micro.input_ids, micro.labels, self._precision)
+            loss = self._loss(self._ddp, micro)
             self._works.clear()
             try:
                 torch.autograd.backward(loss / max(1, targets))
@@ -95,6 +96,9 @@ class FastGradient:
                 raise GenerationEnded(f"summing the gradient: {error}") from error
         return fixed_point(float(loss.detach()))
 
+    def _loss(self, model: nn.Module, micro: MicroBatch) -> Tensor:
+        return loss_sum(model, micro.input_ids, micro.labels, self._precision, micro.document_ids)
+
     def _empty(self) -> MicroBatch:
         """A sample without targets, for a rank without a micro-batch: its loss and gradient are 0, but it
         takes part in the sum.
@@ -102,7 +106,11 @@ class FastGradient:
         device = self._parameters[0].device
         nothing = torch.zeros(1, 2, dtype=torch.int64, device=device)
         return MicroBatch(
-            number=-1, first_sample=-1, input_ids=nothing, labels=torch.full_like(nothing, NO_LOSS)
+            number=-1,
+            first_sample=-1,
+            input_ids=nothing,
+            labels=torch.full_like(nothing, NO_LOSS),
+            document_ids=nothing if self._by_document else None,
         )
 
     def sum_bucket(self, bucket: Tensor) -> Any:

@@ -25,6 +25,7 @@ class TrainJob:
     `forming_limit_s`: how long a group may take to form. `collective_limit_s`: how long a collective waits at
     the least for a peer that says nothing; five times the last step if that is more, and
     `records.PHASE_LIMITS_S` where a peer may be loading or saving, and in the very first step.
+    `document_attention`: tokens attend to their own document alone.
     `until_tokens`: the launch stops after the step that reaches so many, whatever the budgets allow.
     """
 
@@ -35,6 +36,7 @@ class TrainJob:
     budgets: Budgets
     config_digest: str
     device: str = "cpu"
+    document_attention: bool = False
     digest_every_steps: int | None = None
     until_tokens: int | None = None
     forming_limit_s: float = 10.0

@@ -34,6 +34,7 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
 )
+from orchestrator.trainer.document_attention import require_document_attention
 from orchestrator.trainer.gradient import Gradient, cut
 from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient
@@ -77,8 +78,15 @@ class _Trainer:
         set_determinism(job.invariant, self._device)
         with paused_gc():  # the model's code comes with it
             self._state = TrainState(job.model, job.train, self._device, job.invariant)
-            numerics = InvariantGradient if job.invariant else FastGradient
-            self._gradient: Gradient = numerics(self._state.model, job.train.seed, job.train.precision)
+            model, seed, precision = self._state.model, job.train.seed, job.train.precision
+            by_document = job.document_attention
+            if by_document:
+                require_document_attention(model, job.seq_len)
+            self._gradient: Gradient = (
+                InvariantGradient(model, seed, precision)
+                if job.invariant
+                else FastGradient(model, seed, precision, by_document)
+            )
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._votes: list[tuple[StateKey, Future[bool]]] = []
@@ -261,7 +269,14 @@ class _Trainer:
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:
         job = self._job
-        micros = cut(batch, job.train.micro_batch_size, view.rank, view.world_size, self._device)
+        micros = cut(
+            batch,
+            job.train.micro_batch_size,
+            view.rank,
+            view.world_size,
+            self._device,
+            job.document_attention,
+        )
         num_micro = batches.num_micro_batches(batch.step.num_samples, job.train.micro_batch_size)
         loss = self._gradient.reduce(micros, num_micro, batch.step_targets)
         return loss, self._gradient.clip(job.train.max_grad_norm)

@@ -21,6 +21,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from orchestrator.errors import ConfigError, ResourceError
+from orchestrator.trainer.document_attention import document_inputs
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import ModelConfig
@@ -238,17 +239,21 @@ def _from_transformers(
     return model
 
 
-def loss_sum(model: nn.Module, input_ids: Tensor, labels: Tensor, precision: str) -> Tensor:
+def loss_sum(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, precision: str, document_ids: Tensor | None = None
+) -> Tensor:
     """The cross-entropy (nats) summed over the targets of `labels` (samples, seq_len), computed in float32; 0
     where there is no target.
 
-    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`.
-    Labels are already shifted. Under `bf16` the forward pass runs in autocast: products in bfloat16, of
+    `model(input_ids)` gives logits (samples, seq_len, vocabulary), or an object that has them as `.logits`;
+    with `document_ids`, each token sees its own document alone (`document_attention`). Labels are already
+    shifted. Under `bf16` the forward pass runs in autocast: products in bfloat16, of
     weights that stay float32 and whose gradients are float32; the loss is computed outside of it.
     """
     kind = input_ids.device.type
     with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else nullcontext():
-        output = model(input_ids)
+        within = {} if document_ids is None else document_inputs(model, document_ids)
+        output = model(input_ids, **within)
     logits = output if isinstance(output, Tensor) else output.logits
     return nn.functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten().long(), ignore_index=NO_LOSS, reduction="sum"

@@ -49,7 +49,9 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
 
 def is_to_try(plan: ResumePlan) -> bool:
     """Whether a start tries the model: it is not the one that the run's point was made with."""
-    return plan.point is None or any(d.field.startswith("model.") for d in plan.differences)
+    return plan.point is None or any(
+        d.field.startswith(("model.", "pack.document_attention")) for d in plan.differences
+    )
 
 
 def try_model(job: JobConfig) -> ModelFacts:
@@ -62,11 +64,15 @@ def try_model(job: JobConfig) -> ModelFacts:
     numerics, use_gpu = job.train.numerics, job.cluster.use_gpu
     invariant = numerics == "invariant" or (numerics == "auto" and not use_gpu)
     device_type = "cuda" if use_gpu else "cpu"
+    # of samples of this length tokens attend to their own document alone; None: to the whole sample
+    within = job.pack.seq_len if job.pack.attends_by_document else None
     # A factory's module is imported anew each time, for a notebook's user may have fixed it.
     if job.model.factory is None and "torch" in sys.modules:
-        return _build(job.model, device_type, invariant)
+        return _build(job.model, device_type, invariant, within)
     model = job.model.model_dump(mode="json")
-    return _build_elsewhere({"model": model, "device_type": device_type, "invariant": invariant})
+    return _build_elsewhere(
+        {"model": model, "device_type": device_type, "invariant": invariant, "within": within}
+    )
 
 
 def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> None:
@@ -111,10 +117,11 @@ def _build_elsewhere(task: dict[str, Any]) -> ModelFacts:
     return ModelFacts(**answer)
 
 
-def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts:
+def _build(config: ModelConfig, device_type: str, invariant: bool, within: int | None = None) -> ModelFacts:
     import torch
 
     from orchestrator.trainer import model as models
+    from orchestrator.trainer.document_attention import require_document_attention
     from orchestrator.trainer.first_weights import require_fit
 
     with torch.device("meta"):
@@ -123,6 +130,8 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
             if config.config is not None:
                 require_known_keys(config.config, settings)
             model = models.shape_only(config, settings, attention)
+            if within is not None:
+                require_document_attention(model, within)
             if config.init_from is not None:
                 require_fit(config, model)
             return ModelFacts(num_embeddings=_num_embeddings(model))
@@ -135,6 +144,8 @@ def _build(config: ModelConfig, device_type: str, invariant: bool) -> ModelFacts
                 f"({type(error).__name__}: {error}): whether it gives a model shows when the workers call it"
             )
         module = models.made_by_factory(config, made)
+        if within is not None:
+            require_document_attention(module, within)
         if config.init_from is not None:
             require_fit(config, module)
     return ModelFacts()

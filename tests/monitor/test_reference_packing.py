@@ -19,7 +19,7 @@ from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.monitor import audit, epoch_checksum, trained
+from orchestrator.monitor import audit, epoch_checksum, reference_windows, trained, trained_documents
 from orchestrator.monitor import reference_packing as reference
 from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
@@ -40,9 +40,12 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
     return ReferencePacker(endless(spec).chunks(cursor), source)
 
 
-@pytest.mark.parametrize("module", [audit, reference, trained, epoch_checksum])
+@pytest.mark.parametrize(
+    "module", [audit, reference, reference_windows, trained, trained_documents, epoch_checksum]
+)
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
-    names = ("stream", "packer", "segments", "step_samples", "samples")
+    names = ("stream", "packer", "segments", "step_samples", "samples", "runs", "chunk_order")
+    names += ("window_packer", "arrangement")
     packing = {f"orchestrator.data.packing.{name}" for name in names}
     packing |= {f"orchestrator.data.feed.{name}" for name in ("opening", "replay")}
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))

@@ -63,6 +63,27 @@ def test_world_batch_and_length_change_at_every_start_and_somebody_dies_in_each(
     assert (found.action, found.remaining_steps, found.consumed_tokens) == ("resume", 0, 100_000)
 
 
+@pytest.mark.chaos
+def test_packed_documents_are_trained_once_and_within_themselves_through_a_kill_and_another_shape(
+    job: Job, cluster: Any
+) -> None:
+    packed: dict[str, Any] = {"pack__mode": "bestfit", "pack__long_document": "split", "pack__seq_len": 256}
+    packed |= {"train__max_steps": None, "resume__every_steps": 3, "monitor__digest_every_steps": 1}
+    packed |= {"model__config": None, "model__factory": "tests.system.tiny_model:build_document_model"}
+    plan = job.faults().kill("summary_received", step=5, rank=1)
+    first = job.train(plan, **packed, train__max_tokens=40_001, train__global_batch_size=16)
+    assert (first.outcome, first.consumed_tokens) == ("done", 40_001), first.reason
+    with pytest.raises(RefusedError, match=r"packs of 256 positions .*keep pack\.seq_len=256"):
+        job.train(**{**packed, "pack__seq_len": 128}, train__max_tokens=77_777)
+    other = {"cluster__num_workers": 1, "train__global_batch_size": 24}
+    second = job.train(**packed, **other, train__max_tokens=77_777)
+    assert (second.outcome, second.consumed_tokens) == ("done", 77_777), second.reason
+    assert len(plan.struck()) == 1
+    report = job.run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    assert job.run.replay(13).expected_digest
+
+
 def test_a_stop_that_is_reached_ends_at_once_and_what_must_stay_is_refused(
     finished: Job, cluster: Any
 ) -> None:

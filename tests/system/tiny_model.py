@@ -22,6 +22,25 @@ class TinyModel(nn.Module):
         return (hidden + self.between(hidden)) @ self.embedding.weight.T
 
 
+class TinyDocumentModel(TinyModel):
+    """Next-token logits from the mean over the token's document so far. It cannot be called without
+    document ids.
+    """
+
+    def forward(  # type: ignore[override]  # the trainer must give them
+        self, input_ids: torch.Tensor, document_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """(batch, seq_len) token ids and document ids to (batch, seq_len, vocab_size) logits."""
+        sees = (document_ids[:, :, None] == document_ids[:, None, :]).float().tril()
+        hidden = sees / sees.sum(-1, keepdim=True) @ self.embedding(input_ids)
+        return (hidden + self.between(hidden)) @ self.embedding.weight.T
+
+
+def build_document_model(vocab_size: int = 1000, hidden_size: int = 32) -> TinyDocumentModel:
+    """For `model.factory`."""
+    return TinyDocumentModel(vocab_size, hidden_size)
+
+
 def build(vocab_size: int = 1000, hidden_size: int = 32) -> TinyModel:
     """For `model.factory`."""
     return TinyModel(vocab_size, hidden_size)

@@ -21,8 +21,8 @@ class Drawing:
     the cursor, `DataError` for what cannot be read.
     """
 
-    def __init__(self, spec: DataSpec, cursor: Cursor) -> None:
-        self._stream, encoders = spec.stream(cursor), spec.build_encoders()
+    def __init__(self, spec: DataSpec, cursor: Cursor, seq_len: int | None = None) -> None:
+        self._stream, encoders = spec.stream(cursor, seq_len), spec.build_encoders()
         self._names = [plan.source for plan in spec.plans]
         self._chunks = {name: spec.chunks(cursor, name, encoders) for name in self._names}
         for name in self._names:

@@ -8,46 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from orchestrator.data.packing.chunk_order import ChunkOrder
+from orchestrator.data.packing.runs import Run
 from orchestrator.data.packing.segments import Before, Counts, Segment, without_entries
 from orchestrator.data.packing.unfinished import UnfinishedDocument
-from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
-from orchestrator.errors import DataError, DataIdentityError, FeedError
+from orchestrator.data.settings import StreamSettings
+from orchestrator.errors import DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
-from orchestrator.records import BoolArray, Int32Array, Int64Array, SourceCursor, TokenChunk
+from orchestrator.records import Int32Array, Int64Array, SourceCursor, TokenChunk
 
 __all__ = ["Packer", "Run"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """Consecutive positions of one source, as arrays of their own: it may be kept when the packer goes on.
-
-    Position p has the input token `tokens[p]` and the label `tokens[p + 1]`.
-    """
-
-    tokens: Int32Array  # (num_positions + 1,); empty for a run of none
-    document_starts: Int64Array  # (num,) positions at which a document begins
-    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
-
-    @property
-    def num_positions(self) -> int:
-        """Input tokens."""
-        return max(0, len(self.tokens) - 1)
-
-    @property
-    def num_targets(self) -> int:
-        """Positions whose label is a target."""
-        return self.num_positions if self.loss is None else int(self.loss[1:].sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that keeping it costs."""
-        loss = 0 if self.loss is None else self.loss.nbytes
-        return self.tokens.nbytes + self.document_starts.nbytes + loss
 
 
 _NOTHING = Run(tokens=np.empty(0, np.int32), document_starts=np.empty(0, np.int64))
@@ -133,23 +106,22 @@ class Packer:
         num_epochs: int | None,
     ) -> None:
         """`num_epochs` is the source's limit; None: it has no end."""
-        self._source, self._num_blocks, self._settings = source, num_blocks, settings
-        self.num_epochs = num_epochs
+        self._source = source
+        self._order = ChunkOrder(start, source, num_blocks, settings, num_epochs)
         self._start: SourceCursor | None = start  # until its first chunk has come
-        # (epoch, block, window) of the chunk that must come next
-        self._expected = (start.epoch, start.block, start.window)
-        self._inside_window = False
         self._segments: deque[Segment] = deque()
         self._fed = 0  # tokens fed since the opening
         counts = (start.documents, start.empty_documents, start.bad_documents, start.special_texts)
         self._counts: Counts = counts  # after what is fed
         self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
-        at_border = (start.block, start.window, start.record, start.piece, start.token) == (0, 0, 0, 0, 0)
-        self._epoch_tokens = 0 if at_border else 2  # tokens of that epoch, as far as 2
         self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
         self._follower = _Follower(start)
         self._reasons: tuple[str, ...] = ()  # of bad documents that are passed
-        self.finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether no chunk will follow."""
+        return self._order.finished
 
     @property
     def cursor(self) -> SourceCursor:
@@ -161,16 +133,23 @@ class Packer:
         """Positions that are there and not taken: tokens that have a label after them."""
         return max(0, self._fed - self._follower.taken - 1)
 
+    def left(self, after: int, seq_len: int) -> int:
+        """Positions that are there behind the next `after` ones, for samples of any length."""
+        del seq_len
+        return self.num_positions - after
+
     def feed(self, chunk: TokenChunk) -> None:
         """The next chunk.
 
         Raises `FeedError` if it is not the next one, `DataIdentityError` if the first does not reproduce the
         cursor's tokens, `DataError` if too many documents are bad or the epoch has fewer than two tokens.
         """
-        self._require_next(chunk)
+        self._order.require_next(chunk)
+        if self._start is not None and self._start.packs:
+            raise self._not_reproduced(self._start, "it counts packs, and pack.mode is concat")
         left = self._after_earlier_pieces(chunk)
         if left is None:
-            self._go_on(chunk)
+            self._go_on(chunk, 0)
             return
         chunk, skip = left, self._verify_start(left)
         before = Before(
@@ -179,7 +158,7 @@ class Packer:
             document=self._document,
             token_document=self._token_document,
             epoch_counts=self._epoch_counts,
-            epoch_begins=self._epoch_tokens == 0,
+            epoch_begins=self._order.epoch_begins,
         )
         segment = Segment(chunk, skip, before)
         self._segments.append(segment)
@@ -187,23 +166,17 @@ class Packer:
         self._counts = segment.counts_after
         self._document, self._token_document = segment.document_after, segment.token_document_after
         self._fed += num_tokens
-        self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
-        self._go_on(chunk)
+        self._go_on(chunk, num_tokens)
 
     def finish(self) -> None:
         """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
-        epoch, block, window = self._expected
-        at_border = (block, window, self._inside_window) == (0, 0, False)
-        # a cursor after the last epoch that is wanted has nothing to read, wherever it stands
-        if not (at_border if self.num_epochs is None else epoch >= self.num_epochs):
-            raise FeedError(
-                f"the stream of source {self._source} ended before epoch {epoch}, block {block}, window "
-                f"{window} was there to its end; a part of the data was not delivered"
-            )
-        self.finished = True
+        self._order.finish()
 
-    def take(self, num_positions: int, with_cursors: bool = False) -> tuple[Run, RunCursors | None]:
+    def take(
+        self, num_positions: int, seq_len: int, with_cursors: bool = False
+    ) -> tuple[Run, RunCursors | None]:
         """The next positions, all of which must be there; afterwards `cursor` stands behind them."""
+        del seq_len
         assert 0 <= num_positions <= self.num_positions, f"{num_positions} of {self.num_positions} positions"
         start, stop = self._follower.taken, self._follower.taken + num_positions
         run = self._gather(start, stop + 1) if num_positions else _NOTHING
@@ -224,45 +197,9 @@ class Packer:
         return reasons
 
     # ------------------------------------------------------------------------------------ feeding
-    def _require_next(self, chunk: TokenChunk) -> None:
-        found = (chunk.epoch, chunk.block, chunk.window)
-        if self.finished or found != self._expected or chunk.source != self._source:
-            raise FeedError(
-                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
-                f"came where that of {self._source}, {self._expected} was due"
-                f"{' (after the end)' if self.finished else ''}"
-            )
-
-    def _go_on(self, chunk: TokenChunk) -> None:
-        """What must come next, and the checks that are due at a window's and an epoch's end."""
-        epoch, block, window = self._expected
-        self._inside_window = not chunk.ends_window
-        if chunk.ends_block:
-            block, window = block + 1, 0
-        elif chunk.ends_window:
-            window += 1
-        ends_epoch = block == self._num_blocks
-        if ends_epoch:
-            if self._epoch_tokens < 2:
-                raise DataError(
-                    f"epoch {epoch} of source {self._source} has {self._epoch_tokens} tokens, 2 are the "
-                    "least; look at data.sources: its path, its text_field"
-                )
-            epoch, block = epoch + 1, 0
-            self._epoch_tokens, self._epoch_counts = 0, self._counts
-        self._expected = (epoch, block, window)
-        if chunk.ends_window:
-            self._judge_bad_share(ends_epoch)
-
-    def _judge_bad_share(self, ends_epoch: bool) -> None:
-        """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
-        documents, empty, bad, _ = self._counts
-        seen = documents + empty + bad
-        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
-            raise DataError(
-                f"{bad} of the first {seen} documents of source {self._source} are bad, more than "
-                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
-            )
+    def _go_on(self, chunk: TokenChunk, num_tokens: int) -> None:
+        if self._order.go_on(chunk, num_tokens, self._counts):
+            self._epoch_counts = self._counts
 
     def _after_earlier_pieces(self, chunk: TokenChunk) -> TokenChunk | None:
         """The chunk without the pieces that lie before the cursor's in its document; None: it has no others.

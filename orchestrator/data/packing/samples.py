@@ -69,7 +69,9 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     """
     encoders = spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
-    return draw_samples(spec.stream(cursor), list(chunks), lambda source: next(chunks[source], None), seq_len)
+    return draw_samples(
+        spec.stream(cursor, seq_len), list(chunks), lambda source: next(chunks[source], None), seq_len
+    )
 
 
 def draw_samples(

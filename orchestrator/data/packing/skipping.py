@@ -34,7 +34,7 @@ def draw_past(spec: DataSpec, cursor: Cursor, num_samples: int, seq_len: int) ->
 
     Raises as `open_samples` does.
     """
-    stream, encoders = spec.stream(cursor), spec.build_encoders()
+    stream, encoders = spec.stream(cursor, seq_len), spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
     at_once, ends = max(1, _RUN_TOKENS // seq_len), False
     samples = 0

@@ -10,12 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from orchestrator.data.packing.packer import Run
+from orchestrator.data.packing.runs import PackedRun, Run
 from orchestrator.errors import FeedError
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records import BatchSlice, Cursor, Int32Array, StepRange
 
-NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
 Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
 
 
@@ -30,7 +29,7 @@ class StepSamples:
     def __init__(
         self,
         step: StepRange,
-        runs: Sequence[Run],
+        runs: Sequence[Run | PackedRun],
         numbers: Int32Array,
         cursor: Cursor,
         end_of_data: bool,
@@ -99,39 +98,10 @@ class StepSamples:
         """
         seq_len, numbers = self.step.seq_len, self.numbers[start:stop]
         if len(self._runs) == 1:
-            return (numbers, *_cut(self._runs[0], start, stop, seq_len))
+            return (numbers, *self._runs[0].rows(start, stop, seq_len))
         table = np.empty((3, stop - start, seq_len), np.int32)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             first = int((self.numbers[:start] == number).sum())
-            table[:, mine] = np.stack(_cut(self._runs[number], first, first + int(mine.sum()), seq_len))
+            table[:, mine] = np.stack(self._runs[number].rows(first, first + int(mine.sum()), seq_len))
         return numbers, table[0], table[1], table[2]
-
-
-def _cut(run: Run, start: int, stop: int, seq_len: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Inputs, labels, document ids (num, seq_len) of a run's samples [start, stop); the last is padded where
-    the run does not fill it.
-    """
-    num, first = stop - start, start * seq_len
-    full = min(run.num_positions, stop * seq_len) - first  # positions that are not padding
-    begins = np.zeros(num * seq_len, np.int32)
-    if full == num * seq_len:
-        inputs = run.tokens[first : first + full].copy()  # the two would share memory
-        labels = run.tokens[first + 1 : first + full + 1].copy()
-    else:
-        inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
-        labels = np.full(num * seq_len, NO_LOSS, np.int32)
-    if 0 < full < num * seq_len:
-        inputs[:full] = run.tokens[first : first + full]
-        labels[:full] = run.tokens[first + 1 : first + full + 1]
-    if full > 0:
-        low, high = run.document_starts.searchsorted([first, first + full])
-        begins[run.document_starts[low:high] - first] = 1
-    if run.loss is not None and full > 0:
-        labels[:full][~run.loss[first + 1 : first + full + 1]] = NO_LOSS
-    table = begins.reshape(num, seq_len)
-    table[:, 0] = 0  # a sample begins with document 0, wherever in it
-    documents = np.cumsum(table, axis=1, dtype=np.int32)
-    if full < num * seq_len:
-        documents.reshape(-1)[max(full, 0) :] = PADDING
-    return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), documents

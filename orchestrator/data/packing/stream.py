@@ -6,13 +6,15 @@ sources hold alone: neither on the order in which chunks come nor on how samples
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from orchestrator.data.packing.packer import Packer, Run, RunCursors
+from orchestrator.data.packing.packer import Packer, RunCursors
+from orchestrator.data.packing.runs import PackedRun, Run
 from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.data.packing.window_packer import PackCursors, WindowPacker
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
@@ -25,12 +27,13 @@ __all__ = ["Stream", "StreamSource"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
     """What the stream has to know of a source: its name, its blocks in an epoch, and its limit of epochs
-    (None: endless).
+    (None: endless). `path_of` gives a file's path by its number, for messages.
     """
 
     name: str
     num_blocks: int
     num_epochs: int | None
+    path_of: Callable[[int], str] = str
 
 
 class Stream:
@@ -56,13 +59,7 @@ class Stream:
         # one source goes without a mixture's counts, unless it was one of several
         self._mixed = len(sources) > 1 or bool(cursor.mixture)
         self._packers = {
-            source.name: Packer(
-                cursor.sources.get(source.name, SourceCursor()),
-                source.name,
-                source.num_blocks,
-                settings,
-                source.num_epochs,
-            )
+            source.name: _packer(cursor.sources.get(source.name, SourceCursor()), source, settings)
             for source in sources
         }
         self._limits = {source.name: source.num_epochs for source in sources}
@@ -151,7 +148,7 @@ class Stream:
             source = self._next(plan, step.seq_len, wanted)
             if source is None:
                 return plan
-            plan.add(source, min(wanted, self._left(plan, source)))
+            plan.add(source, min(wanted, self._left(plan, source, step.seq_len)))
         # whether anything follows: the next sample, as a step of whole samples would take it
         self._next(plan, step.seq_len, step.seq_len, ahead=True)
         return plan
@@ -160,14 +157,14 @@ class Stream:
         """The same for a single source, without a loop over its samples."""
         (source,) = self._names
         packer = self._packers[source]
-        num = packer.num_positions
+        num = packer.left(0, step.seq_len)
         if not packer.finished and num < step.num_tokens + 1:
             # one position is left, so that the end of the data is never found behind a step that did not know
             plan.needs, num = source, max(0, num - 1) // step.seq_len * step.seq_len
         num = min(num, step.num_tokens)
         plan.positions[source] = plan.num_tokens = num
         plan.sources = [source] * ceil_div(num, step.seq_len)
-        plan.ends = packer.finished and num == packer.num_positions
+        plan.ends = packer.finished and packer.left(num, step.seq_len) == 0
 
     def _next(self, plan: _Plan, seq_len: int, wanted: int, ahead: bool = False) -> str | None:
         """The source of the next sample; None: the data end (`plan.ends`), or that cannot be known before
@@ -175,7 +172,7 @@ class Stream:
         """
         mixture, ended = plan.mixture, list[tuple[str, int]]()
         while (source := mixture.next(seq_len)) is not None:
-            left, finished = self._left(plan, source), self._packers[source].finished
+            left, finished = self._left(plan, source, seq_len), self._packers[source].finished
             if left >= wanted or (left and finished and not self._stops_at_end):
                 if not ahead:
                     plan.mixture = mixture
@@ -195,15 +192,15 @@ class Stream:
         plan.ends = True
         return None
 
-    def _left(self, plan: _Plan, source: str) -> int:
-        return self._packers[source].num_positions - plan.positions.get(source, 0)
+    def _left(self, plan: _Plan, source: str, seq_len: int) -> int:
+        return self._packers[source].left(plan.positions.get(source, 0), seq_len)
 
     # ------------------------------------------------------------------------------------ taking
     def _take(self, step: StepRange, plan: _Plan, with_cursors: bool) -> StepSamples:
         before, several = self._before, self._mixed
-        runs, cursors = [], dict[str, RunCursors]()
+        runs, cursors = list[Run | PackedRun](), dict[str, RunCursors | PackCursors]()
         for name, packer in self._packers.items():
-            run, of = packer.take(plan.positions.get(name, 0), with_cursors)
+            run, of = packer.take(plan.positions.get(name, 0), step.seq_len, with_cursors)
             runs.append(run)
             if of is not None:
                 cursors[name] = of
@@ -245,6 +242,13 @@ class Stream:
         )
 
 
+def _packer(start: SourceCursor, source: StreamSource, settings: StreamSettings) -> Packer | WindowPacker:
+    """What makes samples of a source's chunks, by `pack.mode`."""
+    if settings.pack_mode == "concat":
+        return Packer(start, source.name, source.num_blocks, settings, source.num_epochs)
+    return WindowPacker(start, source.name, source.num_blocks, settings, source.num_epochs, source.path_of)
+
+
 def _shares(cursor: Cursor) -> Mapping[str, MixtureShare]:
     """The mixture's counts. While a run had one source, all that was drawn was of that."""
     if cursor.mixture or len(cursor.sources) != 1:
@@ -284,7 +288,7 @@ class _Inside:
         mixture: Mixture,
         plan: _Plan,
         seq_len: int,
-        runs: Mapping[str, tuple[Run, RunCursors]],
+        runs: Mapping[str, tuple[Run | PackedRun, RunCursors | PackCursors]],
     ) -> None:
         self._before, self._mixture = before, mixture
         self._plan, self._seq_len, self._runs = plan, seq_len, runs
@@ -301,7 +305,7 @@ class _Inside:
         sources = dict(before.sources)
         for name, num in positions.items():
             run, cursors = self._runs[name]
-            targets += num if run.loss is None else int(run.loss[1 : num + 1].sum())
+            targets += run.targets_in(num)
             sources[name] = cursors.after(num)
         return Cursor(
             consumed_samples=before.consumed_samples + num_samples,

@@ -119,7 +119,8 @@ class Planner:
         return point, damages, ()
 
     def _look_at_data(self, job: JobConfig) -> _Data:
-        key = json.dumps([job.to_json()["data"], job.resume.accept_changed, job.pack.mode])
+        pack = "" if job.pack.mode == "concat" else job.to_json()["pack"]
+        key = json.dumps([job.to_json()["data"], job.resume.accept_changed, pack])
         known = self._data.get(key)
         if known is None or self._clock() - known[0] > _DATA_S:
             known = self._data[key] = (self._clock(), self._data_now(job))

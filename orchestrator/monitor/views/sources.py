@@ -123,6 +123,8 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
         "empty": at.get("empty_documents"),
         "bad": at.get("bad_documents"),
         "special": at.get("special_texts"),
+        "unpacked": at.get("unpacked_documents"),
+        "long": at.get("long_documents"),
     }
 
 

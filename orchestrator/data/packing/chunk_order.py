@@ -1,0 +1,98 @@
+"""What chunks a packer must be fed, in which order, and what is judged at the borders of windows and epochs.
+
+It knows no packing: every packer of a source asks it about each chunk.
+"""
+
+from __future__ import annotations
+
+from orchestrator.data.packing.segments import Counts
+from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
+from orchestrator.errors import DataError, FeedError
+from orchestrator.records import SourceCursor, TokenChunk
+
+
+class ChunkOrder:
+    """The order of one source's chunks from a cursor on. `num_epochs` is the source's limit; None: it has no
+    end.
+    """
+
+    def __init__(
+        self,
+        start: SourceCursor,
+        source: str,
+        num_blocks: int,
+        settings: StreamSettings,
+        num_epochs: int | None,
+    ) -> None:
+        self.source, self.num_epochs = source, num_epochs
+        self._num_blocks, self._settings = num_blocks, settings
+        # (epoch, block, window) of the chunk that must come next
+        self.expected = (start.epoch, start.block, start.window)
+        self._inside_window = False
+        at_border = (start.block, start.window, start.record, start.piece, start.token, start.packs)
+        self._epoch_tokens = 2 if any(at_border) else 0  # tokens of the epoch that is fed, as far as 2
+        self.finished = False
+
+    @property
+    def epoch_begins(self) -> bool:
+        """Whether no token of the epoch came yet."""
+        return self._epoch_tokens == 0
+
+    def require_next(self, chunk: TokenChunk) -> None:
+        """Raises `FeedError` if another chunk is due."""
+        found = (chunk.epoch, chunk.block, chunk.window)
+        if self.finished or found != self.expected or chunk.source != self.source:
+            raise FeedError(
+                f"the chunk of source {chunk.source}, epoch {found[0]}, block {found[1]}, window {found[2]} "
+                f"came where that of {self.source}, {self.expected} was due"
+                f"{' (after the end)' if self.finished else ''}"
+            )
+
+    def go_on(self, chunk: TokenChunk, num_tokens: int, counts: Counts) -> bool:
+        """The chunk was taken, with so many tokens that are new; `counts` are those after it. Whether it ends
+        the epoch.
+
+        Raises `DataError` if too many documents are bad or the epoch has fewer than two tokens.
+        """
+        self._epoch_tokens = min(2, self._epoch_tokens + num_tokens)
+        epoch, block, window = self.expected
+        self._inside_window = not chunk.ends_window
+        if chunk.ends_block:
+            block, window = block + 1, 0
+        elif chunk.ends_window:
+            window += 1
+        ends_epoch = block == self._num_blocks
+        if ends_epoch:
+            if self._epoch_tokens < 2:
+                raise DataError(
+                    f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, 2 are the "
+                    "least; look at data.sources: its path, its text_field"
+                )
+            epoch, block = epoch + 1, 0
+            self._epoch_tokens = 0
+        self.expected = (epoch, block, window)
+        if chunk.ends_window:
+            self._judge_bad_share(ends_epoch, counts)
+        return ends_epoch
+
+    def finish(self) -> None:
+        """No chunk will follow: the data end here. Raises `FeedError` if an epoch is not read to its end."""
+        epoch, block, window = self.expected
+        at_border = (block, window, self._inside_window) == (0, 0, False)
+        # a cursor after the last epoch that is wanted has nothing to read, wherever it stands
+        if not (at_border if self.num_epochs is None else epoch >= self.num_epochs):
+            raise FeedError(
+                f"the stream of source {self.source} ended before epoch {epoch}, block {block}, window "
+                f"{window} was there to its end; a part of the data was not delivered"
+            )
+        self.finished = True
+
+    def _judge_bad_share(self, ends_epoch: bool, counts: Counts) -> None:
+        """Judged at places that do not depend on where the stream was opened or how chunks were cut."""
+        documents, empty, bad, _ = counts
+        seen = documents + empty + bad
+        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and bad > self._settings.max_bad_share * seen:
+            raise DataError(
+                f"{bad} of the first {seen} documents of source {self.source} are bad, more than "
+                f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
+            )

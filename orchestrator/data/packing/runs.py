@@ -1,0 +1,145 @@
+"""What a source gives to a step: consecutive positions of its stream, or packs of whole documents, and how
+samples are made of them.
+
+It knows no chunk and no cursor; the packers make it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator.records import BoolArray, Int32Array, Int64Array
+
+NO_LOSS, PADDING, PAD_TOKEN = -100, -1, 0
+Rows = tuple[Int32Array, Int32Array, Int32Array]  # inputs, labels, document ids (num_samples, seq_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Consecutive positions of one source, as arrays of their own: it may be kept when the packer goes on.
+
+    Position p has the input token `tokens[p]` and the label `tokens[p + 1]`.
+    """
+
+    tokens: Int32Array  # (num_positions + 1,); empty for a run of none
+    document_starts: Int64Array  # (num,) positions at which a document begins
+    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
+
+    @property
+    def num_positions(self) -> int:
+        """Input tokens."""
+        return max(0, len(self.tokens) - 1)
+
+    @property
+    def num_targets(self) -> int:
+        """Positions whose label is a target."""
+        return self.targets_in(self.num_positions)
+
+    def targets_in(self, num_positions: int) -> int:
+        """Of the first so many positions, those whose label is a target."""
+        return num_positions if self.loss is None else int(self.loss[1 : num_positions + 1].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping it costs."""
+        loss = 0 if self.loss is None else self.loss.nbytes
+        return self.tokens.nbytes + self.document_starts.nbytes + loss
+
+    def rows(self, start: int, stop: int, seq_len: int) -> Rows:
+        """Samples [start, stop); the last is padded where the run does not fill it."""
+        num, first = stop - start, start * seq_len
+        full = min(self.num_positions, stop * seq_len) - first  # positions that are not padding
+        begins = np.zeros(num * seq_len, np.int32)
+        if full == num * seq_len:
+            inputs = self.tokens[first : first + full].copy()  # the two would share memory
+            labels = self.tokens[first + 1 : first + full + 1].copy()
+        else:
+            inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
+            labels = np.full(num * seq_len, NO_LOSS, np.int32)
+        if 0 < full < num * seq_len:
+            inputs[:full] = self.tokens[first : first + full]
+            labels[:full] = self.tokens[first + 1 : first + full + 1]
+        if full > 0:
+            low, high = self.document_starts.searchsorted([first, first + full])
+            begins[self.document_starts[low:high] - first] = 1
+        if self.loss is not None and full > 0:
+            labels[:full][~self.loss[first + 1 : first + full + 1]] = NO_LOSS
+        table = begins.reshape(num, seq_len)
+        table[:, 0] = 0  # a sample begins with document 0, wherever in it
+        documents = np.cumsum(table, axis=1, dtype=np.int32)
+        if full < num * seq_len:
+            documents.reshape(-1)[max(full, 0) :] = PADDING
+        return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), documents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRun:
+    """Packs of one source, each a sample of its own: documents, or stretches of one, side by side.
+
+    A stretch of n positions has n + 1 tokens: the first n are its inputs, the last n its labels.
+    """
+
+    seq_len: int
+    tokens: Int32Array  # of all stretches, one after the other
+    sizes: Int64Array  # (num_stretches,) positions of each
+    firsts: Int64Array  # (num_packs + 1,) number of each pack's first stretch, and of all
+    loss: BoolArray | None = None  # like tokens: False where a token is no target; None: all are
+
+    @property
+    def num_packs(self) -> int:
+        """Samples."""
+        return len(self.firsts) - 1
+
+    @property
+    def num_targets(self) -> int:
+        """Positions whose label is a target."""
+        return self.targets_in(self.num_packs * self.seq_len)
+
+    def targets_in(self, num_positions: int) -> int:
+        """Of the samples that so many positions count for, the labels that are targets."""
+        stop = int(self.firsts[-(-num_positions // self.seq_len)])
+        if self.loss is None:
+            return int(self.sizes[:stop].sum())
+        token, within = _spread(self.sizes[:stop])
+        return int(self.loss[token + within + 1].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keeping it costs."""
+        loss = 0 if self.loss is None else self.loss.nbytes
+        return self.tokens.nbytes + self.sizes.nbytes + self.firsts.nbytes + loss
+
+    def rows(self, start: int, stop: int, seq_len: int) -> Rows:
+        """Samples [start, stop), padded behind their last stretch."""
+        assert seq_len == self.seq_len, f"packs of {self.seq_len} positions as samples of {seq_len}"
+        num, firsts = stop - start, self.firsts[start : stop + 1]
+        low, high = int(firsts[0]), int(firsts[-1])
+        sizes = self.sizes[low:high]
+        per_pack = np.diff(firsts)
+        number = np.arange(high - low) - np.repeat(firsts[:-1] - low, per_pack)  # of a stretch in its pack
+        before = np.cumsum(sizes) - sizes  # positions of the stretches before it
+        pack = np.repeat(np.arange(num), per_pack)
+        in_pack = before - before[firsts[:-1] - low][pack] if num else before
+        token, within = _spread(sizes)
+        source = int((self.sizes[:low] + 1).sum()) + token + within
+        target = np.repeat(pack * seq_len + in_pack, sizes) + within
+        inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
+        labels = np.full(num * seq_len, NO_LOSS, np.int32)
+        documents = np.full(num * seq_len, PADDING, np.int32)
+        inputs[target] = self.tokens[source]
+        labels[target] = self.tokens[source + 1]
+        documents[target] = np.repeat(number, sizes)
+        if self.loss is not None:
+            labels[target[~self.loss[source + 1]]] = NO_LOSS
+        shape = (num, seq_len)
+        return inputs.reshape(shape), labels.reshape(shape), documents.reshape(shape)
+
+
+def _spread(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Of every position of stretches of these sizes: the number of its stretch's first token, and its own
+    number within it.
+    """
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(np.cumsum(sizes + 1) - sizes - 1, sizes), within

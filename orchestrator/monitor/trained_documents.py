@@ -1,0 +1,137 @@
+"""What the samples of consecutive steps hold where whole documents are packed, whoever packed them: each
+document of a window once, whole, or in the stretches of one that is too long.
+
+It packs nothing and takes arrays as they are; it knows no file and no journal.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from orchestrator.monitor.epoch_checksum import EpochChecksums
+from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
+from orchestrator.monitor.reference_windows import Stretch, content_of
+from orchestrator.records import BoolArray, Int32Array, TokenChunk
+
+
+class _Expected:
+    """A window's stretches that no sample has held yet."""
+
+    def __init__(self, chunks: list[TokenChunk], seq_len: int, long_document: str) -> None:
+        content = content_of(chunks, seq_len, long_document)
+        self.unpacked = content.without_target, content.too_long
+        self.num_left = len(content.stretches)
+        self._left: dict[bytes, list[Stretch]] = defaultdict(list)
+        for stretch in content.stretches:
+            self._left[stretch.tokens.tobytes()].append(stretch)
+
+    def take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
+        """A sample holds these; why it should not, None if it should."""
+        found = self._left.get(tokens.tobytes())
+        if found is None:
+            return "are no document, nor a stretch of one that is too long"
+        if not found:
+            return "are a document that was trained already"
+        here = next((i for i, each in enumerate(found) if np.array_equal(~each.loss[1:], masked)), None)
+        if here is None:
+            return "are a document with another loss mask"
+        found.pop(here)
+        self.num_left -= 1
+        return None
+
+
+class TrainedDocuments:
+    """The samples from a cursor on, in order, beside the chunks that they must be made of.
+
+    Of the first window `packs_before` packs lie before the cursor. `checksums` counts a window when all its
+    documents have been in samples, and its records as soon as they come. `unpacked` has, by epoch, how many
+    documents were in no pack: those without a target, and those that were too long.
+    """
+
+    def __init__(self, packs_before: int, long_document: str) -> None:
+        self.checksums = EpochChecksums()
+        self.unpacked: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._partial, self._long_document = packs_before > 0, long_document
+        self._coming: list[TokenChunk] = []
+        self._windows: deque[list[TokenChunk]] = deque()  # whose documents are not all trained
+        self._expected: _Expected | None = None  # of the first of them
+        self._seq_len = 0
+
+    def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
+        """The same chunks, noted."""
+        for chunk in chunks:
+            self.checksums.note_records(chunk)
+            self._coming.append(chunk)
+            if chunk.ends_window:
+                self._windows.append(self._coming)
+                self._coming = []
+            yield chunk
+
+    def add(self, samples: Samples, num_tokens: int) -> str | None:
+        """The samples of the next step; what is wrong with them, None if nothing is.
+
+        Document ids begin at 0 and rise by 1 at a time, padding stands at the end and in all three arrays
+        alike, labels are the inputs one token further within a document, and each document is the window's.
+        """
+        del num_tokens
+        self._seq_len = samples.input_ids.shape[1]
+        rows = zip(samples.input_ids, samples.labels, samples.document_ids, samples.masked, strict=True)
+        for inputs, labels, documents, masked in rows:
+            num = int((documents != NO_DOCUMENT).sum())
+            rises = np.diff(documents[:num], prepend=0)
+            if not num or not np.isin(rises, (0, 1)).all() or rises[0]:
+                return "its document ids do not count 0, 1, … in each sample"
+            behind = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET)
+            if not behind.all() or (documents[num:] != NO_DOCUMENT).any() or (labels[:num] < 0).any():
+                return "padding is not all that follows the last document of a sample"
+            borders = [0, *np.flatnonzero(rises).tolist(), num]
+            for start, stop in zip(borders, borders[1:], strict=False):
+                if (inputs[start + 1 : stop] != labels[start : stop - 1]).any():
+                    return "its labels are not its inputs one token further within a document"
+                tokens = np.append(inputs[start:stop], labels[stop - 1]).astype(np.int32)
+                if reason := self._take(tokens, masked[start:stop]):
+                    return reason
+        return None
+
+    def end(self) -> str | None:
+        """After the last step; what is wrong is said by `add` and by the sums."""
+        if self._seq_len:
+            self._pass_done()
+        return None
+
+    def _take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
+        expected = self._pass_done()
+        if expected is None:
+            return "it has more documents than the windows that were read"
+        reason = expected.take(tokens, masked)
+        if reason is not None and self._partial:  # the rest of the first window was trained before
+            self._windows.popleft()
+            self._expected, self._partial = None, False
+            return self._take(tokens, masked)
+        if reason is None:
+            return None
+        at = self._windows[0][0]
+        return (
+            f"{len(tokens)} tokens of a sample {reason}, in epoch {at.epoch}, block {at.block}, window "
+            f"{at.window}"
+        )
+
+    def _pass_done(self) -> _Expected | None:
+        """Counts the windows of which all is trained; the next one."""
+        while self._windows:
+            if self._expected is None:
+                self._expected = _Expected(self._windows[0], self._seq_len, self._long_document)
+            if self._expected.num_left:
+                return self._expected
+            chunks = self._windows.popleft()
+            if not self._partial:
+                epoch = chunks[0].epoch
+                for chunk in chunks:
+                    self.checksums.count(chunk, chunk.tokens)
+                before, now = self.unpacked[epoch], self._expected.unpacked
+                self.unpacked[epoch] = before[0] + now[0], before[1] + now[1]
+            self._expected, self._partial = None, False
+        return None

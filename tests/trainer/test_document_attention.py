@@ -1,0 +1,224 @@
+"""Attention within documents, tested on logits: a packed document's are those of the document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from orchestrator.config.schema import ModelConfig, parse_config
+from orchestrator.errors import ConfigError
+from orchestrator.planning.batches import next_range
+from orchestrator.records import Cursor
+from orchestrator.trainer.document_attention import (
+    document_inputs,
+    document_mask,
+    document_positions,
+    require_document_attention,
+)
+from orchestrator.trainer.gradient import cut
+from orchestrator.trainer.gradient_ddp import FastGradient
+from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.model import build_model, loss_sum
+from orchestrator.trainer.trial import try_model
+from tests.trainer.feed import VOCABULARY, FormulaFeed
+
+CPU = torch.device("cpu")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+DOCUMENTS = torch.tensor(
+    [[0, 0, 0, 1, 2, 2, 2, 2, 2, -1, -1, -1], [0] * 12, [0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]]
+)
+TOKENS = torch.arange(36).view(3, 12) * 7 % VOCABULARY
+
+
+class InputIdsOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.table(input_ids)
+        return logits
+
+
+class MeanOfDocument(InputIdsOnly):
+    """Each logit is that of the mean over the document so far."""
+
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        if document_ids is None:
+            document_ids = torch.zeros_like(input_ids)
+        sees = (document_mask(document_ids, torch.float32)[:, 0] == 0).float()
+        logits: Tensor = sees / sees.sum(-1, keepdim=True) @ self.table(input_ids)
+        return logits
+
+
+def model_of(config: dict[str, Any], attention: str = "sdpa", precision: str = "float32") -> nn.Module:
+    wanted = ModelConfig(config=config, attn_implementation=attention)
+    return build_model(wanted, precision, 3, CPU, invariant=False).eval()
+
+
+def logits_of(model: nn.Module, tokens: Tensor, documents: Tensor | None) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens, **({} if documents is None else document_inputs(model, documents)))
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def parts() -> list[tuple[int, slice]]:
+    """(sample, positions) of every document."""
+    return [
+        (row, slice(int(at.min()), int(at.max()) + 1))
+        for row, ids in enumerate(DOCUMENTS)
+        for number in range(int(ids.max()) + 1)
+        if len(at := (ids == number).nonzero())
+    ]
+
+
+MODELS = [
+    pytest.param(lambda: model_of(LLAMA, "sdpa"), id="llama-sdpa"),
+    pytest.param(lambda: model_of(LLAMA, "eager"), id="llama-eager"),
+    pytest.param(lambda: model_of(GPT2, "sdpa"), id="gpt2-sdpa"),
+    pytest.param(lambda: model_of(GPT2, "eager"), id="gpt2-eager"),
+    pytest.param(MeanOfDocument, id="factory"),
+]
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_the_logits_of_a_packed_document_are_those_of_the_document_alone(made) -> None:
+    model = made()
+    require_document_attention(model, 12)
+    packed, whole = logits_of(model, TOKENS, DOCUMENTS), logits_of(model, TOKENS, None)
+    for row, at in parts():
+        alone = logits_of(model, TOKENS[row : row + 1, at], None)[0]
+        assert torch.allclose(packed[row, at], alone, atol=1e-5), (row, at)
+        if at.start:
+            assert not torch.allclose(whole[row, at], alone, atol=1e-3), "without a mask it is another"
+    assert packed.isfinite().all(), "padding, too"
+
+
+@pytest.mark.parametrize("made", MODELS)
+def test_a_mask_that_is_off_by_one_is_seen_in_the_logits(made) -> None:
+    model = made()
+    shifted = DOCUMENTS.roll(1, dims=1)
+    shifted[:, 0] = 0
+    right, wrong = logits_of(model, TOKENS, DOCUMENTS), logits_of(model, TOKENS, shifted)
+    assert not torch.allclose(right[0, 3], wrong[0, 3], atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "pure_bf16"])
+def test_what_stands_in_another_document_or_in_padding_moves_neither_loss_nor_gradient(
+    precision: str,
+) -> None:
+    model = model_of(LLAMA, precision=precision)
+    labels = TOKENS.roll(-1, dims=1).masked_fill(DOCUMENTS != 0, -100)  # of the first document alone
+
+    def gradient(tokens: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss = loss_sum(model, tokens, labels, precision, DOCUMENTS)
+        torch.autograd.backward(loss)
+        assert loss.isfinite()
+        return [loss.detach(), *(p.grad.clone() for n, p in model.named_parameters() if "layers.0" in n)]
+
+    other = torch.where(DOCUMENTS == 0, TOKENS, (TOKENS + 1) % VOCABULARY)
+    assert all(map(torch.equal, gradient(TOKENS), gradient(other)))
+
+
+def test_a_samples_mask_is_the_same_beside_any_other_sample() -> None:
+    model = model_of(LLAMA)
+    together = logits_of(model, TOKENS, DOCUMENTS)
+    for row in range(3):
+        mine = slice(row, row + 1)
+        mask = document_mask(DOCUMENTS, torch.float32)[mine]
+        assert torch.equal(mask, document_mask(DOCUMENTS[mine], torch.float32))
+        alone = logits_of(model, TOKENS[mine], DOCUMENTS[mine])
+        assert torch.allclose(alone[0], together[row], atol=1e-6)
+
+
+def test_positions_begin_anew_with_each_document() -> None:
+    assert document_positions(DOCUMENTS).tolist() == [
+        [0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 1, 2],
+        list(range(12)),
+        [0, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4],
+    ]
+
+
+class Counting(FormulaFeed):
+    """Its samples hold documents of five tokens."""
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().get(*args, **kwargs)
+        found.document_ids[:] = [0, 0, 0, 0, 0, 1, 1, 1]
+        return found
+
+
+def test_the_gradient_of_both_numerics_is_that_of_documents_alone() -> None:
+    model = model_of(LLAMA)
+    step = next_range(0, 0, 4, 8)
+    assert step is not None
+    batch = Counting().get(step, 0, 1, 2, Cursor())
+    ids, labels = (torch.from_numpy(a).long() for a in (batch.input_ids, batch.labels))
+    torch.autograd.backward(
+        sum(loss_sum(model, ids[:, at], labels[:, at], "float32") for at in (slice(5), slice(5, 8))) / 32
+    )
+    alone = [p.grad.clone() for p in model.parameters()]
+    for gradient in (InvariantGradient(model, 0, "float32"), FastGradient(model, 0, "float32", True)):
+        for within, same in ((True, True), (False, False)):
+            micros = cut(batch, 2, 0, 1, CPU, within)
+            gradient.reduce(micros, len(micros), 32)
+            close = [
+                torch.allclose(p.grad, a, atol=1e-6) for p, a in zip(model.parameters(), alone, strict=True)
+            ]
+            assert all(close) == same
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (InputIdsOnly, "InputIdsOnly is called with input_ids, and takes neither document_ids"),
+        (lambda: model_of(MISTRAL), "sliding_window=8, less than pack.seq_len=12"),
+    ],
+)
+def test_a_model_that_cannot_attend_within_documents_is_refused(made, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        require_document_attention(made(), 12)
+    assert text in str(error.value)
+    assert "pack.document_attention=false" in str(error.value)
+
+
+def test_a_start_refuses_such_a_model_before_anything_runs(tiny_config) -> None:
+    factory = {"config": None, "factory": "tests.trainer.test_document_attention:InputIdsOnly"}
+    for pack, refused in (
+        ({"mode": "bestfit"}, True),
+        ({"mode": "pad"}, False),
+        ({"mode": "concat", "document_attention": True}, True),
+        ({"mode": "bestfit", "document_attention": False}, False),
+    ):
+        mapping = tiny_config({f"pack.{name}": value for name, value in pack.items()})
+        job = parse_config({**mapping, "model": factory})
+        if not refused:
+            try_model(job)
+            continue
+        with pytest.raises(ConfigError, match="cannot attend within documents"):
+            try_model(job)
