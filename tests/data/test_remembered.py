@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.spec import prepare_data, public_stream
+import orchestrator
+from orchestrator.data.spec import prepare_data
 from orchestrator.data.tokens import encoder, remembered, tokenizer_files
 from orchestrator.data.tokens.remembered import FOLDER
 from tests.data.making import job, plain, some_texts, write_corpus
@@ -88,7 +89,7 @@ def test_a_stream_opened_again_compares_no_encoders_and_gives_the_same_samples(
 ) -> None:
     write_corpus(tmp_path / "data", some_texts(60), "jsonl")
     config = job(tiny_config, tmp_path / "data")
-    first = list(public_stream(config))
+    first = list(orchestrator.open_stream(config))
     assert len(list(folder.iterdir())) == 2
     new_process(monkeypatch)
 
@@ -96,7 +97,7 @@ def test_a_stream_opened_again_compares_no_encoders_and_gives_the_same_samples(
         raise AssertionError("they were compared before")
 
     monkeypatch.setattr(encoder, "find_difference", never)
-    again = list(public_stream(config, first[9].cursor))
+    again = list(orchestrator.open_stream(config, first[9].cursor))
     assert plain(again) == plain(first[10:])
     assert prepare_data(config).identity() == prepare_data(config).identity()
     write_corpus(tmp_path / "data", [*some_texts(60), "one more"], "jsonl")

@@ -124,7 +124,7 @@ def test_a_cursor_that_does_not_count_earlier_pieces_says_so(tmp_path: Path, tin
     packer.samples(40, 40)
     (inside,) = packer.stretches(0, 40)
     assert (inside.first_token, inside.begins, inside.num_tokens) == (None, False, 40)
-    left = packer.left(10_000, 1)
+    left = packer.left(10_000, 1, 40)
     packer.samples(left, left)
     first, second = packer.stretches(0, left)
     assert (first.first_token, first.ends) == (None, True)

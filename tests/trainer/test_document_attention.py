@@ -211,8 +211,6 @@ def test_a_start_refuses_such_a_model_before_anything_runs(tiny_config) -> None:
     factory = {"config": None, "factory": "tests.trainer.test_document_attention:InputIdsOnly"}
     for pack, refused in (
         ({"mode": "bestfit"}, True),
-        ({"mode": "pad"}, False),
-        ({"mode": "concat", "document_attention": True}, True),
         ({"mode": "bestfit", "document_attention": False}, False),
     ):
         mapping = tiny_config({f"pack.{name}": value for name, value in pack.items()})
