@@ -285,15 +285,16 @@ _OF_A_SOURCE = "data.sources."
 
 
 def _by_source(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """With what may change of each source as a field of its own."""
+    """With what may change of each source as a field of its own; a single one's weight means nothing."""
     found = dict(flat)
     sources = found.get("data.sources")
     if not isinstance(sources, list):
         return found
     changing = ("weight", "max_epochs")
     found["data.sources"] = [{k: v for k, v in each.items() if k not in changing} for each in sources]
+    told = changing if len(sources) > 1 else ("max_epochs",)
     for each in sources:
-        found |= {f"{_OF_A_SOURCE}{each['name']}.{name}": each.get(name) for name in changing}
+        found |= {f"{_OF_A_SOURCE}{each['name']}.{name}": each.get(name) for name in told}
     return found
 
 

@@ -293,3 +293,10 @@ def test_weights_of_sources_may_change_and_are_told_by_source():
         "data.sources.web.weight: 0.5 -> 0.25",
     ]
     assert {d.rule for d in plan.differences} == {"may_change"}
+
+
+def test_the_weight_of_a_runs_only_source_is_no_difference():
+    """Older versions stored 1.0 for it where none was given."""
+    (source,) = BEFORE.flat()["data.sources"]
+    older = {**BEFORE.flat(), "data.sources": [{**source, "weight": 1.0}]}
+    assert not [d for d in decide(BEFORE, POINT, older).differences if "source" in d.field]
