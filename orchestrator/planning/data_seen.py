@@ -31,10 +31,10 @@ class SourceSeen:
     actual: float | None
 
     def __str__(self) -> str:
-        alone = self.target == 1 and self.target_before in (None, 1)
+        alone = self.ended or (self.target == 1 and self.target_before in (None, 1))
         share = "" if self.actual is None or alone else f", {self.actual:.2%} of what was drawn"
         wanted = "" if self.target is None or alone else f", wanted {_percent(self.target)}"
-        if self.target is not None and self.target_before not in (None, self.target):
+        if not self.ended and self.target is not None and self.target_before not in (None, self.target):
             wanted = f", wanted {_percent(self.target_before)} -> {_percent(self.target)}"
         over = ", at its end" if self.ended else ""
         return (
@@ -90,7 +90,9 @@ def sources_seen(
                 source=name,
                 samples=samples,
                 tokens=tokens,
-                epochs=at.epoch + at.block / num_blocks[name],
+                epochs=float(cursor.mixture[name].ended)
+                if name in ended
+                else at.epoch + at.block / num_blocks[name],
                 ended=name in ended,
                 target_before=_share(had, name),
                 target=_share(live, name),

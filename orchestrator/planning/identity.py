@@ -39,8 +39,8 @@ class RunIdentity:
 
     `tokenizer` is the name as it was given and is for messages only; `tokenizer_digest` is that of its files'
     contents and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
-    (and `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name, in the
-    order of the configuration (sources are numbered by it), to the digest of its frozen manifest.
+    (and `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name to the
+    digest of its frozen manifest (their order, by which sources are numbered, stands in manifest/data.json).
     """
 
     format_version: int
@@ -106,10 +106,10 @@ def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[st
 
 
 def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_changed: bool) -> list[str]:
-    if list(old) != list(new):
+    if old.keys() != new.keys():  # run.json is sorted by keys: their order stands in manifest/data.json
         return [
-            f"the run was started with data.sources {list(old)}, the job asks for {list(new)}; "
-            "keep the sources, their names and their order, or start a new run under another run.name"
+            f"the run was started with data.sources {sorted(old)}, the job asks for {sorted(new)}; "
+            "keep the sources and their names, or start a new run under another run.name"
         ]
     return [
         f"the files of source {name} have changed: the run's manifest has digest {digest}, "

@@ -4,6 +4,7 @@ ends, and chunks made by hand.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -21,12 +22,13 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings
-from orchestrator.data.spec import DataSpec
-from orchestrator.errors import FeedError
+from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.errors import DataIdentityError, FeedError
 from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.batches import next_range
+from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk
+from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk, decode, encode
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]
@@ -297,3 +299,20 @@ def test_a_step_names_the_source_that_it_waits_for() -> None:
     (drawn,) = [stream.draw(replace(step, num_samples=1, num_tokens=4), whole=False)]
     assert drawn is not None
     assert drawn.cursor.sources["a"] == SourceCursor(record=4, documents=4)
+
+
+def test_a_run_keeps_the_order_of_its_sources_whatever_their_names(tmp_path: Path, tiny_config: Make) -> None:
+    """They are numbered by it, and run.json is sorted by keys."""
+    mapping = mixed_job(tiny_config, tmp_path, [{"weight": 2}, {"weight": 1}, {"weight": 1}]).to_json()
+    mapping["data"]["sources"].reverse()
+    run = tmp_path / "run"
+    run.mkdir()
+    first = prepare_data(parse_config(mapping), run)
+    assert [plan.source for plan in first.plans] == ["c", "b", "a"]
+    stored = decode(RunIdentity, json.loads(json.dumps(encode(first.identity()), sort_keys=True)))
+    again = prepare_data(parse_config(mapping), run)
+    assert compare(stored, again.identity()) == ()
+    assert plain(list(open_samples(again, Cursor(), 16))) == plain(list(open_samples(first, Cursor(), 16)))
+    mapping["data"]["sources"].reverse()
+    with pytest.raises(DataIdentityError, match=r"\['c', 'b', 'a'\], the job asks for \['a', 'b', 'c'\]"):
+        prepare_data(parse_config(mapping), run)
