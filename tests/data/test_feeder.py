@@ -28,7 +28,7 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import source_windows
 from orchestrator.data.feed.slots import SLOTS_AHEAD
 from orchestrator.data.packing.samples import open_samples
-from orchestrator.data.sources.file_rows import FileRow
+from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec, prepare_data
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange
@@ -502,7 +502,7 @@ def test_a_specification_beyond_the_limit_of_what_a_class_may_hold_reaches_feede
     ray.get(shared[0].close.remote())
     plan = spec.plans[0]
     rows = tuple(FileRow(path="x" * 1_000_000, bytes=n, mtime_ns=0, probe="") for n in range(105))
-    manifest = replace(plan.manifest, files=plan.manifest.files + rows)  # no block reaches these
+    manifest = replace(plan.manifest, files=Files.of([*plan.manifest.files, *rows]))  # no block reaches these
     large = replace(spec, plans=(replace(plan, manifest=manifest),))
     with feeder(large, num_tokenizers=1) as (actor, launch):
         feeds = open_feeds((actor, launch), Cursor())

@@ -22,6 +22,7 @@ from orchestrator.config.schema import JobConfig, in_todays_fields, nested, pars
 from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.data.frozen import read_frozen
+from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
@@ -59,11 +60,14 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Data:
-    """The data as they are found now: identities (the run's, theirs), notes, and what refuses them."""
+    """The data as they are found now: identities (the run's, theirs), notes, what refuses them, and they
+    themselves where this machine sees them.
+    """
 
     identities: tuple[RunIdentity, RunIdentity] | None
     notes: tuple[str, ...]
     refusals: tuple[str, ...]
+    spec: DataSpec | None = None
 
 
 class Planner:
@@ -88,7 +92,7 @@ class Planner:
             data = self._look_at_data(job)
             facts, key = views.facts, point.key if point is not None else None
             skip = skip_here(job, key, facts.files.parents.values(), facts.path.lineage)
-            found = decide(self._run.store, job, point, data.identities, skip=skip)
+            found = decide(self._run.store, job, point, data.identities, data=data.spec, skip=skip)
             found = _completed(found, data, damages, refused, point)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))
@@ -141,7 +145,8 @@ class Planner:
         except OrchestratorError as error:  # they are elsewhere: this machine need not see them
             note = f"the data are not looked at from here, where the dashboard runs: {error}"
             return _Data(identities=same, notes=(note,), refusals=())
-        return _Data(identities=(run.identity, spec.identity()), notes=spec.notes, refusals=())
+        identities = (run.identity, spec.identity())
+        return _Data(identities=identities, notes=spec.notes, refusals=(), spec=spec)
 
     def _is_here(self, job: JobConfig) -> bool:
         """Whether the data can be looked at without asking a hub for a tokenizer."""
