@@ -204,7 +204,7 @@ OTHERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "seed": (lambda m: {**m, "data": {**m["data"], "seed": 5}}, "data.seed=0.*asks for 5"),
     "sources": (
         lambda m: {**m, "data": {**m["data"], "sources": m["data"]["sources"][:1], "on_end": None}},
-        r"\['web', 'code'\].*\['web'\]",
+        r"\['code', 'web'\].*\['web'\]",
     ),
     "encoder": (
         lambda m: {**m, "data": {**m["data"], "encoder": "tokenizers"}},
