@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import orchestrator
 from orchestrator.coordinator.attempt import survey
-from orchestrator.data.packing.samples import open_samples
+from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.spec import prepare_data
-from orchestrator.planning.digest import batch_digest
+from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -40,34 +39,35 @@ def sources(folder: Path, weights: tuple[float, ...]) -> list[dict[str, Any]]:
 def test_a_mixture_is_trained_exactly_once_through_kills_and_changes_of_shape_and_weights(
     llama: Job, cluster: Any, tmp_path: Path
 ) -> None:
-    first = {"data__sources": sources(tmp_path, (0.5, 0.3, 0.2)), "data__on_end": "drop"}
+    first: dict[str, Any] = {"data__sources": sources(tmp_path, (0.5, 0.3, 0.2)), "data__on_end": "drop"}
+    first |= {"train__global_batch_size": 16}
     plan = llama.faults().kill("summary_received", step=5, rank=1)
-    begun = llama.train(plan, **first, train__max_steps=20, train__global_batch_size=16)
+    begun = llama.train(plan, **first, train__max_steps=20)
     assert begun.outcome == "done", begun.reason
     second = {**first, "data__sources": sources(tmp_path, (0.2, 0.3, 0.5)), "cluster__num_workers": 1}
     other = llama.faults().kill("votes_complete")
     shape = {"train__global_batch_size": 24, "pack__seq_len": 48, "train__max_steps": 34}
-    gone_on = llama.train(other, **second, **shape)
+    gone_on = llama.train(other, **{**second, **shape})
     assert gone_on.outcome == "done", gone_on.reason
     assert [len(p.struck()) for p in (plan, other)] == [1, 1]
 
-    # the same stream in this process, step by step
+    # the same stream in this process, step by step; the token budget shortens the last sample of a launch
     seen = survey(RunStore(Storage(llama.run.uri)))
-    shapes = {start.id: start.seq_len for start in seen.journal.generations}
-    records, cursor = seen.lineage.records, Cursor()
-    for attempt_sources, number in ((first, 1), (second, 2)):
-        mine = [r for r in records if (shapes[r.attempt, r.generation] == 32) == (number == 1)]
-        spec = prepare_data(llama.config(**{**attempt_sources, **(shape if number == 2 else {})}))
-        samples = open_samples(spec, cursor, 32 if number == 1 else 48)
-        names = [plan.source for plan in spec.plans]
-        for record in mine:
-            digest = 0
-            for _ in range(record.consumed_samples - cursor.consumed_samples):
-                sample = next(samples)
-                row = (sample.input_ids[None], sample.labels[None], sample.document_ids[None])
-                digest += batch_digest(sample.index, np.array([names.index(sample.source)], np.int32), *row)
-                cursor = sample.cursor
-            assert record.digest == f"{digest % 2**64:016x}", f"step {record.step}"
+    shapes = {start.id: (start.global_batch_size, start.seq_len) for start in seen.journal.generations}
+    records, cursor = list(seen.lineage.records), Cursor()
+    for changes in (first, {**second, **shape}):
+        config = llama.config(**changes)
+        here = (config.train.global_batch_size, config.pack.seq_len)
+        stop = begun.consumed_tokens if changes is first else gone_on.consumed_tokens
+        feed = InProcessFeed(prepare_data(config))
+        for record in [r for r in records if shapes[r.attempt, r.generation] == here]:
+            step = next_range(cursor.consumed_samples, cursor.consumed_tokens, *here, max_tokens=stop)
+            assert step is not None
+            part = feed.get(step, 0, 1, 2, cursor)
+            assert record.digest == f"{part.step_digest:016x}", f"step {record.step}"
+            cursor = part.cursor
             assert record.target_tokens == cursor.target_tokens < record.consumed_tokens
+        feed.close()
+    assert cursor.consumed_tokens == gone_on.consumed_tokens
     found = orchestrator.open(llama.run.uri).audit()
     assert found["exactly_once"], found
