@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ FENCE = re.compile(r"^((?:<!--.*?-->\n)*)```(sh|python)\n(.*?)^```$", re.MULTILI
 
 # the run that how-tos begin with is made once: this block then finds a copy of it, done
 COMMON_RUN = "orchestrator train configs/small.yaml train.max_steps=60\n"
+# run by tests/test_docs_alone.py, beside those on the Ray cluster: nothing in them needs one
+ALONE = ("docs/howto/mix-sources.md", "docs/howto/own-loop.md")
 # what the blocks that no test can run here begin with
 NOT_RUN = {
     "README.md": [
@@ -213,8 +216,15 @@ class Terminal:
 @pytest.fixture
 def shells(head: Any, warm: str, programs: Path, folder: Path) -> Iterator[Any]:
     """Starts a block; none is left afterwards."""
+    with started(warm, programs, folder, RAY_ADDRESS=head.address) as start:
+        yield start
+
+
+@contextmanager
+def started(warm: str, programs: Path, folder: Path, **more: str) -> Iterator[Any]:
+    """What starts a block, with these variables; none is left afterwards."""
     path = os.pathsep.join((str(programs), str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": head.address}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **more}
     made: list[Terminal] = []
 
     def start(block: Block) -> Terminal:
@@ -232,7 +242,7 @@ def shells(head: Any, warm: str, programs: Path, folder: Path) -> Iterator[Any]:
         terminal.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ALONE])
 def test_every_block_of_a_document_does_what_it_says(
     name: str, shells: Any, folder: Path, common_run: Path
 ) -> None:

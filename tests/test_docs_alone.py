@@ -1,0 +1,24 @@
+"""The documents of which no block needs a Ray cluster, run as tests/test_docs_run.py runs the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs_run import ALONE, NAMES, blocks, folder, programs, sample, started
+
+pytestmark = pytest.mark.system
+__all__ = ["folder", "programs", "sample"]  # fixtures
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_every_block_of_a_document_does_what_it_says(
+    name: str, warm: str, programs: Path, folder: Path
+) -> None:
+    with started(warm, programs, folder) as start:
+        for block in blocks(NAMES[name]):
+            assert block.once is None, "a block that waits for another one belongs to tests/test_docs_run.py"
+            assert not block.own_terminal
+            if block.reason is None:
+                start(block).end()
