@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 _CONNECT_S = 5.0
-SLOW_START_S = 10.0  # a local Ray that takes longer to start is told
+SLOW_START_S = 10.0  # a local Ray that takes longer to start is reported
 SHUTDOWN_S = 20.0  # how long Ray may take to let this process go
 _SHUTDOWN = "ray shutdown"  # the thread that waits for it
 _KILLED_S = 2.0  # and what is left of that, when its processes are killed

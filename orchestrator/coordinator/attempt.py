@@ -236,7 +236,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
 
 def _of_no_generation(seen: Survey) -> frozenset[str]:
     """The points whose generation the journal does not have: it was formed when the journal had been read.
-    What a fork begins with has none, also where its claim came to nothing.
+    What a fork begins with has none, also where its claim failed before its first step.
     """
     known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
     keys = {name: parse_point_name(name) for name in own}

@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 class MetricLog:
-    """A `history.journal.Listener`: hears what the journal is told, measures it and hands it to the sinks.
+    """A `history.journal.Listener`: gets what the journal gets, measures it and hands it to the sinks.
     No method but `close` waits for anything.
     """
 

@@ -30,9 +30,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from moto.server import ThreadedMotoServer
 
 from orchestrator.config.schema import parse_config
 from orchestrator.data.sources.changes import changes_since
@@ -45,7 +47,6 @@ from orchestrator.data.spec import prepare_data
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 
-obstore = pytest.importorskip("obstore")
 Make = Callable[..., dict[str, Any]]
 CLOUD = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_")
 
@@ -64,8 +65,7 @@ def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 # ------------------------------------------------------------------------------ servers
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    moto = pytest.importorskip("moto.server")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()

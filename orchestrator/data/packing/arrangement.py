@@ -30,7 +30,7 @@ def few_packs(source: str, window_bytes: int, seq_len: int) -> tuple[str, ...]:
 
 
 def stretches(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """(document, first token, positions) of the stretches of documents of so many tokens, two at the least.
+    """(document, first token, positions) of the stretches of documents of so many tokens, at least two.
 
     A document of n tokens has n - 1 positions, each with the next token as its label; where they are more
     than `seq_len`, its stretches have `seq_len` positions each, the last one what is left. So each token but

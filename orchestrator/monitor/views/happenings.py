@@ -111,7 +111,7 @@ def _formed(
     facts: Facts, generation: Generation, before: Generation | None, change: GroupChange | None
 ) -> Entry:
     start = generation.start
-    assert start is not None, "only generations with a start are told"
+    assert start is not None, "only generations with a start are listed"
     attempt = generation.id[0]
     entry: Entry = {
         "t": generation.t, "tokens": start.consumed_tokens, "step": start.step, "attempt": attempt,

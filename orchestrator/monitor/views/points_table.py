@@ -261,7 +261,7 @@ def _findings(facts: Facts) -> dict[str, Row]:
         if kind == EventKind.DAMAGED_POINT:
             wrong[fields["file"]] = fields["reason"]
             checked = known["checked"]
-        else:  # damage is told file by file, before or after the result
+        else:  # damage is reported file by file, before or after the result
             checked = fields["checked"]
             wrong = (
                 {} if fields["healthy"] else wrong or {"": "a file is not as committed; `verify` names it"}
