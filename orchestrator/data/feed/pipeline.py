@@ -133,8 +133,8 @@ class Tokenizer:
             yield chunk
 
     def _read(self, slot: int) -> tuple[WindowTask, Window]:
-        """What the slot is, and its window, read; the feeder is notified at once of what follows that, so that
-        it can be given to others. Raises `NotWantedError` if there is no window for it.
+        """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
+        others can then be given. Raises `NotWantedError` if there is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._run_id, slot))) is not None:
             plan, passed = self._spec.source_plan(task.source), WorkReports(self._working)
