@@ -22,8 +22,9 @@ import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import build_sample_corpus
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind

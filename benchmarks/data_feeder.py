@@ -19,7 +19,7 @@ import ray
 from benchmarks.data_corpus import Corpus
 from orchestrator.config.schema import as_data_job
 from orchestrator.data.feed.feeder import RayFeed, start_feeder
-from orchestrator.data.spec import prepare_data
+from orchestrator.data.preparing import prepare_data
 from orchestrator.planning.batches import next_range
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 

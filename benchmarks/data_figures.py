@@ -20,7 +20,8 @@ from benchmarks.audit import measure as measure_audit
 from benchmarks.data_corpus import Corpus, some_lines
 from orchestrator.config.schema import as_data_job
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor, GenerationView
 

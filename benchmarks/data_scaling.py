@@ -27,8 +27,8 @@ import ray
 
 from orchestrator.config.schema import parse_config
 from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.data.spec import prepare_data
 from orchestrator.records import BatchSlice, Cursor, StepRange
 
 FILE_BYTES, WINDOW_BYTES = 8 << 20, 4 << 20

@@ -167,7 +167,7 @@ def test_every_way_to_a_private_part_of_ray_is_seen(source: str) -> None:
 def test_looking_at_a_run_loads_neither_ray_nor_torch() -> None:
     code = (
         "import sys, orchestrator.launch.api, orchestrator.monitor.run, orchestrator.cli.commands;"
-        "import orchestrator.cli.tables, orchestrator.data.spec;"
+        "import orchestrator.cli.tables, orchestrator.data.preparing;"
         "print([m for m in ('ray', 'torch', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

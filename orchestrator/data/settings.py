@@ -5,7 +5,15 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from orchestrator.planning.mixture import whole_weights
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
 
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
@@ -57,3 +65,52 @@ class MixtureSettings:
     weights: dict[str, int]
     on_end: str
     by: str
+
+
+def settings_of(config: JobConfig) -> StreamSettings:
+    """What the configuration says, without the ids that its tokenizer gives."""
+    data = config.data
+    return StreamSettings(
+        seed=data.seed,
+        shuffle=data.shuffle,
+        num_epochs=data.num_epochs,
+        special_tokens_in_text=data.special_tokens_in_text,
+        on_bad_document=data.on_bad_document,
+        max_bad_share=data.max_bad_share,
+        window_bytes=data.window_bytes,
+        fragment_bytes=data.fragment_bytes,
+        accept_changed=config.resume.accept_changed,
+        loss={source.name: source.loss for source in data.sources},
+        pack_mode=config.pack.mode,
+        seq_len=config.pack.seq_len,
+        long_document=config.pack.long_document,
+    )
+
+
+def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettings | None:
+    """How the sources take turns; without weights by their files' bytes, and one that has ended is dropped.
+    None for one source.
+    """
+    data = config.data
+    if len(num_bytes) == 1:
+        return None
+    given = {source.name: source.weight for source in data.sources}
+    if None in given.values():
+        weights = {name: Decimal(max(1, num)) for name, num in num_bytes.items()}
+    else:
+        weights = {name: Decimal(repr(weight)) for name, weight in given.items()}
+    on_end = data.on_end or ("drop" if None in given.values() else "stop")
+    return MixtureSettings(
+        weights=whole_weights(weights),
+        on_end="drop" if on_end == "repeat" else on_end,
+        by=data.weight_by,
+    )
+
+
+def limits_of(config: JobConfig) -> dict[str, int | None]:
+    """Limits of epochs of the sources that have other ones than `data.num_epochs`."""
+    data = config.data
+    limits: dict[str, int | None] = {s.name: s.max_epochs for s in data.sources if s.max_epochs is not None}
+    if len(data.sources) > 1 and data.on_end == "repeat":
+        limits = {s.name: limits.get(s.name) for s in data.sources}
+    return limits

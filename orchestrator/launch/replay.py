@@ -309,7 +309,7 @@ class _Walk:
     def _enter(self) -> None:
         """A state, a gradient and a feed for the regime."""
         from orchestrator.data.feed.local_feed import InProcessFeed
-        from orchestrator.data.spec import prepare_trained
+        from orchestrator.data.preparing import prepare_trained
         from orchestrator.trainer.gradient_invariant import InvariantGradient
         from orchestrator.trainer.state import TrainState
 

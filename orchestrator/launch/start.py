@@ -119,10 +119,10 @@ def check_writable(folder: Path) -> None:
 def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
     """The job's data, as the run has frozen them; where it has not yet, nothing is written unless `freeze`.
 
-    Raises as `data.spec.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
+    Raises as `data.preparing.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
     """
     from orchestrator.data.frozen import read_frozen
-    from orchestrator.data.spec import prepare_data
+    from orchestrator.data.preparing import prepare_data
 
     if is_folder(job.resume.from_) and read_frozen(folder) is None:
         other = Path(other_run(job.resume.from_)[0])  # a fork has the data of the run that it begins with
@@ -407,10 +407,10 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
 
 def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
-    folder if they are not yet; see `data.spec.freeze_data`.
+    folder if they are not yet; see `data.preparing.freeze_data`.
     """
     from orchestrator.data.frozen import TOKENIZER_FOLDER
-    from orchestrator.data.spec import freeze_data
+    from orchestrator.data.preparing import freeze_data
 
     if looked_at.tokenizer_folder not in (None, str(folder / TOKENIZER_FOLDER)):
         looked_at = prepare(job, folder, freeze=False)  # a fork's: they were copied when it was founded

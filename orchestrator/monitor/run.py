@@ -508,7 +508,7 @@ class Run:
     # ------------------------------------------------------------ inside
     def _trained_data(self, seen: Survey) -> DataSpec:
         """The data that the run was trained on, as its encoders made them."""
-        from orchestrator.data.spec import prepare_trained
+        from orchestrator.data.preparing import prepare_trained
         from orchestrator.monitor.audit import accepted_text
 
         config = self._configs(seen)[-1][1]

@@ -15,7 +15,8 @@ import zstandard
 
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.packing.samples import Sample, open_samples
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.records import Cursor
 from tests.data import reference
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.documents import Conversation, Document, Prompted
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_records
 from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.tokenizer_files import examine, fetch

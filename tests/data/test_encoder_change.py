@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import Encoder, installed_version
 from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, encoder_of_epoch, with_encoder

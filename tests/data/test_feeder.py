@@ -28,8 +28,9 @@ from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import source_windows
 from orchestrator.data.feed.slots import SLOTS_AHEAD
 from orchestrator.data.packing.samples import open_samples
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_rows import FileRow, Files
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
 from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange
 from tests.conftest import TinyConfig

@@ -18,7 +18,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.spec import prepare_data
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder
 from orchestrator.data.tokens.foreign import NATIVE, from_sentencepiece, from_tiktoken_file

@@ -19,8 +19,8 @@ from orchestrator.data.frozen import (
     read_later,
     write_later,
 )
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.manifest import freeze, to_parquet
-from orchestrator.data.spec import prepare_data
 from orchestrator.errors import DataIdentityError
 from orchestrator.storage.files import Storage
 from tests.data.making import job, some_texts, write_corpus

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import parse_config
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze
-from orchestrator.data.spec import prepare_data
 from orchestrator.errors import ConfigError, DataIdentityError
 from tests.data.making import job, some_texts, write_corpus
 

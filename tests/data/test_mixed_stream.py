@@ -21,8 +21,9 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing.samples import Sample, draw_step, open_samples
 from orchestrator.data.packing.stream import Stream, StreamSource
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import MixtureSettings, StreamSettings
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, FeedError
 from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.batches import next_range

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.data.spec import prepare_data
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens import encoder, remembered, tokenizer_files
 from orchestrator.data.tokens.remembered import FOLDER
 from tests.data.making import job, plain, some_texts, write_corpus

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.data import spec as spec_module
+from orchestrator.data import first_start, preparing
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
-from orchestrator.data.spec import prepare_data
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import ConfigError, DataError, DataIdentityError
 from orchestrator.planning.identity import compare
@@ -89,7 +89,7 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
     data: Path, run: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = job(tiny_config, data)
-    write, quicker = spec_module.write_frozen, []
+    write, quicker = preparing.write_frozen, []
 
     def raced(folder: Path, *arguments: Any) -> bool:
         if not quicker:
@@ -97,7 +97,7 @@ def test_the_slower_of_two_first_starts_takes_what_the_quicker_one_froze(
             quicker[0] = prepare_data(config, folder)
         return write(folder, *arguments)
 
-    monkeypatch.setattr(spec_module, "write_frozen", raced)
+    monkeypatch.setattr(preparing, "write_frozen", raced)
     assert prepare_data(config, run) == quicker[0]
 
 
@@ -238,7 +238,7 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
     with monkeypatch.context() as patch:  # as an older version listed
         every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
-        patch.setattr(spec_module, "list_files", lambda *_: every)
+        patch.setattr(first_start, "list_files", lambda *_: every)
         old = prepare_data(job(tiny_config, data), run)
     assert len(old.plans[0].manifest.files) == 9
     again = prepare_data(job(tiny_config, data), run)

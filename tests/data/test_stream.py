@@ -16,7 +16,8 @@ import orchestrator
 from orchestrator.config.schema import parse_config
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.packing.stream import Stream
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor, SourceCursor, StepRange, decode, encode
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import parse_config
 from orchestrator.data.packing.stream import Stream, StreamSource
+from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor import audit, epoch_checksum, reference_windows, trained, trained_documents
 from orchestrator.monitor import reference_packing as reference

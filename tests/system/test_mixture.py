@@ -11,7 +11,7 @@ import pytest
 import orchestrator
 from orchestrator.coordinator.attempt import survey
 from orchestrator.data.feed.local_feed import InProcessFeed
-from orchestrator.data.spec import prepare_data
+from orchestrator.data.preparing import prepare_data
 from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor
 from orchestrator.resume.store import RunStore

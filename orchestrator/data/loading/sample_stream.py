@@ -10,7 +10,8 @@ from orchestrator.data.loading.loader import Loader
 from orchestrator.data.loading.rank_batches import Batch, Share, Tensors
 from orchestrator.data.loading.state import continue_from, state_of
 from orchestrator.data.packing.samples import Sample
-from orchestrator.data.spec import DataSpec, prepare_data
+from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS
 from orchestrator.errors import RefusedError
 from orchestrator.records import Cursor

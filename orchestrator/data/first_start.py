@@ -1,0 +1,181 @@
+"""A run's first start: its data as they are found, with all choices made that are frozen afterwards.
+
+It writes nothing; `preparing` freezes what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from orchestrator.data.frozen import DataRecord, FrozenData
+from orchestrator.data.settings import StreamSettings, limits_of, mixture_of
+from orchestrator.data.source_notes import notes_of
+from orchestrator.data.sources import manifest as manifests
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.fragments import SourcePlan, plan_source
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
+from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
+from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
+from orchestrator.data.tokens.masked import plain_text
+from orchestrator.data.tokens.remembered import remembered
+from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
+from orchestrator.errors import ConfigError
+from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
+from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
+from orchestrator.planning.order import ORDER_VERSION
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig, SourceConfig
+
+__all__ = ["choose", "first_start", "identity_of", "reads_chats", "with_ids"]
+
+# The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
+_SAMPLE_DOCUMENTS = 64
+_SAMPLE_CHARACTERS = 8192
+
+
+def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
+    """The data as they are found; nothing is written. Raises as `prepare_data`."""
+    files = fetch(config.data.tokenizer)
+    facts = examine(config.data.tokenizer, files, reads_chats(config))
+    settings = with_ids(config, settings, facts)
+    plans, paths, notes = [], dict[str, tuple[str, ...]](), list[str]()
+    for source in config.data.sources:
+        listing = list_files(source.name, source.path, source.format)
+        manifest = manifests.freeze_listed(source.name, listing, source.format, _content(source))
+        plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
+        if not plan.num_blocks:
+            raise ConfigError(
+                f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
+                "records; fix the path"
+            )
+        plans.append(plan)
+        paths[source.name] = listing.paths
+        notes += [*listing.notes(source.name), *notes_of(plan, settings)]
+    encoder, compared = choose(config, settings, facts, plans)
+    record = DataRecord(
+        tokenizer=config.data.tokenizer,
+        tokenizer_digest=facts.digest,
+        encoder_name=encoder.name,
+        encoder_version=encoder.version,
+        fragment_bytes=settings.fragment_bytes,
+        window_bytes=settings.window_bytes,
+        fragments_per_block={plan.source: plan.fragments_per_block for plan in plans},
+        manifests={plan.source: plan.manifest.digest for plan in plans},
+        paths={name: found[0] for name, found in paths.items()},
+        more_paths={name: found[1:] for name, found in paths.items() if found[1:]},
+    )
+    return DataSpec(
+        plans=tuple(plans),
+        settings=settings,
+        tokenizer=facts.model,
+        tokenizer_folder=None,
+        vocab_size=facts.vocab_size,
+        encoders=(EncoderSpan(encoder=encoder),),
+        run_identity=identity_of(config, facts.digest, encoder, [plan.manifest for plan in plans], plans),
+        mixture=mixture_of(config, {plan.source: plan.manifest.num_bytes for plan in plans}),
+        max_epochs=limits_of(config),
+        notes=(*facts.notes, *notes, *compared),
+        unfrozen=FrozenData(
+            record=record,
+            manifests={plan.source: plan.manifest for plan in plans},
+            tokenizer_files=files,
+        ),
+    )
+
+
+def _content(source: SourceConfig) -> Content:
+    """What the source's records hold."""
+    return Content(
+        kind=source.content,
+        text_field=source.text_field,
+        messages_field=source.messages_field,
+        prompt_field=source.prompt_field,
+        completion_field=source.completion_field,
+    )
+
+
+def choose(
+    config: JobConfig, settings: StreamSettings, facts: TokenizerFacts, plans: Sequence[SourcePlan]
+) -> tuple[EncoderChoice, tuple[str, ...]]:
+    """What encodes by `data.encoder`: compared on a sample of these documents; and what to say of it."""
+    wanted, mode = config.data.encoder, settings.special_tokens_in_text
+
+    def compare() -> _Verdict:
+        documents = [] if wanted == TOKENIZERS else _sample_documents(plans, settings)
+        choice, notes = choose_encoder(facts.model, wanted, mode, documents)
+        return _Verdict(name=choice.name, version=choice.version, notes=notes)
+
+    # the same files, tokenizer and libraries give the same answer: it is not looked for again
+    digests = [plan.manifest.digest for plan in plans]
+    content = [facts.digest, wanted, digests, stream_settings(config.flat()), installed_encoders()]
+    verdict = remembered(_Verdict, [*content, ADVERSARIAL_VERSION], compare)
+    return EncoderChoice(name=verdict.name, version=verdict.version), verdict.notes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Verdict:
+    """What a comparison of the encoders said."""
+
+    name: str
+    version: str
+    notes: tuple[str, ...]
+
+
+def _sample_documents(plans: Sequence[SourcePlan], settings: StreamSettings) -> list[str]:
+    """Beginnings of some documents of each source's first window, of a chat what is said in it; bad ones are
+    left for the stream to report.
+    """
+    found = []
+    for plan in plans:
+        ordered = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
+        here = []
+        for position in islice(range(len(ordered)), 4 * _SAMPLE_DOCUMENTS):
+            try:
+                document = ordered.document(position)
+            except BadRecordError:
+                continue
+            if text := "" if document is None else plain_text(document):
+                here.append(text[:_SAMPLE_CHARACTERS])
+        found += here[: max(1, _SAMPLE_DOCUMENTS // len(plans))]
+    return found
+
+
+def identity_of(
+    config: JobConfig,
+    tokenizer_digest: str,
+    encoder: EncoderChoice,
+    now: Sequence[Manifest],
+    plans: Sequence[SourcePlan],
+) -> RunIdentity:
+    """What must stay the same, of a job that finds its files as `now`."""
+    settings = stream_settings(config.flat())
+    for plan in plans:
+        settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
+    return RunIdentity(
+        format_version=FORMAT_VERSION,
+        order_version=ORDER_VERSION,
+        tokenizer=config.data.tokenizer,
+        tokenizer_digest=tokenizer_digest,
+        encoder_name=encoder.name,
+        encoder_version=encoder.version,
+        settings=settings,
+        manifests={manifest.source: manifest.digest for manifest in now},
+    )
+
+
+def reads_chats(config: JobConfig) -> bool:
+    """Whether the tokenizer needs a chat template."""
+    return any(source.content == "chat" for source in config.data.sources)
+
+
+def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
+    """The settings with the ids that stand around a document."""
+    bos, eos = ids_around(config.data.tokenizer, facts, config.data.bos, config.data.eos)
+    return replace(settings, bos_id=bos, eos_id=eos)
