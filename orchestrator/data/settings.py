@@ -15,12 +15,14 @@ from orchestrator.planning.mixture import whole_weights
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
+from orchestrator.data.transforms import TransformRef
+
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
 # A chunk has at most about so many tokens.
 CHUNK_TOKENS = 1 << 20
-# One document in so many is encoded by both libraries while running.
+# One document in so many is encoded by both libraries while running, and transformed twice.
 CHECK_ONE_IN = 1000
 # From so many records on, the share of bad ones is judged at the end of each window.
 BAD_SHARE_RECORDS = 1000
@@ -33,8 +35,9 @@ class StreamSettings:
     `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
     conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
     `last` or `all`. `pack_mode` and `long_document` are those of the configuration's `pack`; `seq_len` is
-    that of the samples, which `concat` need not know. `piece_bytes` and `chunk_tokens` differ from the
-    defaults in tests only.
+    that of the samples, which `concat` need not know. `transforms` and `holdout` (the share of records that
+    is held out) are by source, none where it has none; the stream is that of all other records, or with
+    `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in tests only.
     """
 
     seed: int = 0
@@ -54,6 +57,9 @@ class StreamSettings:
     pack_mode: str = "concat"
     seq_len: int = 0
     long_document: str = "stop"
+    transforms: dict[str, tuple[TransformRef, ...]] = field(default_factory=dict)
+    holdout: dict[str, float] = field(default_factory=dict)
+    held_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

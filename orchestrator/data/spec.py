@@ -117,6 +117,7 @@ class DataSpec:
             block=start.block,
             window=start.window,
             record=start.record,
+            output=start.output,
             # the earlier pieces are read once more where the cursor can show whether they are the same
             piece=0 if start.earlier_digest else start.piece,
         )

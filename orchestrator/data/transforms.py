@@ -1,0 +1,267 @@
+"""The user's own functions between a record and its tokens (data rule 25): found, identified, called.
+
+It knows no file, no window and no tokens; who has the record says where it lies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+from blake3 import blake3
+
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    Conversation,
+    Document,
+    Prompted,
+    document_of,
+)
+from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
+from orchestrator.planning.record_keys import document_seed
+
+# A record that gives more documents than this is one of a function that does not end.
+MAX_OUTPUTS = 1_000_000
+# Of a document in a message so many characters are shown.
+_SHOWN = 120
+# What comes out: a document, None where a function dropped one, the reason where one was bad.
+Output = Document | BadRecordError | None
+_Fields = Mapping[str, Any]
+_Function = Callable[[dict[str, Any], int], Any]
+_HOW = "a transform takes (document, seed) and returns a document, several in a list or iterator, or None"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformRef:
+    """A transform and what it is: `name` as in the configuration, the blake3 of its module's source, and what
+    that module says in `VERSION` ("": nothing). Of what the module imports only `VERSION` can tell.
+    """
+
+    name: str
+    digest: str
+    version: str = ""
+
+    @property
+    def identity(self) -> str:
+        """All but the name, as text."""
+        return f"{self.digest} VERSION {self.version}" if self.version else self.digest
+
+
+def find_transform(name: str) -> TransformRef:
+    """The transform `pkg.module:function` as it is now, imported as any module is: from `sys.path`, last of
+    all from the current folder.
+
+    Raises `ConfigError` if it cannot be imported, or is no function of two arguments.
+    """
+    return _imported(name)[0]
+
+
+@cache
+def _function(ref: TransformRef) -> _Function:
+    """The transform that a run was started with. Raises `DataIdentityError` if it is another one here."""
+    found, function = _imported(ref.name)
+    if found != ref:
+        raise DataIdentityError(
+            f"data.transforms {ref.name} had source {ref.identity} when the run was started, and has "
+            f"{found.identity} on this machine ({inspect.getsourcefile(sys.modules[_module(ref.name)])}); put "
+            "the module back as it was: a run's transforms never change"
+        )
+    return function
+
+
+def _module(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _imported(name: str) -> tuple[TransformRef, _Function]:
+    """What the name is now, and its function, both of the same source."""
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # Ray's workers have it, a command has not
+    try:
+        was_there = module_name in sys.modules
+        module = importlib.import_module(module_name)
+        digest = blake3(_source(module_name)).hexdigest()
+        if was_there and _IMPORTED.get(module_name) != digest:
+            # who imported it may have done so before it was edited, as in a notebook
+            module = importlib.reload(module)
+        _IMPORTED[module_name] = digest
+        function = getattr(module, attribute)
+        with suppress(ValueError):  # some that are written in C do not say their arguments
+            inspect.signature(function).bind({}, 0)
+    except Exception as error:
+        raise ConfigError(
+            f"data.transforms {name} cannot be used ({type(error).__name__}: {error}); {_HOW}. Give "
+            "pkg.module:function, of a module that every machine of the run can import"
+        ) from error
+    version = getattr(module, "VERSION", "")
+    return TransformRef(name=name, digest=digest, version=str(version)), function
+
+
+# The digest of each module's source when it was imported.
+_IMPORTED: dict[str, str] = {}
+
+
+def _source(module: str) -> bytes:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        raise ImportError(f"module {module} has no file, so nobody could say whether it is the same later")
+    return Path(spec.origin).read_bytes()
+
+
+class Transforms:
+    """A source's transforms, one after the other. Not for several threads."""
+
+    def __init__(self, refs: Sequence[TransformRef]) -> None:
+        """Raises `DataIdentityError` or `ConfigError` where one is not as it was, or not here."""
+        self._functions = [(ref.name, _function(ref)) for ref in refs]
+
+    def outputs(self, document: Document, seed: int) -> list[Output]:
+        """What becomes of a document, in order; `seed` is its record's. Each function gets a `dict` of the
+        document's fields (`fields_of`) and a seed, and what it returns goes to the next.
+
+        Raises `DataError` for any exception of theirs but `BadDocument`, with their traceback, and for what
+        is no document.
+        """
+        kind = _kind(document)
+        found: list[_Fields | BadRecordError | None] = [fields_of(document)]
+        for number, (name, function) in enumerate(self._functions):
+            after: list[_Fields | BadRecordError | None] = []
+            at = 0
+            for each in found:
+                if isinstance(each, Mapping):
+                    after += _called(name, function, each, document_seed(seed, number, at))
+                    at += 1
+                else:
+                    after.append(each)
+            found = after
+            if len(found) > MAX_OUTPUTS:
+                raise _too_many(name)
+        name = self._functions[-1][0]
+        return [_document(name, each, kind) if isinstance(each, Mapping) else each for each in found]
+
+
+def fields_of(document: Document) -> dict[str, Any]:
+    """A document as transforms get it, whatever its source calls these fields: `text`; `prompt` and
+    `completion`; `messages`, and `tools` if there are any.
+    """
+    if isinstance(document, str):
+        return {"text": document}
+    if isinstance(document, Prompted):
+        return {"prompt": document.prompt, "completion": document.completion}
+    tools = {} if document.tools is None else {"tools": document.tools}
+    return {"messages": list(document.messages), **tools}
+
+
+def utf8_size(document: Document) -> int:
+    """The UTF-8 bytes of a text; 0 for any other document."""
+    if not isinstance(document, str):
+        return 0
+    return len(document) if document.isascii() else len(document.encode())
+
+
+def first_difference(one: Sequence[Output], other: Sequence[Output]) -> str | None:
+    """What two results of one record have not in common, for people; None if they are the same."""
+    if len(one) != len(other):
+        return f"{len(one)} documents, and {len(other)}"
+    for number, pair in enumerate(zip(one, other, strict=True)):
+        a, b = (str(each) if isinstance(each, BadRecordError) else each for each in pair)
+        if a != b:
+            return f"document {number} is {_short(a)}, and {_short(b)}"
+    return None
+
+
+def _short(value: object) -> str:
+    text = "dropped" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def _kind(document: Document) -> str:
+    return "text" if isinstance(document, str) else "prompt" if isinstance(document, Prompted) else "chat"
+
+
+def _called(
+    name: str, function: _Function, fields: _Fields, seed: int
+) -> list[_Fields | BadRecordError | None]:
+    """What one call makes of one document. One that yields nothing has dropped it; one that finds it bad
+    while it yields has made nothing of it.
+    """
+    try:
+        made = function(dict(fields), seed)
+        if made is None or isinstance(made, Mapping):
+            return [made]
+        several = list(islice(made, MAX_OUTPUTS + 1)) if _is_several(made) else [made]
+    except BadDocument as error:
+        return [BadRecordError(f"{name} says: {error}")]
+    except Exception as error:
+        raise DataError(_failed(name, error)) from error
+    if len(several) > MAX_OUTPUTS:
+        raise _too_many(name)
+    for each in several:
+        if not isinstance(each, Mapping):
+            raise DataError(
+                f"data.transforms {name} returned a {type(each).__name__} where a document is expected, "
+                f"which is a dict of its fields; {_HOW}"
+            )
+    return several or [None]
+
+
+def _is_several(made: object) -> bool:
+    return isinstance(made, Iterable) and not isinstance(made, str | bytes)
+
+
+def _document(name: str, fields: _Fields, kind: str) -> Document:
+    """The document of what the last function returned."""
+    try:
+        document = document_of(fields, Content(kind=kind))
+        _require_unicode(document)
+    except (BadRecordError, ValueError, TypeError) as error:
+        raise DataError(
+            f"data.transforms {name} returned no document of content {kind}: {error}; {_HOW}"
+        ) from error
+    return document
+
+
+def _require_unicode(document: Document) -> None:
+    """Raises what Python raises for texts without a UTF-8 form, and for messages that are no JSON."""
+    for text in _texts(document):
+        if not text.isascii():
+            text.encode()
+    if isinstance(document, Conversation):
+        orjson.dumps([document.messages, document.tools])
+
+
+def _texts(document: Document) -> Iterator[str]:
+    if isinstance(document, str):
+        yield document
+    elif isinstance(document, Prompted):
+        yield from (document.prompt, document.completion)
+
+
+def _too_many(name: str) -> DataError:
+    return DataError(
+        f"data.transforms {name} gave more than {MAX_OUTPUTS:,} documents of a record; does it end?"
+    )
+
+
+def _failed(name: str, error: Exception) -> str:
+    own = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    trace = "".join(traceback.format_exception(type(error), error, own))
+    return (
+        f"data.transforms {name} raised {type(error).__name__}: {error}. Repair it in a new run (another "
+        "run.name; a run's transforms never change), or let it raise orchestrator.BadDocument for documents "
+        f"that are to be skipped\n{trace.rstrip()}"
+    )
