@@ -365,6 +365,10 @@ class TokenChunk:
         """(num_entries,) `output`, also where each record gives one document."""
         return self.record * 0 if self.output is None else self.output
 
+    def output_of(self, entry: int) -> int:
+        """The same of one entry."""
+        return 0 if self.output is None else int(self.output[entry])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:

@@ -6,7 +6,7 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class MixtureSettings:
 
 
 def settings_of(config: JobConfig) -> StreamSettings:
-    """What the configuration says, without the ids that its tokenizer gives."""
+    """What the configuration says, without its transforms and the ids that its tokenizer gives."""
     data = config.data
     return StreamSettings(
         seed=data.seed,
@@ -90,7 +90,22 @@ def settings_of(config: JobConfig) -> StreamSettings:
         pack_mode=config.pack.mode,
         seq_len=config.pack.seq_len,
         long_document=config.pack.long_document,
+        holdout={s.name: data.holdout if s.holdout is None else s.holdout for s in data.sources},
     )
+
+
+def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:
+    """The names of each source's transforms, its own or those of all."""
+    data = config.data
+    return {s.name: data.transforms if s.transforms is None else s.transforms for s in data.sources}
+
+
+def with_transforms(
+    config: JobConfig, settings: StreamSettings, refs: Mapping[str, TransformRef]
+) -> StreamSettings:
+    """The settings with each source's transforms, which are found in `refs` by their names."""
+    names = transforms_of(config).items()
+    return replace(settings, transforms={source: tuple(refs[n] for n in of) for source, of in names if of})
 
 
 def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettings | None:

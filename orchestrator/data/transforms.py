@@ -46,18 +46,12 @@ _HOW = "a transform takes (document, seed) and returns a document, several in a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformRef:
-    """A transform and what it is: `name` as in the configuration, the blake3 of its module's source, and what
-    that module says in `VERSION` ("": nothing). Of what the module imports only `VERSION` can tell.
+    """A transform and what it is: `name` as in the configuration; `source` is the blake3 of its module's
+    source, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
     """
 
     name: str
-    digest: str
-    version: str = ""
-
-    @property
-    def identity(self) -> str:
-        """All but the name, as text."""
-        return f"{self.digest} VERSION {self.version}" if self.version else self.digest
+    source: str
 
 
 def find_transform(name: str) -> TransformRef:
@@ -75,8 +69,8 @@ def _function(ref: TransformRef) -> _Function:
     found, function = _imported(ref.name)
     if found != ref:
         raise DataIdentityError(
-            f"data.transforms {ref.name} had source {ref.identity} when the run was started, and has "
-            f"{found.identity} on this machine ({inspect.getsourcefile(sys.modules[_module(ref.name)])}); put "
+            f"data.transforms {ref.name} had source {ref.source} when the run was started, and has "
+            f"{found.source} on this machine ({inspect.getsourcefile(sys.modules[_module(ref.name)])}); put "
             "the module back as it was: a run's transforms never change"
         )
     return function
@@ -107,8 +101,9 @@ def _imported(name: str) -> tuple[TransformRef, _Function]:
             f"data.transforms {name} cannot be used ({type(error).__name__}: {error}); {_HOW}. Give "
             "pkg.module:function, of a module that every machine of the run can import"
         ) from error
-    version = getattr(module, "VERSION", "")
-    return TransformRef(name=name, digest=digest, version=str(version)), function
+    version = getattr(module, "VERSION", None)
+    said = "" if version is None else f" VERSION {version}"
+    return TransformRef(name=name, source=digest + said), function
 
 
 # The digest of each module's source when it was imported.

@@ -257,7 +257,11 @@ class _SourceWalk:
                 not_shown.append(_COMPLETENESS.format(epoch, "end"))
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, self.plan.source, epoch)
-                found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
+                drawn_anew = bool(self._spec.settings.transforms.get(self.plan.source))
+                files = self._files(
+                    encoder or self._spec.encoders[-1].encoder, epoch if drawn_anew else begin.epoch
+                )
+                found = checksums.of(epoch)
                 if encoder is None:
                     not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
                     found, files = found.without_tokens(), files.without_tokens()
@@ -274,9 +278,9 @@ class _SourceWalk:
         counts = (without_target, "no target"), (too_long, "more tokens than a sample (skipped)")
         return [f"documents of epoch {epoch} in no sample: {num:,} with {why}" for num, why in counts if num]
 
-    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
-    def _files(self, encoder: EncoderChoice) -> EpochChecksum:
-        return checksum_files(self._spec, encoder, self.plan.source)
+    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders, or epochs
+    def _files(self, encoder: EncoderChoice, epoch: int) -> EpochChecksum:
+        return checksum_files(self._spec, encoder, self.plan.source, epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

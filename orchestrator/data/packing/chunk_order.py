@@ -66,7 +66,7 @@ class ChunkOrder:
             if self._epoch_tokens < 2 and not self._settings.held_out:
                 raise DataError(
                     f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, 2 are the "
-                    "least; look at data.sources: its path, its text_field"
+                    "least; look at data.sources: its path, its text_field, what its transforms drop"
                 )
             epoch, block = epoch + 1, 0
             self._epoch_tokens = 0

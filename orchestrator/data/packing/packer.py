@@ -234,7 +234,7 @@ class Packer:
         if not len(chunk.num_tokens):
             raise self._not_reproduced(start, "the window has no such record")
         record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
-        output = 0 if chunk.output is None else int(chunk.output[0])
+        output = chunk.output_of(0)
         found = (record, output, piece)
         if found != (start.record, start.output, start.piece) or num <= start.token:
             document = f"document {output} of it, " if output else ""
@@ -254,8 +254,8 @@ class Packer:
         document = f"document {start.output} of it, " if start.output else ""
         return DataIdentityError(
             f"the cursor names token {start.token} of record {start.record}, {document}piece {start.piece} "
-            f"(source {self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but {found}; "
-            "the data, the tokenizer or the encoder are not those that the run was trained with"
+            f"(source {self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but "
+            f"{found}; the data, the tokenizer or the encoder are not those that the run was trained with"
         )
 
     # ------------------------------------------------------------------------------------ taking

@@ -72,8 +72,8 @@ class Before:
 class Place:
     """Where a token lies: its entry in the segment, its number in the piece, and what is passed before it.
 
-    `piece_key` is (epoch, block, window, record, output, piece). At an epoch's first token the cursor is (epoch, 0,
-    …) in normal form, before any entry of the epoch.
+    `piece_key` is (epoch, block, window, record, output, piece). At an epoch's first token the cursor is
+    (epoch, 0, …) in normal form, before any entry of the epoch.
     """
 
     entry: int
@@ -183,12 +183,11 @@ class Segment:
         entry = int(self._ends.searchsorted(position, side="right"))
         token = position - int(self._begins[entry])
         record, piece = int(chunk.record[entry]), int(chunk.piece[entry])
-        output = 0 if chunk.output is None else int(chunk.output[entry])
         border = self._before.epoch_begins and position == self.start
         return Place(
             entry=entry,
             token=token,
-            piece_key=(chunk.epoch, chunk.block, chunk.window, record, output, piece),
+            piece_key=(chunk.epoch, chunk.block, chunk.window, record, chunk.output_of(entry), piece),
             epoch_border=border,
             counts=self._before.epoch_counts if border else self._counts_at(entry),
         )

@@ -71,8 +71,8 @@ def tokenize_windows(
                 return
             continue
         seen = window.number
-        here = task if window.number == task.window else replace(task, window=seen, record=0, output=0, piece=0)
-        yield from tokenize_window(here, window, plan, encoders, settings)
+        first = task if seen == task.window else replace(task, window=seen, record=0, output=0, piece=0)
+        yield from tokenize_window(first, window, plan, encoders, settings)
     if seen is None:
         raise _absent(task, "the block has fewer windows")
 
