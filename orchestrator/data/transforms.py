@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import orjson
@@ -70,14 +71,10 @@ def _function(ref: TransformRef) -> _Function:
     if found != ref:
         raise DataIdentityError(
             f"data.transforms {ref.name} had source {ref.source} when the run was started, and has "
-            f"{found.source} on this machine ({inspect.getsourcefile(sys.modules[_module(ref.name)])}); put "
-            "the module back as it was: a run's transforms never change"
+            f"{found.source} on this machine ({_file(ref.name.partition(':')[0])}); put the module back as "
+            "it was: a run's transforms never change"
         )
     return function
-
-
-def _module(name: str) -> str:
-    return name.partition(":")[0]
 
 
 def _imported(name: str) -> tuple[TransformRef, _Function]:
@@ -86,13 +83,8 @@ def _imported(name: str) -> tuple[TransformRef, _Function]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # Ray's workers have it, a command has not
     try:
-        was_there = module_name in sys.modules
-        module = importlib.import_module(module_name)
-        digest = blake3(_source(module_name)).hexdigest()
-        if was_there and _IMPORTED.get(module_name) != digest:
-            # who imported it may have done so before it was edited, as in a notebook
-            module = importlib.reload(module)
-        _IMPORTED[module_name] = digest
+        source = Path(_file(module_name)).read_bytes()
+        module = _executed(module_name, source)
         function = getattr(module, attribute)
         with suppress(ValueError):  # some that are written in C do not say their arguments
             inspect.signature(function).bind({}, 0)
@@ -103,18 +95,42 @@ def _imported(name: str) -> tuple[TransformRef, _Function]:
         ) from error
     version = getattr(module, "VERSION", None)
     said = "" if version is None else f" VERSION {version}"
-    return TransformRef(name=name, source=digest + said), function
+    return TransformRef(name=name, source=blake3(source).hexdigest() + said), function
 
 
-# The digest of each module's source when it was imported.
-_IMPORTED: dict[str, str] = {}
-
-
-def _source(module: str) -> bytes:
+def _file(module: str) -> str:
     spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {module!r}")
+    if spec.origin is None or not os.path.isfile(spec.origin):
         raise ImportError(f"module {module} has no file, so nobody could say whether it is the same later")
-    return Path(spec.origin).read_bytes()
+    return spec.origin
+
+
+# The modules that were executed here, and of which source.
+_EXECUTED: dict[str, tuple[bytes, ModuleType]] = {}
+
+
+def _executed(name: str, source: bytes) -> ModuleType:
+    """The module as this source makes it. One that somebody imported earlier may be an older one, which was
+    edited since, as in a notebook: that stays theirs.
+    """
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"{name} has a file"
+    if not str(spec.origin).endswith(".py"):
+        return importlib.import_module(name)
+    last_source, module = _EXECUTED.get(name, (None, None))
+    if module is not None and last_source == source:
+        return module
+    new = importlib.util.module_from_spec(spec)
+    if sys.modules.setdefault(name, new) is module:
+        sys.modules[name] = new
+    exec(compile(source, str(spec.origin), "exec", dont_inherit=True), new.__dict__)  # noqa: S102  an import
+    around, _, last = name.rpartition(".")
+    if around and sys.modules[name] is new:
+        setattr(sys.modules[around], last, new)
+    _EXECUTED[name] = source, new
+    return new
 
 
 class Transforms:

@@ -15,6 +15,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
 from orchestrator.data.spec import DataSpec
@@ -23,6 +24,7 @@ from orchestrator.data.tokens.encoder import Encoder, Pieces
 from orchestrator.data.tokens.masked import MaskedEncoder
 from orchestrator.data.transforms import Output, Transforms, utf8_size
 from orchestrator.errors import DataError
+from orchestrator.planning import record_keys
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, Int32Array, Int64Array, TokenChunk
 
@@ -170,13 +172,15 @@ def checksum_files(
     loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)
     sums = _FileSums(whole, settings)
     refs = settings.transforms.get(plan.source)
-    transforms = Transforms(refs) if refs else None
+    transforms, keys = Transforms(refs) if refs else None, _RecordKeys(settings, plan.manifest, epoch)
     for number, part in enumerate(read_files(plan, settings.accept_changed)):
         window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, epoch)
         for position in range(len(window)):
-            held_out = not window.takes_all and window.is_held_out(position)
-            for output, document in enumerate(_documents(window, position, held_out, transforms)):
-                origin = window.origin(position)
+            origin = window.origin(position)
+            held_out = keys.is_held_out(origin)
+            seed = keys.seed(origin) if transforms else 0
+            found = _documents(window, position, held_out, transforms, seed)
+            for output, document in enumerate(found):
                 try:
                     if document is None:
                         sums.filtered += 1
@@ -197,8 +201,27 @@ def checksum_files(
     return sums.finish()
 
 
+class _RecordKeys:
+    """What is decided of a record by where it lies, from the rule itself."""
+
+    def __init__(self, settings: StreamSettings, manifest: Manifest, epoch: int) -> None:
+        self._bound = record_keys.holdout_bound(settings.holdout.get(manifest.source, 0))
+        self._settings, self._manifest, self._epoch = settings, manifest, epoch
+
+    def is_held_out(self, origin: tuple[int, int]) -> bool:
+        if not self._bound:
+            return False
+        key = record_keys.holdout_key(self._manifest.source, self._manifest.files.path(origin[0]))
+        return record_keys.is_held_out(origin[1], key, self._bound)
+
+    def seed(self, origin: tuple[int, int]) -> int:
+        path = self._manifest.files.path(origin[0])
+        key = record_keys.transform_key(self._settings.seed, self._manifest.source, self._epoch, path)
+        return record_keys.record_seed(origin[1], key)
+
+
 def _documents(
-    window: OrderedWindow, position: int, held_out: bool, transforms: Transforms | None
+    window: OrderedWindow, position: int, held_out: bool, transforms: Transforms | None, seed: int
 ) -> Sequence[Output]:
     """What a record gives: none for a blank line, of one that is held out itself."""
     try:
@@ -210,7 +233,7 @@ def _documents(
     if held_out or transforms is None:
         return [document]
     try:
-        return transforms.outputs(document, window.seed(position))
+        return transforms.outputs(document, seed)
     except DataError as error:
         raise type(error)(f"{window.place(position)}: {error}") from error
 
