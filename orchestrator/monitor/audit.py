@@ -56,7 +56,8 @@ def audit_history(
     those of which the run's frozen list has more than one path (older versions made such lists): each token
     of the stream was trained once, their documents were not.
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
-    is a difference, or nothing to compare.
+    is a difference, or nothing to compare. `left_out_documents` counts those that transforms dropped
+    (`filtered`) and the records that are held out (`held_out`).
     `skipped_samples` are those that an attempt was told to leave out before one of the audited steps
     (`resume.data: skip`): they are drawn as the claim says, end where it says, and are compared with no
     record. What an epoch is shown to have held they belong to; `not_shown` says that they were not trained.
@@ -113,6 +114,7 @@ def audit_history(
         "not_shown": not_shown,
         "repeated_files": repeated,
         "skipped_documents": walk.skipped() if wanted and first is None else None,
+        "left_out_documents": walk.left_out() if wanted and first is None else None,
         "skipped_samples": [_skip_row(at) for at in walk.passed],
     }
 
@@ -229,7 +231,7 @@ class _SourceWalk:
             self.trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
             self.packer = windows(self.trained.watch(chunks), self.begin, spec.settings)
         self.walked = False
-        self.skipped_before = 0
+        self.before_wanted = SourceCursor()  # where the first step that is asked for begins
 
     def take(self, num_tokens: int, seq_len: int) -> tuple[Samples, str | None]:
         """Its next samples, and what is wrong with them in themselves."""
@@ -262,7 +264,11 @@ class _SourceWalk:
                 not_shown.append(_COMPLETENESS.format(epoch, "end"))
             else:
                 encoder = encoder_of_epoch(self._spec.encoders, self.plan.source, epoch)
-                found, files = checksums.of(epoch), self._files(encoder or self._spec.encoders[-1].encoder)
+                drawn_anew = bool(self._spec.settings.transforms.get(self.plan.source))
+                files = self._files(
+                    encoder or self._spec.encoders[-1].encoder, epoch if drawn_anew else begin.epoch
+                )
+                found = checksums.of(epoch)
                 if encoder is None:
                     not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
                     found, files = found.without_tokens(), files.without_tokens()
@@ -279,9 +285,9 @@ class _SourceWalk:
         counts = (without_target, "no target"), (too_long, "more tokens than a sample (skipped)")
         return [f"documents of epoch {epoch} in no sample: {num:,} with {why}" for num, why in counts if num]
 
-    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders
-    def _files(self, encoder: EncoderChoice) -> EpochChecksum:
-        return checksum_files(self._spec, encoder, self.plan.source)
+    @cache  # noqa: B019  one walk, and at most as many entries as a run had encoders, or epochs
+    def _files(self, encoder: EncoderChoice, epoch: int) -> EpochChecksum:
+        return checksum_files(self._spec, encoder, self.plan.source, epoch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,7 +351,7 @@ class Walk:
             num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
             if index == wanted.start:
                 for source in self._sources.values():
-                    source.skipped_before = source.place().bad_documents
+                    source.before_wanted = source.place()
             for at in (at for at in self._skips if at.index == index):
                 if index >= wanted.start:
                     self.passed.append(at)
@@ -497,7 +503,21 @@ class Walk:
     def skipped(self) -> dict[str, int]:
         """How many bad documents of each source the wanted steps passed."""
         return {
-            name: walk.place().bad_documents - walk.skipped_before for name, walk in self._sources.items()
+            name: walk.place().bad_documents - walk.before_wanted.bad_documents
+            for name, walk in self._sources.items()
+        }
+
+    def left_out(self) -> dict[str, dict[str, int]]:
+        """How many documents of each source transforms dropped, and how many are held out, that the wanted
+        steps passed.
+        """
+        ends = {name: (walk.place(), walk.before_wanted) for name, walk in self._sources.items()}
+        return {
+            name: {
+                "filtered": end.filtered_documents - begin.filtered_documents,
+                "held_out": end.held_out_documents - begin.held_out_documents,
+            }
+            for name, (end, begin) in ends.items()
         }
 
     def epochs(self) -> tuple[dict[str, Any] | None, list[str]]:

@@ -18,7 +18,17 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.planning.order import order_key
-from orchestrator.records import BAD, EMPTY, PIECE, BoolArray, Int32Array, SourceCursor, TokenChunk
+from orchestrator.records import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    SourceCursor,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,6 +234,8 @@ class ReferenceWindows:
             documents=begin.documents + int(((kinds == PIECE) & (last == 1)).sum()),
             empty_documents=begin.empty_documents + int((kinds == EMPTY).sum()),
             bad_documents=begin.bad_documents + int((kinds == BAD).sum()),
+            filtered_documents=begin.filtered_documents + int((kinds == FILTERED).sum()),
+            held_out_documents=begin.held_out_documents + int((kinds == HELD_OUT).sum()),
             special_texts=begin.special_texts + sum(int(chunk.special_texts.sum()) for chunk in chunks),
         )
         window = _Window(begin=begin, end=end, chunks=chunks, packs=[])

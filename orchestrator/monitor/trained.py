@@ -126,13 +126,14 @@ class TrainedTokens:
             )
 
     def _document_starts(self, chunk: TokenChunk) -> npt.NDArray[np.int8]:
-        """(num_tokens,) 1 where another record's tokens begin than those before."""
+        """(num_tokens,) 1 where another document's tokens begin than those before."""
         filled = chunk.num_tokens > 0
         starts = np.zeros(len(chunk.tokens), np.int8)
         if filled.any():
-            records = chunk.record[filled]
-            first = (chunk.epoch, chunk.block, chunk.window, int(records[0]))
-            another = np.concatenate([[first != self._document], records[1:] != records[:-1]])
+            records, outputs = chunk.record[filled], chunk.outputs[filled]
+            first = (chunk.epoch, chunk.block, chunk.window, int(records[0]), int(outputs[0]))
+            other = (records[1:] != records[:-1]) | (outputs[1:] != outputs[:-1])
+            another = np.concatenate([[first != self._document], other])
             starts[(np.cumsum(chunk.num_tokens) - chunk.num_tokens)[filled]] = another
-            self._document = (*first[:3], int(records[-1]))
+            self._document = (*first[:3], int(records[-1]), int(outputs[-1]))
         return starts

@@ -59,13 +59,15 @@ def spec(
     return replace(small, tokenizer=examine(name, fetch(name), chat=True).model)
 
 
-def chunks(spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0) -> list[TokenChunk]:
+def chunks(
+    spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0, output: int = 0
+) -> list[TokenChunk]:
     plan, settings = spec.plans[0], spec.settings
     encoders = Encoders(spec.tokenizer, spec.encoders, settings.special_tokens_in_text)
     (window,) = read_windows(plan, settings, 0, 0)
     ordered = Documents(window, plan, settings, 0)
     ordered.made = made
-    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece)
+    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece, output=output)
     return list(tokenize_records(task, window, ordered, plan, encoders, settings))
 
 
