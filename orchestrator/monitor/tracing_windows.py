@@ -20,6 +20,7 @@ from orchestrator.records import PIECE, SourceCursor, TokenChunk
 class _Document:
     file: int
     place: int
+    output: int
     num_tokens: int
 
 
@@ -52,6 +53,7 @@ class TracingWindows(ReferenceWindows):
                 Stretch(
                     file=document.file,
                     place=document.place,
+                    output=document.output,
                     epoch=chunks[0].epoch,
                     begin=begin,
                     num_tokens=content.size,
@@ -81,6 +83,7 @@ def _documents(chunks: list[TokenChunk]) -> list[_Document]:
             num_tokens += int(chunk.num_tokens[entry])
             if chunk.last_piece[entry]:
                 file, place = int(chunk.file[entry]), int(chunk.place[entry])
-                found.append(_Document(file=file, place=place, num_tokens=num_tokens))
+                output = chunk.output_of(entry)
+                found.append(_Document(file=file, place=place, output=output, num_tokens=num_tokens))
                 num_tokens = 0
     return found
