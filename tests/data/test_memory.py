@@ -24,7 +24,7 @@ from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
-from orchestrator.data.tokens import chunks
+from orchestrator.data.tokens import chunk_writer
 from orchestrator.errors import BadDocumentError
 from orchestrator.records import EMPTY, Cursor
 from tests.data.making import job, plain, samples, spec_of
@@ -235,8 +235,8 @@ def test_documents_without_tokens_do_not_gather_in_a_chunk(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     spec = spec_of(job(tiny_config, tmp_path, window_bytes=1 << 20, fragment_bytes=1 << 20))
     before = plain(samples(spec, 16))
-    monkeypatch.setattr(chunks, "_BATCH_ENTRIES", 20)
-    monkeypatch.setattr(chunks, "_CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(chunk_writer, "_BATCH_ENTRIES", 20)
+    monkeypatch.setattr(chunk_writer, "_CHUNK_ENTRIES", 100)
     found = list(spec.chunks(Cursor()))
     assert sum(int((chunk.kind == EMPTY).sum()) for chunk in found) == 2940
     assert max(len(chunk.record) for chunk in found) <= 100
