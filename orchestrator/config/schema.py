@@ -35,6 +35,7 @@ FormatName = Literal[
     "webdataset",
     "mds",
     "cbor",
+    "python",
 ]
 FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 
@@ -98,9 +99,11 @@ class SourceConfig(_Section):
     name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
     """Name of the source; part of the order's key."""
     path: Annotated[str | tuple[str, ...], same("a path or glob, or a list of them", min_length=1)]
-    """File, folder or glob, or a list of them, relative to the current directory."""
+    """File, folder or glob, or a list of them, relative to the current directory; of format `python` the
+    `package.module:function` that returns the records.
+    """
     format: Annotated[FormatName, same(_one_of(FORMAT_NAMES))]
-    """What the files are: a document is a record, in `lines` a line, in `text` a file."""
+    """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
     content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
     """What a record holds: a text, the messages of a chat, or a prompt with its completion."""
     text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"

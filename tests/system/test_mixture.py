@@ -1,4 +1,6 @@
-"""A run on several sources, one with loss masks, through kills and changes of shape and weights."""
+"""A run on several sources, one with loss masks and one that is code, through kills and changes of shape and
+weights.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,11 @@ pytestmark = [pytest.mark.system, pytest.mark.chaos]
 def sources(folder: Path, weights: tuple[float, ...]) -> list[dict[str, Any]]:
     if not (folder / "web").exists():
         write_corpus(folder / "web", some_texts(900), "jsonl.gz", num_files=2)
-        write_corpus(folder / "books", some_texts(400), "parquet")
         asked = [{"prompt": f"{i}?", "completion": text} for i, text in enumerate(some_texts(200, 30))]
         (folder / "asked.jsonl").write_text("\n".join(json.dumps(each) for each in asked))
     return [
         {"name": "web", "path": str(folder / "web"), "format": "jsonl", "weight": weights[0]},
-        {"name": "books", "path": str(folder / "books"), "format": "parquet", "weight": weights[1]},
+        {"name": "books", "path": "tests.data.code_sources:books", "format": "python", "weight": weights[1]},
         {"name": "asked", "path": str(folder / "asked.jsonl"), "format": "jsonl", "content": "prompt"}
         | {"weight": weights[2], "max_epochs": 2},
     ]

@@ -16,6 +16,7 @@ from itertools import takewhile
 
 import numpy as np
 
+from orchestrator.data.sources.code_records import BASE, CodeRecords
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
@@ -84,6 +85,8 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
     paths for one of them, or a name is not UTF-8.
     """
     paths = (path,) if isinstance(path, str) else tuple(path)
+    if not format_of(format_).has_files:
+        return _list_code(source, paths)
     if any(is_remote(one) for one in paths):
         return _list_remote(source, paths, format_)
     each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
@@ -105,6 +108,27 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
             f"data.sources {source}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
         )
     return listing
+
+
+def _list_code(source: str, paths: Sequence[str]) -> Listing:
+    """The one virtual file of a source that is code."""
+    if len(paths) != 1:
+        raise ConfigError(
+            f"data.sources {source}: path has {len(paths)} functions, {', '.join(paths)}; give one, and a "
+            "source for each"
+        )
+    records = CodeRecords.anew(paths[0])
+    return Listing(
+        paths=tuple(paths),
+        base=BASE,
+        names=tuple(paths),
+        others={},
+        irregular=(),
+        unlisted=(),
+        sizes=np.array([records.size], np.int64),
+        mtimes_ns=np.array([records.mtime_ns], np.int64),
+        etags=(records.etag,),
+    )
 
 
 def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.manifest import Manifest, changed_text
 from orchestrator.data.sources.matches import real_file
@@ -34,6 +35,12 @@ def compare_files(
     """
     listing = list_files(source.name, source.path, frozen.format)
     manifest = replace(frozen, base=listing.base)
+    if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
+        raise DataIdentityError(
+            f"data.sources {frozen.source}: the run was started with path {', '.join(frozen.files.paths)}, "
+            f"the job asks for {', '.join(listing.names)}; put the path back, or start a new run under "
+            "another run.name"
+        )
     found = changes_since(manifest, listing)
     left_out, later = _other_names(frozen, found.now, listing)
     other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
