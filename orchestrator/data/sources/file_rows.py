@@ -40,6 +40,9 @@ class FileRow:
 
 _NAMES = ("path", "bytes", "mtime_ns", "probe", "group_rows", "group_bytes")
 _LISTS = ("group_rows", "group_bytes")
+_DIGESTED = [name for name in _NAMES if name != "mtime_ns"]
+# A text with none of these is in JSON what it is.
+_ESCAPED = r'["\\\x00-\x1f]'
 
 
 class Files(Sequence[FileRow]):
@@ -130,7 +133,7 @@ class Files(Sequence[FileRow]):
 
     def _stretches(self, names: Sequence[str]) -> Iterator[Iterator[tuple[Any, ...]]]:
         for start in range(0, len(self), _STRETCH):
-            yield zip(*(_values(self._columns[n].slice(start, _STRETCH)) for n in names), strict=True)
+            yield _zipped({name: self._columns[name].slice(start, _STRETCH) for name in names})
 
     # ------------------------------------------------------------------------------------ columns
     @property
@@ -202,12 +205,34 @@ class Files(Sequence[FileRow]):
         """blake3 of a JSON list of the version, these two, and of each row what is no time. Computed once."""
         if (format_, text_field) not in self._digests:
             hasher = blake3(orjson.dumps([VERSION, format_, text_field])[:-1] + b",[")
-            names = [name for name in _NAMES if name != "mtime_ns"]
-            for number, rows in enumerate(self._stretches(names)):
-                hasher.update(b"," * (number > 0) + orjson.dumps(list(rows))[1:-1])
+            for start in range(0, len(self), _STRETCH):
+                rows = {name: self._columns[name].slice(start, _STRETCH) for name in _DIGESTED}
+                hasher.update(b"," * (start > 0))
+                hasher.update(_plain_json(rows) or orjson.dumps(list(_zipped(rows)))[1:-1])
             hasher.update(b"]]")
             self._digests[format_, text_field] = hasher.hexdigest()
         return self._digests[format_, text_field]
+
+
+def _zipped(columns: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    return zip(*map(_values, columns.values()), strict=True)
+
+
+def _plain_json(columns: Mapping[str, Any]) -> memoryview | None:
+    """The rows as `orjson.dumps` writes them, a comma between two, ten times as fast: of files without groups
+    whose paths need no escapes. None of others.
+    """
+    import pyarrow.compute as pc
+
+    path, size, probe, *groups = columns.values()
+    has_groups = any(len(column.flatten()) for column in groups)
+    if has_groups or any(pc.any(pc.match_substring_regex(c, _ESCAPED)).as_py() for c in (path, probe)):
+        return None
+    joined = pc.binary_join_element_wise(
+        ',["', path, '",', pc.cast(size, "string"), ',"', probe, '",[],[]]', ""
+    )
+    _, _, data = joined.buffers()  # of a new array: it begins with the first row and ends with the last
+    return memoryview(data)[1 : int(pc.sum(pc.binary_length(joined)).as_py())]
 
 
 def _kinds() -> list[tuple[str, Any]]:
