@@ -27,7 +27,7 @@ _ZSTD_READ_BYTES = 1 << 11
 # What an xz stream may ask for; the strongest preset takes 65 MiB.
 _XZ_MEMORY_BYTES = 1 << 30
 COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz")
-DAMAGE: tuple[type[Exception], ...] = (
+DAMAGE: tuple[type[Exception], ...] = (  # type: ignore[assignment]  # its stub calls error an instance
     OSError,
     EOFError,
     zlib_ng.error,
