@@ -138,8 +138,8 @@ class RayFeed:
                 self._await_feeder(error)
             else:
                 if isinstance(reply, tuple):
-                    share, *more = reply
-                    self._held.update(zip(steps[1:], more, strict=False))
+                    share: StepShare = reply[0]
+                    self._held.update(zip(steps[1:], reply[1:], strict=False))
                     return share.slice()
                 if isinstance(reply, OrchestratorError):
                     raise reply
