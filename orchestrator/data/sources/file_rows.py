@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from blake3 import blake3
 
+from orchestrator.data.sources.arrow_arrays import arrow_array
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Int64Array
 
@@ -63,10 +64,8 @@ class Files(Sequence[FileRow]):
     @classmethod
     def of(cls, rows: Iterable[FileRow]) -> Files:
         """The rows as columns."""
-        import pyarrow as pa
-
         rows = list(rows)
-        return cls({name: pa.array([getattr(r, name) for r in rows], kind) for name, kind in _kinds()})
+        return cls({name: arrow_array([getattr(r, name) for r in rows], kind) for name, kind in _kinds()})
 
     @classmethod
     def of_table(cls, table: Any) -> Files:
@@ -181,18 +180,15 @@ class Files(Sequence[FileRow]):
 
     def paths_end(self, endings: Sequence[str]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """(num_files,) whether each path ends with one of these."""
-        import pyarrow.compute as pc
-
-        found = np.zeros(len(self), np.bool_)
-        for ending in endings:
-            found |= np.asarray(pc.ends_with(self._columns["path"], ending).to_numpy(zero_copy_only=False))
-        return found
+        # not by pyarrow.compute, which takes a CPU second to import
+        wanted, paths = tuple(endings), self._columns["path"].to_pylist()
+        return np.fromiter((path.endswith(wanted) for path in paths), np.bool_, len(paths))
 
     def same_paths(self, names: Sequence[str]) -> bool:
         """Whether these are the paths, in this order."""
         import pyarrow as pa
 
-        return len(names) == len(self) and bool(self._columns["path"].equals(pa.array(names, pa.string())))
+        return len(names) == len(self) and bool(self._columns["path"].equals(arrow_array(names, pa.string())))
 
     def replaced(self, changed: Mapping[str, FileRow | None]) -> Files:
         """With other rows for these paths; None: without its row."""
@@ -245,12 +241,16 @@ def _kinds() -> list[tuple[str, Any]]:
 def _values(column: Any) -> list[Any]:
     import pyarrow as pa
 
-    if pa.types.is_list(column.type) and not len(column.flatten()):
-        return [[]] * len(column)
+    if pa.types.is_list(column.type):
+        offsets = _numbers(column.offsets)  # `flatten` imports pyarrow.compute
+        if not len(offsets) or offsets[0] == offsets[-1]:
+            return [[]] * len(column)
     values: list[Any] = column.to_pylist()
     return values
 
 
 def _numbers(column: Any) -> Int64Array:
-    numbers: Int64Array = column.to_numpy(zero_copy_only=True)
-    return numbers
+    # not by `to_numpy`, which imports pandas
+    kind = np.dtype(f"i{column.type.bit_width // 8}")
+    numbers = np.frombuffer(column.buffers()[1] or b"", kind)
+    return numbers[column.offset : column.offset + len(column)]
