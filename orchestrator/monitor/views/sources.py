@@ -125,6 +125,8 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
         "special": at.get("special_texts"),
         "unpacked": at.get("unpacked_documents"),
         "long": at.get("long_documents"),
+        "filtered": at.get("filtered_documents"),
+        "held_out": at.get("held_out_documents"),
     }
 
 

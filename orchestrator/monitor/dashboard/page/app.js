@@ -413,7 +413,8 @@ document.addEventListener('alpine:init', () => {
 		shareTitle(x) { return pct(x.shown, 2) + ' against a target of ' + pct(x.target, 2); },
 		epochText(x) { if (x.epoch == null) return '–'; return x.num_blocks ? (x.epoch + x.block / x.num_blocks).toFixed(2) : String(x.epoch); },
 		cursorText(x) { const c = x.cursor; return c.block == null ? '–' : 'block ' + int(c.block) + (x.num_blocks ? '/' + int(x.num_blocks) : '') + ' · record ' + int(c.record) + ' · token ' + int(c.token); },
-		skipText() { const bad = this.d.sources.reduce((a, x) => a + (x.bad || 0), 0), all = this.d.sources.reduce((a, x) => a + (x.documents || 0), 0); return all ? int(bad) + ' of ' + int(all) + ' (' + (bad / all * 100).toFixed(4) + ' %), the run stops at ' + pct(this.d.max_bad_share, 0) : ''; },
+		skipText() { const bad = this.d.sources.reduce((a, x) => a + (x.bad || 0), 0), all = this.d.sources.reduce((a, x) => a + (x.documents || 0), 0); return all ? int(bad) + ' of ' + int(all) + ' (' + (bad / all * 100).toFixed(4) + ' %), the run stops at ' + pct(this.d.max_bad_share, 0) + this.leftOut() : ''; },
+		leftOut() { const sum = k => this.d.sources.reduce((a, x) => a + (x[k] || 0), 0); return (sum('filtered') ? ' · ' + int(sum('filtered')) + ' dropped by transforms' : '') + (sum('held_out') ? ' · ' + int(sum('held_out')) + ' held out' : ''); },
 		auditText() { const a = this.d.audit; return a.exactly_once ? 'Every token was trained exactly once, up to step ' + int(a.final_up_to_step) + '.' : 'The history differs from the files.'; },
 		auditMore() { const a = this.d.audit; return 'steps ' + a.first_step + ' to ' + int(a.last_step) + ', ' + int(a.samples) + ' samples, ' + count(a.tokens) + ' tokens, in ' + span(a.seconds); },
 	}));
