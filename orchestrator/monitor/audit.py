@@ -210,7 +210,12 @@ class _SourceWalk:
     """One source's stream from a cursor on, and the samples of it that were trained."""
 
     def __init__(
-        self, spec: DataSpec, plan: SourcePlan, cursor: Cursor, packer: type[ReferencePacker]
+        self,
+        spec: DataSpec,
+        plan: SourcePlan,
+        cursor: Cursor,
+        packer: type[ReferencePacker],
+        windows: type[ReferenceWindows],
     ) -> None:
         self.plan, self._spec = plan, spec
         self.begin = cursor.sources.get(plan.source, SourceCursor())
@@ -222,7 +227,7 @@ class _SourceWalk:
             self.packer = packer(self.trained.watch(chunks), self.begin)
         else:
             self.trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
-            self.packer = ReferenceWindows(self.trained.watch(chunks), self.begin, spec.settings)
+            self.packer = windows(self.trained.watch(chunks), self.begin, spec.settings)
         self.walked = False
         self.skipped_before = 0
 
@@ -298,8 +303,11 @@ class Walk:
         records: tuple[StepRecord, ...],
         first: int,
         packer: type[ReferencePacker] = ReferencePacker,
+        windows: type[ReferenceWindows] = ReferenceWindows,
     ) -> None:
-        """`first`: the first record that is asked for. `packer` makes the samples."""
+        """`first`: the first record that is asked for. `packer` makes the samples, `windows` those of whole
+        documents.
+        """
         self._spec, self._records = spec, records
         self._seq_lens = {start.id: start.seq_len for start in seen.journal.generations}
         self._known = _known_cursors(seen, records)
@@ -307,7 +315,9 @@ class Walk:
         self._begin = self._known.get(self._first, Cursor())
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
-        self._sources = {plan.source: _SourceWalk(spec, plan, self._begin, packer) for plan in spec.plans}
+        self._sources = {
+            plan.source: _SourceWalk(spec, plan, self._begin, packer, windows) for plan in spec.plans
+        }
         self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
         self._targets = self._begin.target_tokens
         self._skips = [at for at in skips_of(seen.lineage) if at.index >= self._first]
@@ -331,7 +341,7 @@ class Walk:
         """
         samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
         for index in range(self._first, wanted.stop):
-            record = self._records[index]
+            record, self.newest = self._records[index], None
             num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
             if index == wanted.start:
                 for source in self._sources.values():
@@ -348,9 +358,7 @@ class Walk:
                 yield {"step": step_name(self._records, index), "reason": turns}
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, self._seq_lens[record.attempt, record.generation])
-            self.newest = WalkedStep(
-                first_index=samples + self._begin.skipped_samples, turns=turns, samples=found[1]
-            )
+            self.newest = WalkedStep(first_index=samples + self._skipped[0], turns=turns, samples=found[1])
             self._walked = True
             differs = self._difference(index, samples, num_tokens, found)
             reason = differs or wrong

@@ -27,6 +27,8 @@ class Stretch:
 
     tokens: Int32Array  # inputs, and the label of the last one
     loss: BoolArray  # like tokens: whether each is a target
+    document: int  # number among the window's documents
+    first_token: int  # of the document
 
     @property
     def size(self) -> int:
@@ -46,15 +48,16 @@ class WindowContent:
 def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> WindowContent:
     """Of a whole window. Raises `DataError` for a document that is too long under `stop`."""
     stretches, without_target, too_long = list[Stretch](), 0, 0
-    for tokens, loss in _documents(chunks):
+    for number, (tokens, loss) in enumerate(_documents(chunks)):
         if not loss[1:].any():
             without_target += 1
         elif len(tokens) <= seq_len + 1:
-            stretches.append(Stretch(tokens=tokens, loss=loss))
+            stretches.append(Stretch(tokens=tokens, loss=loss, document=number, first_token=0))
         elif long_document == "split":
             for at in range(0, len(tokens) - 1, seq_len):
                 here = slice(at, at + seq_len + 1)
-                stretches.append(Stretch(tokens=tokens[here], loss=loss[here]))
+                part, mask = tokens[here], loss[here]
+                stretches.append(Stretch(tokens=part, loss=mask, document=number, first_token=at))
         elif long_document == "skip":
             too_long += 1
         else:
