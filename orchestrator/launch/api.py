@@ -119,7 +119,9 @@ def _launch(
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
-            with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
+            with starting.claimed(
+                store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
+            ) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt.encoders)
                 with (
                     dashboard_beside(job, folder, progress),
