@@ -22,7 +22,7 @@ from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, rea
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
-from orchestrator.data.tokens.masked import plain_text
+from orchestrator.data.tokens.masked import plain_text, require_masks
 from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
 from orchestrator.errors import ConfigError
@@ -176,6 +176,10 @@ def reads_chats(config: JobConfig) -> bool:
 
 
 def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
-    """The settings with the ids that stand around a document."""
+    """The settings with the ids that stand around a document. Raises `ConfigError` for a tokenizer that lacks
+    one, or cannot read what the sources hold.
+    """
+    content = {source.name: source.content for source in config.data.sources}
+    require_masks(config.data.tokenizer, facts.model, content)
     bos, eos = ids_around(config.data.tokenizer, facts, config.data.bos, config.data.eos)
     return replace(settings, bos_id=bos, eos_id=eos)

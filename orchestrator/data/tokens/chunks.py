@@ -155,7 +155,11 @@ def _add_record(
     origin = window.origin(position)
     try:
         text = window.document(position)
-        masked = None if text is None or isinstance(text, str) else _masked(writer, text, settings, encoders)
+        masked = (
+            None
+            if text is None or isinstance(text, str)
+            else _masked(writer, window, position, text, settings, encoders)
+        )
     except UnencodableTextError as error:
         raise DataError(_unencodable(window.place(position), error)) from error
     except DataError as error:
@@ -215,14 +219,25 @@ def _judge_special(special: int, window: OrderedWindow, position: int, settings:
 
 
 def _masked(
-    writer: _Writer, document: Conversation | Prompted, settings: StreamSettings, encoders: Encoders
+    writer: _Writer,
+    window: OrderedWindow,
+    position: int,
+    document: Conversation | Prompted,
+    settings: StreamSettings,
+    encoders: Encoders,
 ) -> MaskedDocument:
-    return encoders.masked(writer.encoder).encode(
-        document,
-        settings.loss.get(writer.task.source, "assistant"),
-        (settings.bos_id, settings.eos_id),
-        settings.piece_bytes,
-    )
+    encoder, masked = writer.encoder, encoders.masked(writer.encoder)
+    loss, ends = settings.loss.get(writer.task.source, "assistant"), (settings.bos_id, settings.eos_id)
+    found = masked.encode(document, loss, ends, settings.piece_bytes)
+    if encoder.choice.name == GIGATOKEN and window.is_sampled(position, CHECK_ONE_IN):
+        try:
+            difference = masked.difference(document, loss, ends, settings.piece_bytes)
+        except UnencodableTextError as error:
+            writer.differences.append(f"{window.place(position)}: tokenizers cannot encode {error.reason}")
+        else:
+            if difference is not None:
+                writer.differences.append(f"{window.place(position)}: {encoder.choice}: {difference}")
+    return found
 
 
 def _add_masked(
