@@ -48,6 +48,7 @@ def sources(facts: Facts) -> Row:
         "since": since["t"] if since is not None else None,
         "sources": rows,
         "skipped": skipped(facts),
+        "pack_mode": config.get("pack.mode"),
         "max_bad_share": config.get("data.max_bad_share"),
         "on_bad_document": config.get("data.on_bad_document"),
         "audit": audit(facts),
