@@ -60,6 +60,7 @@ ON_RAY = {
 
 # the tests that start processes by tests/forked.py: together they need its server once
 FORKED = {
+    "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
