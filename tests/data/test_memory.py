@@ -79,23 +79,28 @@ def numbered(num: int, size: int) -> list[str]:
     return [(f"{i} " * (size // 2))[:size] for i in range(num)]
 
 
-LARGE_GROUPS: dict[str, tuple[Any, dict[str, Any]]] = {
+# the column is made when its test begins
+LARGE_GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "many rows": (
-        numbered(60_000, 1000),
+        lambda: numbered(60_000, 1000),
         {"use_dictionary": False, "data_page_size": 1 << 16, "compression": "NONE"},
     ),
     "large rows": (
-        numbered(60, MB),
+        lambda: numbered(60, MB),
         {"use_dictionary": False, "data_page_size": 1 << 16, "write_batch_size": 1},
     ),
-    "equal rows": ([t for t in numbered(4, MB // 8) for _ in range(500)], {}),
-    "a dictionary": (pa.array([t for t in numbered(4, MB // 2) for _ in range(30)]).dictionary_encode(), {}),
+    "equal rows": (lambda: [t for t in numbered(4, MB // 8) for _ in range(125)], {}),
+    "a dictionary": (
+        lambda: pa.array([t for t in numbered(4, MB // 2) for _ in range(30)]).dictionary_encode(),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", LARGE_GROUPS)
 def test_a_row_group_is_never_held_whole(kind: str, tmp_path: Path, pool: pa.MemoryPool) -> None:
-    column, options = LARGE_GROUPS[kind]
+    make, options = LARGE_GROUPS[kind]
+    column = make()
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=1 << 30, **options)
     plan, settings = plan_of(tmp_path, "parquet"), StreamSettings(window_bytes=4 * MB)
     assert plan.num_fragments == 1
