@@ -221,6 +221,13 @@ def python_is(program: str) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def begun_warm(warm: str) -> Iterator[None]:
+    """What this process starts as `python` has all imported when it begins."""
+    with python_is(warm):
+        yield
+
+
 @contextmanager
 def only_what_a_launch_needs() -> Iterator[None]:
     """Heads of Ray begin without log monitor, autoscaler and dashboard, as a launch starts its own."""

@@ -36,7 +36,7 @@ def numbered(size: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def lines() -> list[bytes]:
-    """Short ones, one that spans several buffers, short ones again, and a long last one without its newline."""
+    """Short ones, one that spans several buffers, short ones again, and a long last one without a newline."""
     made = [b"line %d" % i for i in range(60_000)]
     made[30_000] = numbered(3 * READ_BYTES + 12_345)
     return [*made, numbered(2 * READ_BYTES + 5)]
