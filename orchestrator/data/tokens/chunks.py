@@ -249,7 +249,7 @@ class _Records:
             yield from self._add_bad(position, error)
             return
         if self._is_checked(position):
-            self._note(position, lambda: encoder.difference(document, loss, ends, settings.piece_bytes))
+            self._add_difference(position, lambda: encoder.difference(document, loss, ends, settings.piece_bytes))
         origin, pieces = window.origin(position), masked.pieces
         self._judge_special(masked.special_texts, position)
         if not pieces:
@@ -295,9 +295,9 @@ class _Records:
             ids, expected = encoder.encode([text])[0], encoder.encode_reference([text])[0]
             return None if np.array_equal(ids, expected) else difference_text(text, ids, expected)
 
-        self._note(position, difference)
+        self._add_difference(position, difference)
 
-    def _note(self, position: int, difference: Callable[[], str | None]) -> None:
+    def _add_difference(self, position: int, difference: Callable[[], str | None]) -> None:
         place, differences = self._window.place(position), self._writer.differences
         try:
             found = difference()
