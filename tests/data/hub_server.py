@@ -49,7 +49,7 @@ def blob_id(data: bytes) -> str:
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], host: str) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
             yield f"http://{host}:{server.server_address[1]}"
@@ -61,6 +61,7 @@ def serving(handler: type[BaseHTTPRequestHandler], host: str) -> Iterator[str]:
 class Answer(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer is one packet: the next one would wait for the first one's receipt
 
     def log_message(self, *_: Any) -> None:
         pass
