@@ -249,7 +249,8 @@ class _Records:
             yield from self._add_bad(position, error)
             return
         if self._is_checked(position):
-            self._add_difference(position, lambda: encoder.difference(document, loss, ends, settings.piece_bytes))
+            at_once = settings.piece_bytes
+            self._add_difference(position, lambda: encoder.difference(document, loss, ends, at_once))
         origin, pieces = window.origin(position), masked.pieces
         self._judge_special(masked.special_texts, position)
         if not pieces:
