@@ -58,7 +58,7 @@ class TrainedTokens:
             a.ravel() for a in (samples.input_ids, samples.labels, samples.document_ids)
         )
         seq_len = samples.labels.shape[1]
-        num = int((labels != NO_TARGET).sum())
+        num = int(np.count_nonzero(labels != NO_TARGET))
         if num != num_tokens:
             return f"its samples have {num} targets, it counted {num_tokens}"
         padding = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET) & (documents[num:] == NO_DOCUMENT)
@@ -66,14 +66,12 @@ class TrainedTokens:
             return "padding is not all that follows the last target of its last sample"
         if (inputs[1:num] != labels[: num - 1]).any() or self._last_label not in (None, int(inputs[0])):
             return "its labels are not its inputs one token further"
-        within = np.arange(1, num + 1) % seq_len != 0  # the labels that are inputs of their own sample, too
-        within[-1] = False
-        rises = np.diff(documents[:num], append=0)
-        if documents[:num:seq_len].any() or not np.isin(rises[within], (0, 1)).all():
+        begins = _begins(documents, num, seq_len)
+        if begins is None:
             return "its document ids do not count 0, 1, … in each sample"
         if self._last_label is None:
             self._hold(inputs[:1], np.full(1, _UNKNOWN, np.int8))
-        self._hold(labels[:num], np.where(within, rises, _UNKNOWN).astype(np.int8))
+        self._hold(labels[:num], begins)
         self._last_label = int(labels[num - 1])
         self._count()
         return None
@@ -105,7 +103,8 @@ class TrainedTokens:
             num = len(chunk.tokens) - skipped
             tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
             self._compare(chunk, tokens, begins)
-            self.checksums.count(chunk, np.concatenate([chunk.tokens[:skipped], tokens]))
+            whole = np.concatenate([chunk.tokens[:skipped], tokens]) if skipped else tokens
+            self.checksums.count(chunk, whole)
             self._skipped -= skipped
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
@@ -136,3 +135,18 @@ class TrainedTokens:
             starts[(np.cumsum(chunk.num_tokens) - chunk.num_tokens)[filled]] = another
             self._document = (*first[:3], int(records[-1]))
         return starts
+
+
+def _begins(documents: Int32Array, num: int, seq_len: int) -> npt.NDArray[np.int8] | None:
+    """(num,) whether a document begins with the token after each; `_UNKNOWN` of those that are no input of
+    the same sample. None: the ids do not begin at 0 and rise by 1 at a time.
+    """
+    rows = documents.reshape(-1, seq_len)
+    rises = rows[:, 1:] - rows[:, :-1]
+    last = num - (len(rows) - 1) * seq_len  # tokens of the last sample, which may be padded
+    if rows[:, 0].any() or (rises[:-1] & ~1).any() or (rises[-1, : last - 1] & ~1).any():
+        return None
+    begins = np.full((len(rows), seq_len), _UNKNOWN, np.int8)
+    begins[:, :-1] = rises
+    begins[-1, last - 1] = _UNKNOWN
+    return begins.reshape(-1)[:num]
