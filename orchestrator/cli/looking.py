@@ -121,7 +121,7 @@ def audit(
         typer.Option(
             metavar="N",
             min=1,
-            help="work in so many processes; without it in as many as there are cores and the steps are worth",
+            help="work in so many processes; default: as many as there are cores, fewer for a short run",
             show_default=False,
         ),
     ] = None,

@@ -182,8 +182,8 @@ def _reference_lines(found: Mapping[str, Any] | None) -> list[str]:
     if not known and not others:
         return [f"{found['encoder']} gives the same ids for every document of these steps"]
     lines = [
-        f"{found['encoder']} gives other ids for {known + others:,} documents of these steps; {known:,} of them "
-        "are in the journal. The run trained its own encoder's ids, as frozen at its start"
+        f"{found['encoder']} gives other ids for {known + others:,} documents of these steps; {known:,} of "
+        "them are in the journal. The run trained its own encoder's ids, as frozen at its start"
     ]
     named = found["not_journalled"]
     lines += [f"not in the journal: {text}" for text in named]

@@ -18,8 +18,7 @@ from typing import Any
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.audit_tasks import Found, Task, carry_out, ends_all
-from orchestrator.monitor.audit_worker import Failed, Progressed
+from orchestrator.monitor.audit_tasks import Failed, Found, Progressed, Task, carry_out, ends_all
 
 WORKER = "orchestrator.monitor.audit_worker"
 Advanced = Callable[[int, int, int], None]
@@ -69,12 +68,17 @@ class AuditProcesses:
         for worker in self._workers:
             worker.end()
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of those that were started."""
+        return [worker.process_id for worker in self._workers]
+
     def run(self, tasks: Sequence[Task], advanced: Advanced) -> list[Found]:
         """See `InThisProcess`. An error is raised when all tasks before its own have ended without one, so
         that it is the one that a single process would have met.
         """
         ended = dict[int, Found | Failed]()
-        busy = dict[Connection[Any, Any], _Worker]()
+        busy: dict[Any, _Worker] = {}
         while len(self._workers) < min(self._num, len(tasks)):
             self._workers.append(_Worker(self._spec))
         idle, num_given = list(self._workers), 0
@@ -86,7 +90,7 @@ class AuditProcesses:
                 worker.give(num_given, tasks[num_given])
                 busy[worker.answers], num_given = worker, num_given + 1
             for ready in wait(list(busy)):
-                worker = busy[ready]  # type: ignore[index]
+                worker = busy[ready]
                 message = worker.hear()
                 if isinstance(message, Progressed):
                     advanced(worker.task_number, message.times, message.num)
@@ -142,6 +146,11 @@ class _Worker:
         self.task_number, self._task = -1, ""
         with suppress(BrokenPipeError):  # `hear` says that it has ended
             self._tasks.send(spec)
+
+    @property
+    def process_id(self) -> int:
+        """Of the operating system."""
+        return self._process.pid
 
     def give(self, number: int, task: Task) -> None:
         """To be carried out."""

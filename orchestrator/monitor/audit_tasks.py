@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.data.spec import DataSpec
+from orchestrator.errors import OrchestratorError
 from orchestrator.history.skips import SkipAt
 from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
 from orchestrator.monitor.history_parts import HistoryPart
@@ -86,3 +87,23 @@ def files_tasks(
                 tasks.append(FilesTask(source=source, encoder=encoder, files=range(begin, number + 1)))
                 begin, held = number + 1, 0
     return tasks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progressed:
+    """So many steps or files more of the task at hand, and their positions or bytes."""
+
+    times: int
+    num: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """The task raised this; `error` is None where it is none of ours, and `text` says it."""
+
+    error: OrchestratorError | None
+    text: str
+
+
+Message = Progressed | Failed | Found
+"""What a process that carries out a task says of it; what it found comes last."""

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
@@ -19,28 +18,9 @@ from typing import Any
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
-from orchestrator.monitor.audit_tasks import Found, Task, carry_out
+from orchestrator.monitor.audit_tasks import Failed, Message, Progressed, Task, carry_out
 
 TELL_EVERY_S = 0.2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progressed:
-    """So many steps or files more of the task at hand, and their positions or bytes."""
-
-    times: int
-    num: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """The task raised this; `error` is None where it is none of ours, and `text` says it."""
-
-    error: OrchestratorError | None
-    text: str
-
-
-Message = Progressed | Failed | Found
 
 
 class _Teller:

@@ -1,5 +1,5 @@
-"""An audit says the same whatever parts it is divided into and however many processes carry them out, of whole
-runs and of damaged ones; and a process that ends early is never read as a result.
+"""An audit says the same whatever parts it is divided into and however many processes carry them out, of
+whole runs and of damaged ones; and a process that ends early is never read as a result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import windows as sources
 from orchestrator.monitor import audit_run
 from orchestrator.monitor.audit import HowToAudit, audit_history
-from orchestrator.monitor.audit_processes import AuditProcesses, AuditProcessError, InThisProcess
+from orchestrator.monitor.audit_processes import AuditProcessError, AuditProcesses, InThisProcess
 from orchestrator.monitor.audit_run import AuditRun
 from orchestrator.monitor.audit_tasks import Found, Task
 from orchestrator.monitor.history_parts import history_of
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.records import Cursor, StepRecord
 from tests.data.making import some_texts, write_corpus
-from tests.monitor.test_audit import TrainedRun, a_block_twice, made_in, one_lost_one_repeated, one_token_later
+from tests.monitor.test_audit import (
+    TrainedRun,
+    a_block_twice,
+    made_in,
+    one_lost_one_repeated,
+    one_token_later,
+)
 
 Make = Callable[..., dict[str, Any]]
 
@@ -252,28 +258,23 @@ def test_several_processes_say_what_one_says(run: TrainedRun, monkeypatch: pytes
     assert opened.audit(processes=3) == opened.audit(processes=1)
 
 
-def killed(run: TrainedRun, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """An audit by two processes, of which one is killed as soon as it has its first task."""
-    right = AuditProcesses.run
-
-    def dies(self: AuditProcesses, tasks: Sequence[Task], advanced: Any) -> list[Found]:
-        def then_it_dies(*progressed: int) -> None:
-            os.kill(self.process_ids[number], signal.SIGKILL)
-
-        return right(self, tasks, then_it_dies)
-
-    monkeypatch.setattr(AuditProcesses, "run", dies)
-    monkeypatch.setattr(audit_run, "PART_TOKENS", 1)
-    monkeypatch.setattr("orchestrator.monitor.audit_worker.TELL_EVERY_S", 0.0)
-    orchestrator.open(run.folder).audit(processes=2)
-
-
 def test_a_process_that_is_killed_is_an_error_and_no_proof(
     run: TrainedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.attempt(1000)
+    run.attempt(24)
+    right = AuditProcesses.run
+
+    def killed(self: AuditProcesses, tasks: Sequence[Task], advanced: Any) -> list[Found]:
+        def then_they_die(*_: int) -> None:
+            for number in self.process_ids:
+                os.kill(number, signal.SIGKILL)
+
+        return right(self, tasks, then_they_die)
+
+    monkeypatch.setattr(AuditProcesses, "run", killed)
+    monkeypatch.setattr(audit_run, "PART_TOKENS", 1)
     with pytest.raises(AuditProcessError, match=r"was killed \(SIGKILL\) while it .* so nothing was shown"):
-        killed(run, monkeypatch, 1)
+        orchestrator.open(run.folder).audit(processes=2)
 
 
 def test_an_error_of_a_part_is_that_of_the_whole(run: TrainedRun, monkeypatch: pytest.MonkeyPatch) -> None:
