@@ -6,6 +6,7 @@ The other stream is made from the files anew, so it shares the encoders' input a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,13 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS, difference_text, installed_version
-from orchestrator.errors import RefusedError
+from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, Place, encoder_at
 from orchestrator.records import PIECE, Cursor, Int32Array, SourceCursor, TokenChunk
 
 SHOWN = 20  # so many differences are named, and all are counted
+MOST = 100_000  # of a stretch: each is held
 _IDS_FROM = " its ids from "  # as `difference_text` goes on behind the text
 
 
@@ -74,6 +77,12 @@ class ReferenceEncoding:
         if mine.tokens.tobytes() == other.tokens.tobytes():
             return
         encoder = encoder_at(self._spec.encoders, self._source, mine.at)
+        if len(self.differences) == MOST:
+            raise DataIdentityError(
+                f"tokenizers gives other ids than {encoder} for more than {MOST:,} documents of source "
+                f"{self._source}, e.g. {self.differences[0].text}: they do not agree on this tokenizer, and "
+                "--reference says nothing of the run's steps; audit without it, or fewer --steps"
+            )
         settings = self._spec.settings
         ends = (settings.bos_id if mine.piece == 0 else None, settings.eos_id if mine.is_last else None)
         # masked documents have their own beginnings and ends, and are shown with them
@@ -143,11 +152,16 @@ def reference_report(
         documents.setdefault((source, at), one)
     others, known = list[str](), 0
     for one in documents.values():
-        path = spec.source_plan(one.source).manifest.path(one.file)
-        if any(_says(line, path.rpartition("/")[2], one) for line in journalled):
+        manifest = spec.source_plan(one.source).manifest
+        path, place = manifest.path(one.file), f"{format_of(manifest.format).unit} {one.place}"
+        # a line names the file as its path was then
+        named = re.compile(
+            rf"{re.escape(path.rpartition('/')[2])}.*{place}\b.*{re.escape(one.encoder)}: ", re.DOTALL
+        )
+        if any(line.endswith(one.text) and named.search(line) for line in journalled):
             known += 1
             continue
-        where = f"epoch {one.at[0]}, the document at {one.place} of {path}"
+        where = f"epoch {one.at[0]}, the document at {place} of {path}"
         others.append(f"{where}: by {one.encoder} its ids from {one.text}")
     return {
         "encoder": str(reference_choice(spec)),
@@ -155,11 +169,6 @@ def reference_report(
         "documents_not_journalled": len(others),
         "not_journalled": others[:SHOWN],
     }
-
-
-def _says(line: str, name: str, one: EncodingDifference) -> bool:
-    """Whether a line of the journal is about this difference, in the file of this name."""
-    return name in line and f"{one.encoder}: " in line and line.endswith(one.text)
 
 
 def _last_of(end: SourceCursor, packed: bool) -> Place:
