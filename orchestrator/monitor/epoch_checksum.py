@@ -115,15 +115,15 @@ class EpochChecksums:
     def note_records(self, chunk: TokenChunk) -> None:
         """Its records came by, for `twice`; a document's with its last piece."""
         ends = chunk.last_piece == 1
-        self._note(chunk, ends)
+        self._add_places(chunk, ends)
 
     def note_unfinished(self, chunk: TokenChunk) -> None:
         """Of the record that it begins with a part came by."""
         first = np.zeros(len(chunk.kind), np.bool_)
         first[:1] = True
-        self._note(chunk, first)
+        self._add_places(chunk, first)
 
-    def _note(self, chunk: TokenChunk, which: npt.NDArray[np.bool_]) -> None:
+    def _add_places(self, chunk: TokenChunk, which: npt.NDArray[np.bool_]) -> None:
         places = np.stack([chunk.file[which], chunk.place[which]], axis=1).astype(np.int64)
         self.totals.records[chunk.epoch].add(chunk.block, places)
 
