@@ -1,4 +1,4 @@
-"""How far an audit is: a bar on a terminal, a line every ten seconds elsewhere, nothing where JSON is read."""
+"""How far an audit is: a bar on a terminal, a line every ten seconds elsewhere, none for readers of JSON."""
 
 from __future__ import annotations
 
