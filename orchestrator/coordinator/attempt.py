@@ -453,10 +453,11 @@ def decide(
 
 
 def begin_launch(
-    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec, drawn: Skip | None = None
 ) -> tuple[Attempt, ResumePlan]:
     """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
-    run.json, `data` the job's data.
+    run.json, `data` the job's data. What is to be skipped is `drawn` if that was drawn at the point which it
+    continues; else it is drawn here.
 
     Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
     begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
@@ -483,7 +484,8 @@ def begin_launch(
         raise RefusedError("\n".join(plan.refusals))
     skip = None
     if asked.request is not None and point is not None:
-        skip = draw_skip(config, data.made_by(plan.encoders), point, asked.request)
+        there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
+        skip = drawn if there else draw_skip(config, data.made_by(plan.encoders), point, asked.request)
         point = moved(point, skip)
     inherited = up_to(seen.points, point) if origin is None or point is None else (point.name,)
     encoders = plan.encoders

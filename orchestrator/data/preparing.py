@@ -6,12 +6,19 @@ It decides nothing about resuming: it says what the job finds (`DataSpec.identit
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.data.first_start import choose, first_start, identity_of, reads_chats, with_ids
+from orchestrator.data.first_start import (
+    choose,
+    find_transforms,
+    first_start,
+    identity_of,
+    reads_chats,
+    with_ids,
+)
 from orchestrator.data.frozen import (
     TOKENIZER_FOLDER,
     DataRecord,
@@ -20,7 +27,7 @@ from orchestrator.data.frozen import (
     read_frozen,
     write_frozen,
 )
-from orchestrator.data.settings import StreamSettings, limits_of, mixture_of, settings_of
+from orchestrator.data.settings import StreamSettings, limits_of, mixture_of, settings_of, with_transforms
 from orchestrator.data.source_notes import notes_of
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
 from orchestrator.data.sources.manifest import Manifest
@@ -28,6 +35,7 @@ from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch
+from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 
@@ -42,7 +50,8 @@ def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
 
     Without a folder nothing is written. Raises `ConfigError` for missing files or a missing or unfit
     tokenizer, `DataError` for unreadable files, `DataIdentityError` (with both values) if files are gone or
-    changed since the run's start and `resume.accept_changed` is not set.
+    changed since the run's start and `resume.accept_changed` is not set. A module of `data.transforms` that
+    cannot be imported is a `ConfigError`, too.
     """
     settings = settings_of(config)
     frozen = None if folder is None else read_frozen(folder)
@@ -66,7 +75,8 @@ def prepare_trained(config: JobConfig, folder: Path) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
     sources = {source.name: source for source in config.data.sources}
     manifests = [find_unchanged(sources[name], frozen.manifests[name]) for name in sources]
-    return _frozen_spec(config, settings, folder, frozen.record, facts, manifests)
+    frozen_refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
+    return _frozen_spec(config, settings, folder, frozen.record, facts, manifests, frozen_refs)
 
 
 def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:
@@ -92,6 +102,7 @@ def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> Sour
 def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
     record, found, now, notes = frozen.record, [], [], list[str]()
+    refs = find_transforms(config)  # that they are the run's, who compares identities sees
     for source in config.data.sources:
         manifest, as_it_is, said = compare_files(
             source,
@@ -102,7 +113,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         found.append(manifest)
         now.append(as_it_is)
         notes += said
-    spec = _frozen_spec(config, settings, folder, record, facts, found)
+    spec = _frozen_spec(config, settings, folder, record, facts, found, refs)
     encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
         choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
@@ -110,7 +121,7 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
     windows = [note for plan in spec.plans for note in notes_of(plan, settings)]
     return replace(
         spec,
-        run_identity=identity_of(config, asked, encoder, now, spec.plans),
+        run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
         notes=(*facts.notes, *notes, *windows),
     )
 
@@ -147,8 +158,10 @@ def _frozen_spec(
     record: DataRecord,
     facts: TokenizerFacts,
     found: Sequence[Manifest],
+    transforms: Mapping[str, TransformRef],
 ) -> DataSpec:
     """What was frozen, with the files where the manifests say."""
+    settings = with_transforms(config, settings, transforms)
     plans = tuple(plan_source(each, settings.fragment_bytes, settings.window_bytes) for each in found)
     for plan in plans:
         _require_same_blocks(plan, settings, record)
@@ -160,7 +173,7 @@ def _frozen_spec(
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=identity_of(config, facts.digest, encoder, found, plans),
+        run_identity=identity_of(config, facts.digest, encoder, found, plans, transforms),
         mixture=mixture_of(config, {plan.source: plan.manifest.num_bytes for plan in plans}),
         max_epochs=limits_of(config),
     )

@@ -55,7 +55,23 @@ class StepsCompared:
 
     def skipped_documents(self) -> dict[str, int]:
         """How many bad documents of each source the wanted steps passed."""
-        return {name: source.bad_documents for name, source in self.sources.items()}
+        return {
+            name: source.end.bad_documents - source.before_wanted.bad_documents
+            for name, source in self.sources.items()
+        }
+
+    def left_out_documents(self) -> dict[str, dict[str, int]]:
+        """How many documents of each source transforms dropped, and how many are held out, that the wanted
+        steps passed.
+        """
+        ends = {name: (source.end, source.before_wanted) for name, source in self.sources.items()}
+        return {
+            name: {
+                "filtered": end.filtered_documents - begin.filtered_documents,
+                "held_out": end.held_out_documents - begin.held_out_documents,
+            }
+            for name, (end, begin) in ends.items()
+        }
 
     def reference(self, spec: DataSpec, seen: Survey) -> dict[str, Any]:
         """What `tokenizers` said of the documents."""
@@ -124,7 +140,7 @@ class AuditRun:
         tasks = files_tasks(self._spec, needed, PART_BYTES if self._num > 1 else 1 << 62)
         sums: EncodedFiles = dict.fromkeys(needed, EpochChecksum())
         if tasks:
-            total = sum(self._spec.source_plan(source).manifest.num_bytes for source, _ in needed)
+            total = sum(self._spec.source_plan(source).manifest.num_bytes for source, *_ in needed)
             try:
                 results = self._run(tasks, "reading the files", "bytes", total)
             except KeyboardInterrupt as interrupt:
@@ -134,7 +150,8 @@ class AuditRun:
                 ) from interrupt
             for task, result in zip(tasks, results, strict=True):
                 assert isinstance(result, EpochChecksum), "files make sums"
-                sums[task.source, task.encoder] = sums[task.source, task.encoder] + result
+                at = task.source, task.encoder, task.epoch
+                sums[at] = sums[at] + result
         return epochs_verdict(self._spec, found.sources, sums)
 
     def _run(self, tasks: list[Any], what: str, unit: str, total: int) -> list[Found]:

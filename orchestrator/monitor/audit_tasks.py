@@ -46,6 +46,7 @@ class FilesTask:
 
     source: str
     encoder: EncoderChoice
+    epoch: int  # transforms draw anew in each
     files: range
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ Found = StepsFound | EpochChecksum
 def carry_out(spec: DataSpec, task: Task, done: Done) -> Found:
     """What the task asks for. Raises as the stream and its files do."""
     if isinstance(task, FilesTask):
-        return checksum_files(spec, task.encoder, task.source, task.files, done)
+        return checksum_files(spec, task.encoder, task.source, task.epoch, task.files, done)
     walk = PartWalk(spec, task.part, by_reference=task.by_reference)
     difference = next(walk.differences(done), None)
     stretches = walk.stretches() if difference is None else {}
@@ -72,19 +73,21 @@ def ends_all(found: Found) -> bool:
 
 
 def files_tasks(
-    spec: DataSpec, wanted: Sequence[tuple[str, EncoderChoice]], least_bytes: int
+    spec: DataSpec, wanted: Sequence[tuple[str, EncoderChoice, int]], least_bytes: int
 ) -> list[FilesTask]:
-    """All files of these sources, each with its encoder, in runs of at least so many bytes (as they are
-    stored) where there are as many.
+    """All files of these sources, each with its encoder and epoch, in runs of at least so many bytes (as they
+    are stored) where there are as many.
     """
     tasks = []
-    for source, encoder in wanted:
+    for source, encoder, epoch in wanted:
         begin = held = 0
         sizes = spec.source_plan(source).manifest.files.sizes.tolist()
         for number, size in enumerate(sizes):
             held += size
             if held >= least_bytes or number == len(sizes) - 1:
-                tasks.append(FilesTask(source=source, encoder=encoder, files=range(begin, number + 1)))
+                tasks.append(
+                    FilesTask(source=source, encoder=encoder, epoch=epoch, files=range(begin, number + 1))
+                )
                 begin, held = number + 1, 0
     return tasks
 

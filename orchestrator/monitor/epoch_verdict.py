@@ -15,8 +15,8 @@ from orchestrator.monitor.source_walk import SourceStretch, at_border
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
 from orchestrator.records import SourceCursor
 
-EncodedFiles = dict[tuple[str, EncoderChoice], EpochChecksum]
-"""What a source's files hold, as an encoder makes it."""
+EncodedFiles = dict[tuple[str, EncoderChoice, int], EpochChecksum]
+"""What a source's files hold, as an encoder makes it of what the transforms draw in an epoch (0: of all)."""
 
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
 
@@ -27,10 +27,10 @@ class JoinedSource:
 
     begin: SourceCursor
     end: SourceCursor
+    before_wanted: SourceCursor  # where the first step that was asked for begins
     totals: EpochTotals = field(default_factory=EpochTotals)
     ends_data: bool = False
     fault: str | None = None
-    bad_documents: int = 0
     differences: tuple[EncodingDifference, ...] = ()
 
     @classmethod
@@ -45,10 +45,10 @@ class JoinedSource:
         return cls(
             begin=stretches[0].begin,
             end=end,
+            before_wanted=stretches[0].before_wanted,
             totals=totals,
             ends_data=bool(walked) and walked[-1].ends_data,
             fault=next((stretch.fault for stretch in walked if stretch.fault), None),
-            bad_documents=end.bad_documents - stretches[0].bad_documents_before,
             differences=tuple(one for stretch in walked for one in stretch.differences),
         )
 
@@ -66,16 +66,21 @@ class JoinedSource:
         return None
 
 
-def files_needed(spec: DataSpec, sources: Mapping[str, JoinedSource]) -> list[tuple[str, EncoderChoice]]:
+def files_needed(spec: DataSpec, sources: Mapping[str, JoinedSource]) -> list[tuple[str, EncoderChoice, int]]:
     """Which source's files are to be summed up, and by which encoder."""
     return list(
         dict.fromkeys(
-            (name, _encoder(spec, name, epoch)[0])
+            (name, _encoder(spec, name, epoch)[0], _drawn_in(spec, name, epoch))
             for name, source in sources.items()
             for epoch in source.epochs
             if source.left_open(epoch) is None
         )
     )
+
+
+def _drawn_in(spec: DataSpec, source: str, epoch: int) -> int:
+    """The epoch whose draws make the documents; 0 where nothing is drawn."""
+    return epoch if spec.settings.transforms.get(source) else 0
 
 
 def _encoder(spec: DataSpec, source: str, epoch: int) -> tuple[EncoderChoice, bool]:
@@ -115,7 +120,7 @@ def _source_verdict(
             not_shown.append(left_open)
         else:
             encoder, alone = _encoder(spec, name, epoch)
-            found, held = source.totals.sums[epoch], files[name, encoder]
+            found, held = source.totals.sums[epoch], files[name, encoder, _drawn_in(spec, name, epoch)]
             if not alone:
                 not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
                 found, held = found.without_tokens(), held.without_tokens()

@@ -54,14 +54,18 @@ class PartWalk:
         spec: DataSpec,
         part: HistoryPart,
         packer: type[ReferencePacker] = ReferencePacker,
+        windows: type[ReferenceWindows] = ReferenceWindows,
         by_reference: bool = False,
     ) -> None:
-        """`packer` makes the samples; `by_reference`: `tokenizers` encodes each document, too."""
+        """`packer` makes the samples, `windows` those of whole documents; `by_reference`: `tokenizers`
+        encodes each document, too.
+        """
         self._spec, self._part, self._begin = spec, part, part.begin
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
         self._sources = {
-            plan.source: SourceWalk(spec, plan, part.begin, packer, by_reference) for plan in spec.plans
+            plan.source: SourceWalk(spec, plan, part.begin, packer, windows, by_reference)
+            for plan in spec.plans
         }
         self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
         self._targets = part.begin.target_tokens
@@ -79,11 +83,11 @@ class PartWalk:
         part = self._part
         samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
         for index in range(part.first, part.wanted.stop):
-            record = part.record(index)
+            record, self.newest = part.record(index), None
             num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
             if index == part.wanted.start:
                 for source in self._sources.values():
-                    source.bad_documents_before = source.place().bad_documents
+                    source.before_wanted = source.place()
             for at in (at for at in part.skips if at.index == index):
                 if index >= part.wanted.start:
                     self.passed.append(at)
@@ -95,9 +99,7 @@ class PartWalk:
                 yield Difference(index=index, reason=turns)
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, part.seq_lens[record.attempt, record.generation])
-            self.newest = WalkedStep(
-                first_index=samples + self._begin.skipped_samples, turns=turns, samples=found[1]
-            )
+            self.newest = WalkedStep(first_index=samples + self._skipped[0], turns=turns, samples=found[1])
             differs = self._difference(index, samples, num_tokens, found)
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if index < part.wanted.start:

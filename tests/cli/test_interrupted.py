@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,14 @@ import pytest
 
 from orchestrator.cli.commands import main
 from tests.launch.test_replay import contents, example  # noqa: F401  a fixture
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """What a shell starts in the background begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:

@@ -16,6 +16,7 @@ def report(final: int | None, all_final: bool = False) -> dict[str, Any]:
         "first_step": "1", "last_step": "70", "final_up_to_step": final, "all_final": all_final,
         "first_difference": None,
         "not_shown": [], "repeated_files": 0, "skipped_documents": None, "reference": None,
+        "left_out_documents": None,
     }  # fmt: skip
 
 

@@ -271,10 +271,10 @@ def test_paths_of_several_storages_are_refused(s3: str, monkeypatch: pytest.Monk
     for name in ("one", "two"):
         ask("PUT", f"{s3}/{name}", {})
         put(f"s3://{name}", "a.jsonl", b"{}")
-    assert "lie in several buckets, s3://one and s3://two" in refusal(["s3://one", "s3://two"])
+    assert "lie in several buckets: s3://one and s3://two" in refusal(["s3://one", "s3://two"])
     assert "/here is a path of this machine and others are URIs" in refusal(["s3://one", "/here"])
-    assert "this is neither" in refusal("ftp://host/d")
-    assert "this is neither" in refusal("s3://")
+    assert "this is none of them" in refusal("ftp://host/d")
+    assert "this is none of them" in refusal("s3://")
 
 
 @contextmanager

@@ -48,12 +48,14 @@ class Files(Sequence[FileRow]):
     Pickles as its columns, about 60 bytes and the path of each file. Arrays that it gives are read-only.
     """
 
-    __slots__ = ("_columns", "_digests")
+    __slots__ = ("_columns", "_digests", "_last")
 
     def __init__(self, columns: dict[str, Any]) -> None:
         """`columns` are Arrow arrays by the names of `FileRow`'s fields."""
         self._columns = columns
         self._digests: dict[tuple[str, str], str] = {}
+        # a file of many units is asked for once for each: its row may hold ten thousands of numbers
+        self._last: tuple[int, FileRow] | None = None
 
     @classmethod
     def of(cls, rows: Iterable[FileRow]) -> Files:
@@ -92,8 +94,13 @@ class Files(Sequence[FileRow]):
     def __getitem__(self, index: int | slice) -> FileRow | tuple[FileRow, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
+        last = self._last
+        if last is not None and last[0] == index:
+            return last[1]
         values: dict[str, Any] = {name: self._columns[name][index].as_py() for name in _NAMES}
-        return FileRow(**values | {name: tuple(values[name]) for name in _LISTS})
+        row = FileRow(**values | {name: tuple(values[name]) for name in _LISTS})
+        self._last = index, row
+        return row
 
     def __iter__(self) -> Iterator[FileRow]:
         for values in self._stretches(_NAMES):

@@ -6,6 +6,7 @@ It looks at names and at what the file system says of them, and opens nothing.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,12 @@ from itertools import takewhile
 
 import numpy as np
 
+from orchestrator.data.sources.code_records import BASE, CodeRecords
 from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.hub_datasets import is_hub, pinned, split_hub
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
-from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.data.sources.object_stores import is_remote, split_uri
 from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
 from orchestrator.records import Int64Array
@@ -28,6 +31,8 @@ _NAMED = 5
 # A storage that says of a file what it is in this time is asked by one thread.
 QUICK_STAT_S = 50e-6
 _MASK63 = (1 << 63) - 1
+# What a dataset's files are called by.
+_WORDS, _SPLITS = re.compile(r"[^a-z]+"), {"train", "test", "validation", "valid", "dev"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,21 +76,37 @@ class Listing:
                 f"source {source}: {len(self.others)} of {len(self.others) + len(self.names)} paths lead to "
                 f"files that other paths lead to, e.g. {name} to {self.others[name]}; each file is read once"
             )
+        if is_hub(self.base):
+            at = split_hub(self.base)
+            notes.append(
+                f"source {source}: dataset {at.repo} of the hub is read at commit {at.revision}; what is "
+                "pushed to it later is not"
+            )
+            splits = {word for name in self.names for word in _WORDS.split(name)} & _SPLITS
+            if len(splits) > 1:
+                notes.append(
+                    f"warning: source {source}: by their names its {len(self.names)} files are of several "
+                    f"splits ({', '.join(sorted(splits))}), and all are read; a glob that ends with "
+                    "`**/*train*` names one"
+                )
         # a link's own name may be any bytes
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
+def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "") -> Listing:
     """The files that `path` means for `source`: one path or glob, or several, of which the names are then
     relative to the folder that all have in common. Hidden files are left out.
 
+    `at` is the base of an older list: what a revision of a dataset of the hub meant then, it means still.
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
     none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, of several
     paths for one of them, or a name is not UTF-8.
     """
     paths = (path,) if isinstance(path, str) else tuple(path)
+    if not format_of(format_).has_files:
+        return _list_code(source, paths)
     if any(is_remote(one) for one in paths):
-        return _list_remote(source, paths, format_)
+        return _list_remote(source, paths, format_, at)
     each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
     base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
     found = {name for one in each for name in one.names_in(base)}
@@ -107,22 +128,44 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
     return listing
 
 
-def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
+def _list_code(source: str, paths: Sequence[str]) -> Listing:
+    """The one virtual file of a source that is code."""
+    if len(paths) != 1:
+        raise ConfigError(
+            f"data.sources {source}: path has {len(paths)} functions, {', '.join(paths)}; give one, and a "
+            "source for each"
+        )
+    records = CodeRecords.anew(paths[0])
+    return Listing(
+        paths=tuple(paths),
+        base=BASE,
+        names=tuple(paths),
+        others={},
+        irregular=(),
+        unlisted=(),
+        sizes=np.array([records.size], np.int64),
+        mtimes_ns=np.array([records.mtime_ns], np.int64),
+        etags=(records.etag,),
+    )
+
+
+def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Listing:
     """The same for URIs: each object once, whatever paths lead to it."""
     if local := [one for one in paths if not is_remote(one)]:
         raise ConfigError(
             f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
             "a source lie in one storage: give one source for each"
         )
-    each = [_matches_of(source, path, format_) for path in paths]
+    each = [_matches_of(source, path, format_) for path in _at_commits(source, paths, at)]
     bases = [found.base for found in each]
     levels = zip(*(base.split("/") for base in bases), strict=False)
     common = list(takewhile(lambda level: len(set(level)) == 1, levels))
     base = "/".join(level[0] for level in common)
-    if len(common) < len(("s3:", "", "bucket")):
+    if any(len(common) < split_uri(base)[0].count("/") + 1 for base in bases):
+        what = "datasets, or revisions of one" if is_hub(base) else "buckets"
         raise ConfigError(
-            f"data.sources {source}: its paths lie in several buckets, {bases[0]} and {bases[-1]}; the files "
-            "of a source lie in one bucket: give one source for each"
+            f"data.sources {source}: its paths lie in several {what}: {bases[0]} and {bases[-1]}; give one "
+            "source for each"
         )
     objects = {
         (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
@@ -139,6 +182,18 @@ def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
         mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
         etags=tuple(objects[name].etag for name in names),
     )
+
+
+def _at_commits(source: str, paths: Sequence[str], at: str) -> Sequence[str]:
+    """Paths of the hub with commits for their revisions; others as they are."""
+    if not all(is_hub(path) for path in paths):
+        return paths
+    try:
+        return pinned(paths, at)
+    except OSError as error:
+        raise ConfigError(
+            f"data.sources {source}: {', '.join(paths)} cannot be listed: {error.strerror}"
+        ) from error
 
 
 def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
