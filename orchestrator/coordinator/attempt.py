@@ -383,7 +383,9 @@ def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Se
     if not num_steps and not points:
         return ""
     left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
-    left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
+    if points:
+        several = f"{len(points)} resume points, {points[0]} to {points[-1]}"
+        left.append(several if len(points) > 1 else f"resume point {points[0]}")
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
         "they are, but nothing is continued from there"

@@ -149,5 +149,7 @@ def moved(sources: tuple[SourceLists, ...], cursor: Cursor) -> Cursor:
                 empty_documents=at.empty_documents,
                 bad_documents=at.bad_documents,
                 special_texts=at.special_texts,
+                filtered_documents=at.filtered_documents,
+                held_out_documents=at.held_out_documents,
             )
     return replace(cursor, sources=places)

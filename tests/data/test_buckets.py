@@ -349,7 +349,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_stream_from_a_bucket_is_that_of_the_same_files_in_a_folder(
     bucket: str, tmp_path: Path, tiny_config: Make, kind: str
 ) -> None:
-    write_corpus(tmp_path / "here", some_texts(60, lines=kind != "lines"), kind)
+    write_corpus(tmp_path / "here", some_texts(24, lines=kind != "lines"), kind)
     for path in sorted((tmp_path / "here").iterdir()):
         put(bucket, f"corpus/{path.name}", path.read_bytes())
     local = job(tiny_config, tmp_path / "here", kind, num_epochs=2)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.first_records import check_first_records
+from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.code_records import CodeRecords
 from orchestrator.data.sources.documents import BadRecordError, Content, Conversation, Document, Prompted
@@ -28,7 +29,6 @@ from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_parquet
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
-from orchestrator.data.spec import prepare_data, prepare_trained
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
 from tests.data.making import plain, samples, some_texts, spec_of
 

@@ -19,12 +19,12 @@ from huggingface_hub import constants, utils
 
 import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.sources import hub_datasets
 from orchestrator.data.sources.hub_datasets import split_hub
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import ETAG, from_parquet, to_parquet
-from orchestrator.data.spec import prepare_data, prepare_trained
 from orchestrator.errors import ConfigError, DataIdentityError
 from tests.data.hub_server import Hub, hub_server
 from tests.data.making import plain, samples, some_texts, spec_of

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import columns, compressed, line_records, readers
 from orchestrator.data.sources import windows as sources
@@ -246,3 +249,34 @@ def test_documents_without_tokens_do_not_gather_in_a_chunk(
     assert sum(int((chunk.kind == EMPTY).sum()) for chunk in found) == 2940
     assert max(len(chunk.record) for chunk in found) <= 100
     assert plain(samples(spec, 16)) == before
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+from orchestrator.data.tokens import fast
+
+fast.MAX_GROWTH_BYTES = int(sys.argv[2])
+encoder = fast.FastTokenizer(Path(sys.argv[1]).read_text(), parse=False)
+encoder.encode(["a"])
+LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a word is letters alone
+before = most = fast._resident_bytes()
+for number in range(100):
+    words = (hex(100_000_000 + number * 10_000 + word)[2:].translate(LETTERS) for word in range(10_000))
+    encoder.encode([" ".join(words)])
+    most = max(most, fast._resident_bytes())
+print(most - before)
+"""
+
+
+def test_words_that_never_come_again_do_not_pile_up_in_the_encoder(tmp_path: Path) -> None:
+    train_tokenizer(["some text to begin with"], 300, tmp_path / "tokenizer")
+
+    def growth(limit: int) -> int:
+        """Bytes by which 1,000,000 distinct words make a process grow."""
+        arguments = [str(tmp_path / "tokenizer" / "tokenizer.json"), str(limit)]
+        ended = subprocess.run([sys.executable, "-c", GROWTH, *arguments], capture_output=True, check=True)
+        return int(ended.stdout)
+
+    assert growth(16 * MB) < 48 * MB
+    assert growth(1 << 40) > 64 * MB, "else this shows nothing"

@@ -138,9 +138,9 @@ class RayFeed:
                 self._await_feeder(error)
             else:
                 if isinstance(reply, tuple):
-                    mine: StepShare = reply[0]
+                    first: StepShare = reply[0]
                     self._held.update(zip(steps[1:], reply[1:], strict=False))
-                    return mine.slice()
+                    return first.slice()
                 if isinstance(reply, OrchestratorError):
                     raise reply
                 self._reopen(reply, step, cursor)

@@ -125,31 +125,39 @@ class _Records:
         self, writer: ChunkWriter, window: OrderedWindow, settings: StreamSettings, encoders: Encoders
     ) -> None:
         self._writer, self._window, self._settings, self._encoders = writer, window, settings, encoders
-        self._task, self._takes_all = writer.task, window.takes_all
+        self._task = writer.task
         refs = settings.transforms.get(writer.task.source)
         self._transforms = Transforms(refs) if refs else None
+        # a record is its document: asked for each
+        self._as_they_are = window.takes_all and self._transforms is None
 
     def add(self, position: int) -> Iterable[TokenChunk]:
         """The chunks that get full while it adds what one record is: pieces of its document, or of several
         ones, what is counted in their place (empty, bad, dropped, held out), nothing for a blank line.
         """
-        window, self._writer.output = self._window, 0
-        held_out = not self._takes_all and window.is_held_out(position)
-        if held_out and not self._settings.held_out:
-            return self._add_held_out(position)
-        if self._settings.held_out and not held_out:
-            return ()
+        window = self._window
         try:
+            if not self._as_they_are:
+                return self._add_by_rule(position)
             document = window.document(position)
-            if self._transforms is not None and document is not None:
-                outputs = self._transformed(position, document, self._transforms)
-                return self._add_outputs(position, outputs)
         except BadRecordError as error:
             return self._add_bad(position, error)
         except DataError as error:
             raise type(error)(f"{window.place(position)}: {error}") from error
-        size = window.size(position) if isinstance(document, str) else 0
-        return self._add_document(position, document, size)
+        return self._add_document(position, document, window.size(position))
+
+    def _add_by_rule(self, position: int) -> Iterable[TokenChunk]:
+        """A record that may be held out, or transformed."""
+        window, self._writer.output = self._window, 0
+        held_out = not window.takes_all and window.is_held_out(position)
+        if held_out and not self._settings.held_out:
+            return self._add_held_out(position)
+        if self._settings.held_out and not held_out:
+            return ()
+        document = window.document(position)
+        if document is None or self._transforms is None:
+            return self._add_document(position, document, window.size(position))
+        return self._add_outputs(position, self._transformed(position, document, self._transforms))
 
     def _add_held_out(self, position: int) -> Iterable[TokenChunk]:
         """Whether it is bad is for those to say who read the hold-out; that it is blank is seen here."""
