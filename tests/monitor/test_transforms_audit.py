@@ -19,6 +19,7 @@ from orchestrator.records import TokenChunk
 from tests.data.making import write_corpus
 from tests.data.test_transforms import HERE, told_texts
 from tests.monitor.test_audit import TrainedRun
+from tests.monitor.test_audit_parts import in_parts, num_parts
 
 Make = Callable[..., dict[str, Any]]
 
@@ -63,6 +64,19 @@ def test_a_run_of_transformed_documents_is_shown_whole_and_from_any_step_on(
     for first in ("5", "6", "9"):
         later = run.audit(f"{first}:")
         assert later["exactly_once"], later["first_difference"]
+
+
+@pytest.mark.parametrize("mode", ["concat", "bestfit", "pad"])
+def test_transformed_documents_are_counted_once_in_any_parts(
+    mode: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = transformed_run(tmp_path, tiny_config, mode)
+    run.attempt(1000, batch=1, seq_len=64 if mode != "concat" else 23)
+    whole = run.audit()
+    assert (whole["exactly_once"], whole["not_shown"]) == (True, [])
+    assert num_parts(run) > 20
+    assert in_parts(run, monkeypatch, 1) == whole
+    assert in_parts(run, monkeypatch, 1, steps="9:30") == run.audit("9:30")
 
 
 # ---------------------------------------------------------------------------------------- planted faults
