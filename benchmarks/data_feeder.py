@@ -79,7 +79,7 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
         feed.get(_step(cursors[3]), 0, 1, _BATCH, cursors[3])
         again.append(time.perf_counter() - began)
     for attempt in range(2, 5):
-        at = cursors[0] if attempt % 2 else cursors[1]  # two steps are held, these are not
+        at = cursors[2] if attempt % 2 else cursors[0]  # neither held nor what comes next
         began = time.perf_counter()
         ray.get(feeder.open.remote(_LAUNCH, (attempt, 0), at))
         taken = ray.get(feeder.get.remote(_LAUNCH, (attempt, 0), (_step(at),), 0, 1, _BATCH))

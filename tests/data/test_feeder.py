@@ -266,6 +266,23 @@ def test_any_cursor_is_opened_at_exactly_its_place_and_no_thread_is_left_behind(
     eventually(lambda: stats_of(shared[0]).pipeline_threads <= 2)
 
 
+def test_another_place_is_read_by_the_tokenizers_that_are_there(
+    shared: tuple[Any, str], samples: list[Any]
+) -> None:
+    ray.get(shared[0].close.remote())
+    train(open_feeds(shared, Cursor()), Cursor(), 2)
+    eventually(lambda: len(tokenizer_pids(shared[0])) == 2)
+    tokenizers, opens = tokenizer_pids(shared[0]), stats_of(shared[0]).opens
+    for number, at in enumerate((5000, 3000, 4000)):
+        if number == 2:
+            os.kill(min(tokenizers), signal.SIGKILL)
+        cursor = samples[at].cursor
+        taken, _ = train(open_feeds(shared, cursor), cursor, 2, num_samples=300)
+        assert_stream(taken, samples[at + 1 : at + 601])
+    assert stats_of(shared[0]).opens == opens + 3
+    assert max(tokenizers) in tokenizer_pids(shared[0]), "of all that were there one was killed"
+
+
 def test_the_tokenizers_do_not_read_further_ahead_than_their_credit(shared: tuple[Any, str]) -> None:
     def check(_: int) -> None:
         now = stats_of(shared[0])
@@ -408,7 +425,7 @@ def test_a_pipeline_that_gets_no_cpu_ends_in_a_stated_error(spec: DataSpec, shar
 class FeederWithoutPipeline(Feeder):
     """Its tokenizers are the test, and so is its clock."""
 
-    def _read(self, run: Any, loop: Any) -> None: ...
+    def _read(self, pipeline: Any, loop: Any) -> None: ...
 
 
 def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing_is_heard(
@@ -429,11 +446,11 @@ def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing
         )
         for _ in range(100):
             now += 599.0
-            assert await feeder.working(1, 16 << 20)
+            assert await feeder.working(1, 0, 16 << 20)
             await wake()
             assert not waiting.done()
         assert (await feeder.stats()).bytes_passed == 100 * (16 << 20)
-        assert not await feeder.working(2, 1), "a tokenizer of another opening is sent home"
+        assert not await feeder.working(2, 0, 1), "a tokenizer of another pipeline is sent home"
         now += 601.0
         await wake()
         return await asyncio.wait_for(waiting, 30.0)
@@ -463,6 +480,53 @@ def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_e
 
     for what in (read_twice, open_behind_the_data):
         assert isinstance(asyncio.run(what()), DataIdentityError)
+
+
+def test_what_becomes_of_a_slot_of_a_place_that_was_left_is_nobodys_concern(
+    spec: DataSpec, samples: list[Any]
+) -> None:
+    async def leave() -> object:
+        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
+        await feeder.open("launch", (1, 1), Cursor())
+        left = await feeder.slot(1, 0)
+        assert left is not None
+        waiting = asyncio.create_task(feeder.slot(1, 4))  # there is no room yet
+        await feeder.open("launch", (1, 2), samples[99].cursor)
+        assert not await feeder.working(1, 0, 1)
+        assert not await feeder.read(1, 0, left, 1)
+        assert not await feeder.failed(1, 0, FeedError("of the place that was left"))
+        assert await feeder.slot(1, 0) is None
+        given = [await feeder.slot(1, slot) for slot in (1, 2, 3)]
+        assert given[0] == next(spec.tasks_from(samples[99].cursor, "stdlib"))
+        assert not waiting.done()
+        assert await feeder.failed(1, 1, FeedError("of this one"))
+        assert await waiting is None
+        return await feeder.get("launch", (1, 2), (following(samples[99].cursor, 8),), 0, 1, MICRO)
+
+    assert "of this one" in str(asyncio.run(leave()))
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_pipeline_that_does_not_get_over_the_place_before_is_begun_anew_once(
+    spec: DataSpec, samples: list[Any], says_so: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lose() -> object:
+        feeder, cursor = FeederWithoutPipeline("launch", pinned(spec), 1, 0), samples[99].cursor
+        await feeder.open("launch", (1, 1), Cursor())
+        assert await feeder.slot(1, 0) is not None
+        await feeder.open("launch", (1, 2), cursor)
+        waiting = [asyncio.create_task(feeder.slot(1, slot)) for slot in range(1, 6)]
+        if says_so:
+            await feeder._failed_pipeline(1, RuntimeError("its chunks are lost"))
+        assert None in await asyncio.gather(*waiting)
+        assert await feeder.slot(1, 1) is None, "that pipeline is over"
+        assert await feeder.slot(2, 0) == next(spec.tasks_from(cursor, "stdlib"))
+        await feeder._failed_pipeline(1, RuntimeError("it comes late"))
+        await feeder._failed_pipeline(2, RuntimeError("not because of a place before"))
+        return await feeder.get("launch", (1, 2), (following(cursor, 8),), 0, 1, MICRO)
+
+    monkeypatch.setattr("orchestrator.data.feed.feeder.ARRIVAL_S", 600.0 if says_so else 0.0)
+    assert "not because of a place before" in str(asyncio.run(lose()))
 
 
 def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig, tmp_path: Path) -> None:

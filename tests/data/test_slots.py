@@ -1,5 +1,5 @@
-"""Slots as windows, searched: whoever reads, dies or comes early, each source's stream is whole and in
-order.
+"""Slots as windows, searched: whoever reads, dies or comes early, and wherever the stream goes on, each
+source's stream is whole and in order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from orchestrator.records import TokenChunk, WindowTask
 
 HISTORIES = 1000
 Place = tuple[str, int, int, int, int]  # source, epoch, block, window, number of the chunk
+Start = tuple[int, int, int]  # epoch, block, window
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Source:
     guess: Table
     num_blocks: int
     num_epochs: int
-    start: tuple[int, int, int] = (0, 0, 0)
+    start: Start = (0, 0, 0)
     chunks_per_window: int = 1
 
     def places(self) -> list[Place]:
@@ -99,7 +100,7 @@ class Tokenizer:
 @dataclass
 class World:
     """Ray Data (slots go out and come back in order), tokenizers that die, a drawing that wants sources by
-    turns; the machine between them.
+    turns, and goes on at other places; the machine between them.
     """
 
     sources: dict[str, Source]
@@ -107,11 +108,13 @@ class World:
     accidents: int = 0
     make: Callable[..., Slots] = Slots
     wanted: tuple[str, ...] = ()
+    moves: tuple[dict[str, Start], ...] = ()  # the places where the stream will go on, in order
     most_done: int = 10  # Ray gives out so many slots beyond the one being taken: more than are ever given
     slots: Slots = field(init=False)
     tokenizers: list[Tokenizer] = field(init=False)
     next_slot: int = 0
     outputs: dict[int, list[TokenChunk | None]] = field(default_factory=dict)
+    coming: int = 0  # the slot of which so many parts came
     parts_taken: int = 0
     streams: dict[str, list[Place]] = field(init=False)
     delivered: dict[str, list[Place]] = field(init=False)
@@ -119,12 +122,16 @@ class World:
     num_drawn: int = 0
 
     def __post_init__(self) -> None:
-        self.slots = self.make([source.windows() for source in self.sources.values()], self.num_tokenizers)
         self.tokenizers = [Tokenizer() for _ in range(self.num_tokenizers)]
+        self.wanted = self.wanted or tuple(self.sources)
+        self.open(None)
+
+    def open(self, after: Slots | None) -> None:
+        windows = [source.windows() for source in self.sources.values()]
+        self.slots = self.make(windows, self.num_tokenizers, after)
         self.streams = {name: source.places() for name, source in self.sources.items()}
         self.delivered = {name: [] for name in self.sources}
         self.drawn = dict.fromkeys(self.sources, 0)
-        self.wanted = self.wanted or tuple(self.sources)
 
     def buffered(self, source: str) -> int:
         return len(self.delivered[source]) - self.drawn[source]
@@ -143,18 +150,20 @@ class World:
 
     def kinds(self) -> list[str]:
         """What may happen at all: a tokenizer goes on, dies, or executes a slot once more; a chunk is taken,
-        a sample is drawn.
+        a sample is drawn, the stream goes on elsewhere.
         """
         each = [
             f"{what} {number}" for what in ("go", "kill", "again") for number in range(self.num_tokenizers)
         ]
-        return ["take", "draw", *each]
+        return ["take", "draw", "move", *each]
 
     def can(self, kind: str) -> bool:
         """Whether it can happen now."""
         what, _, number = kind.partition(" ")
         if what == "take":
-            return self.slots.taken in self.outputs and self.needs is not None
+            return self.coming in self.outputs and (self.slots.arriving or self.needs is not None)
+        if what == "move":
+            return bool(self.moves)
         if what == "draw":
             return self.needs is None and any(self.buffered(name) for name in self.sources)
         at = self.tokenizers[int(number)]
@@ -169,8 +178,8 @@ class World:
     def happens(self, kind: str) -> None:
         """Whoever asked in vain asks again, unless this was nothing but another vain question."""
         what, _, number = kind.partition(" ")
-        if what in ("take", "draw"):
-            (self.take if what == "take" else self.draw)()
+        if not number:
+            {"take": self.take, "draw": self.draw, "move": self.move}[what]()
         else:
             at = self.tokenizers[int(number)]
             {"go": self.go, "kill": self.kill, "again": self.execute_again}[what](at)
@@ -205,7 +214,7 @@ class World:
         assert isinstance(task, WindowTask)
         real = self.sources[task.source].real(task.epoch, task.block)
         self.slots.read(at.slot, task, real if task.window >= real - 1 else None)
-        at.has_read = task.window < real
+        at.has_read = task.window < real or not self.slots.has(at.slot)
         if not at.has_read:
             at.task = None  # it asks what the slot is instead
 
@@ -215,10 +224,15 @@ class World:
         if isinstance(task, WindowTask):
             source = self.sources[task.source]
             start = (task.source, task.epoch, task.block, task.window)
-            assert task.record == (5 if start[1:] == source.start else 0), "the first window's place is told"
             chunks = [chunk_at((*start, n), source) for n in range(source.chunks_per_window)]
-        if at.slot >= self.slots.taken:
-            assert self.outputs.setdefault(at.slot, chunks) == chunks, "a slot brings the same again"
+            if not self.slots.has(at.slot):  # of a place that was left, and left in the middle
+                chunks[-1] = None
+            else:
+                first = start[1:] == source.start
+                assert task.record == (5 if first else 0), "the first window's place is told"
+        if at.slot >= self.coming:
+            done = self.outputs.setdefault(at.slot, chunks)
+            assert done == chunks or not self.slots.has(at.slot), "a slot brings the same again"
         at.slot, at.task, at.has_read = None, None, False
 
     def kill(self, at: Tokenizer) -> None:
@@ -235,7 +249,7 @@ class World:
         at.slot = max(0, min(self.outputs) - self.accidents % 2)
 
     def take(self) -> None:
-        slot = self.slots.taken
+        slot = self.coming
         chunk = self.outputs[slot][self.parts_taken]
         self.parts_taken += 1
         for delivered in self.slots.take(slot, chunk):
@@ -243,10 +257,16 @@ class World:
             found.append(place_of(delivered))
             due = self.streams[delivered.source][len(found) - 1 : len(found)]
             assert due == found[-1:], f"{found[-1]} is delivered where {due} is due"
-        if self.slots.taken > slot:
+        if self.parts_taken == len(self.outputs[slot]):
             del self.outputs[slot]
-            self.parts_taken = 0
+            self.coming, self.parts_taken = slot + 1, 0
         self.check_bound()
+
+    def move(self) -> None:
+        """Whatever is going on: what is done and not taken comes all the same."""
+        place, self.moves = self.moves[0], self.moves[1:]
+        self.sources = {name: replace(of, start=place[name]) for name, of in self.sources.items()}
+        self.open(self.slots)
 
     def draw(self) -> None:
         for _ in self.wanted:
@@ -265,7 +285,8 @@ class World:
         ]
         tasks = {slot: task for slot, task in sorted(held._tasks.items()) if slot >= held.taken - 1}
         mine = [self.tokenizers, self.next_slot, sorted(self.outputs), self.parts_taken, self.accidents]
-        return repr([held.taken, held.given, tasks, sorted(held._freed), machines, mine, self.drawn])
+        place = [held._first, self.moves]
+        return repr([held.taken, held.given, tasks, sorted(held._freed), machines, mine, self.drawn, place])
 
     # ---------------------------------------------------------------- what holds
     def check_bound(self) -> None:
@@ -277,15 +298,19 @@ class World:
         assert set(self.slots.ended) == set(self.sources)
 
 
+def some_start(rng: random.Random, real: Table, num_blocks: int, epochs: int) -> Start:
+    epoch = rng.randint(0, epochs)
+    block = rng.randrange(num_blocks) if epoch < epochs else 0
+    window = rng.randrange(real(epoch, block)) if epoch < epochs else 0
+    return rng.choice(((0, 0, 0), (epoch, block, window)))
+
+
 def some_source(rng: random.Random, name: str) -> Source:
     num_blocks = rng.randint(1, 3)
     real = tuple(rng.choice((1, 1, 2, 3, 6)) for _ in range(num_blocks))
     guess = tuple(max(1, n + rng.choice((0, 0, 0, -1, 1, -6, 4))) for n in real)
     epochs = rng.randint(1, 2)
-    epoch = rng.randint(0, epochs)
-    block = rng.randrange(num_blocks) if epoch < epochs else 0
-    window = rng.randrange(Table(real)(epoch, block)) if epoch < epochs else 0
-    start = rng.choice(((0, 0, 0), (epoch, block, window)))
+    start = some_start(rng, Table(real), num_blocks, epochs)
     return Source(name, Table(real), Table(guess), num_blocks, epochs, start, rng.randint(1, 2))
 
 
@@ -311,14 +336,21 @@ def search(seeds: range, make: Callable[..., Slots] = Slots) -> None:
         names = ["a", "b", "c"][: rng.choice((1, 1, 2, 3))]
         sources = {name: some_source(rng, name) for name in names}
         wanted = tuple(rng.choices(names, k=rng.randint(1, 6))) + tuple(names)
-        world = World(sources, rng.randint(1, 4), rng.choice((0, 0, 3, 8)), make, wanted)
+        places = [
+            {name: some_start(rng, of.real, of.num_blocks, of.num_epochs) for name, of in sources.items()}
+            for _ in range(seed % 4)
+        ]
+        world = World(sources, rng.randint(1, 4), rng.choice((0, 0, 3, 8)), make, wanted, tuple(places))
         live(world, rng)
         world.check_end()
 
 
-def search_all(sources: dict[str, Source], num_tokenizers: int, accidents: int) -> int:
-    """Every order in which things can happen; how many states there are."""
-    first = World(sources, num_tokenizers, accidents, most_done=num_tokenizers + 3)
+def search_all(sources: dict[str, Source], num_tokenizers: int, accidents: int, move: bool) -> int:
+    """Every order in which things can happen, with one return to the start on `move`; how many states there
+    are.
+    """
+    moves = (dict.fromkeys(sources, (0, 0, 0)),) if move else ()
+    first = World(sources, num_tokenizers, accidents, moves=moves, most_done=num_tokenizers + 3)
     seen, coming = {first.state()}, [pickle.dumps(first)]
     while coming:
         state = coming.pop()
@@ -342,14 +374,22 @@ def test_each_source_is_delivered_whole_and_in_order_and_nothing_waits_for_ever(
 
 
 @pytest.mark.parametrize(
-    ("real", "guess", "accidents"),
-    [((1, 1), (1, 1), 1), ((2, 1), (1, 1), 0), ((1, 2), (1, 1), 0), ((1, 1), (3, 1), 0), ((3,), (2,), 0)],
+    ("real", "guess", "accidents", "move"),
+    [
+        ((1, 1), (1, 1), 1, False),
+        ((2, 1), (1, 1), 0, False),
+        ((1, 2), (1, 1), 0, False),
+        ((1, 1), (3, 1), 0, False),
+        ((3,), (2,), 0, False),
+        ((2,), (1,), 0, True),
+        ((1,), (2,), 0, True),
+    ],
 )
 def test_in_small_bounds_every_order_of_things_is_tried(
-    real: tuple[int, ...], guess: tuple[int, ...], accidents: int
+    real: tuple[int, ...], guess: tuple[int, ...], accidents: int, move: bool
 ) -> None:
     source = Source("a", Table(real), Table(guess), len(real), num_epochs=1)
-    assert search_all({"a": source}, 2, accidents) > 300
+    assert search_all({"a": source}, 2, accidents, move) > 300
 
 
 class Forgetful(Slots):
@@ -384,8 +424,10 @@ class LaterFirst(machine._Source):
 class Careless(Slots):
     """Gives what is later while a window is missing that is known to be there."""
 
-    def __init__(self, sources: Sequence[SourceWindows], num_tokenizers: int) -> None:
-        super().__init__(sources, num_tokenizers)
+    def __init__(
+        self, sources: Sequence[SourceWindows], num_tokenizers: int, after: Slots | None = None
+    ) -> None:
+        super().__init__(sources, num_tokenizers, after)
         self._sources = {source.source: LaterFirst(source) for source in sources}
 
 
@@ -397,6 +439,33 @@ class Deaf(Slots):
             super().read(slot, task, num_windows)
 
 
+class Blind(Slots):
+    """Takes the chunks of the place before for its own."""
+
+    def __init__(
+        self, sources: Sequence[SourceWindows], num_tokenizers: int, after: Slots | None = None
+    ) -> None:
+        super().__init__(sources, num_tokenizers, after)
+        self._first = self.taken
+
+
+class Reusing(Blind):
+    """Gives the slots of the place before to its own windows."""
+
+    def __init__(
+        self, sources: Sequence[SourceWindows], num_tokenizers: int, after: Slots | None = None
+    ) -> None:
+        super().__init__(sources, num_tokenizers, after)
+        self.given = self.taken
+
+
+class Counting(Slots):
+    """Believes that each slot of the place before brings one chunk."""
+
+    def take(self, slot: int, chunk: TokenChunk | None) -> list[TokenChunk]:
+        return super().take(slot, None if self.arriving else chunk)
+
+
 @pytest.mark.parametrize(
     ("planted", "found"),
     [
@@ -405,6 +474,9 @@ class Deaf(Slots):
         (Generous, "more is read ahead"),
         (Careless, "nothing can happen"),
         (Deaf, "nothing can happen|brought|is due"),
+        (Blind, "brought"),
+        (Reusing, "brought|the same again|told|is due"),
+        (Counting, "brought"),
     ],
 )
 def test_the_search_finds_a_mistake_that_is_planted(planted: type[Slots], found: str) -> None:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
+from itertools import count
 from typing import Any, TypeVar
 
 import ray
@@ -42,6 +43,9 @@ MAX_EXECUTIONS = 4
 # No tokenizer did anything for so long although samples are waited for: no CPU for them, or storage that
 # hangs.
 STALL_S = 600.0
+# A pipeline that goes on at another place gets so long to be done with the slots of the place before, a chunk
+# of each at most. Ray may wait for ever for chunks that were lost with their machine.
+ARRIVAL_S = 60.0
 # One dataset runs over so many slots, then the next one starts: Ray lists a dataset's inputs in advance.
 SLOTS_PER_DATASET = 256
 # What the threads of a pipeline are called: ours, and Ray Data's.
@@ -83,11 +87,15 @@ class Feeder:
         self._slots_per_dataset = slots_per_dataset
         self._generation = (0, 0)
         self._run: Opening | None = None
+        # the number of the pipeline that runs, if one does: it goes on from place to place
+        self._pipeline: int | None = None
+        self._num_pipelines = 0
         self._error: OrchestratorError | None = None
         self._changed = asyncio.Condition()
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
+        self._arrivals: asyncio.Task[None] | None = None  # kept here: the loop itself does not keep it
         self._feed_log = FeedLog()
 
     # -------------------------------------------------------------------------------- for ranks
@@ -190,18 +198,18 @@ class Feeder:
 
     async def close(self) -> None:
         """Ends the pipeline and waits until its thread is gone; the feeder is blank afterwards."""
-        self._run = None
+        self._run = self._pipeline = None
         await self._notify()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
     # -------------------------------------------------------------------------------- for tokenizers
-    async def slot(self, run_id: int, slot: int) -> WindowTask | None:
+    async def slot(self, pipeline: int, slot: int) -> WindowTask | None:
         """What `slot` is, as soon as there is room for it and it is known: this bounds the look-ahead. None:
-        it is no window, or that run is over.
+        it is no window, or of a place that was left, or that pipeline is over.
         """
         async with self._changed:
-            while (run := self._current(run_id)) is not None:
+            while (run := self._run_of(pipeline, slot)) is not None:
                 task = run.begin(slot)
                 if task is not NoTask.NOT_YET:
                     break
@@ -224,12 +232,12 @@ class Feeder:
                 return None
             return task
 
-    async def read(self, run_id: int, slot: int, task: WindowTask, num_windows: int | None) -> bool:
-        """A tokenizer has read `task` for `slot`; `num_windows` as in `Slots.read`. False: that run is
-        over.
+    async def read(self, pipeline: int, slot: int, task: WindowTask, num_windows: int | None) -> bool:
+        """A tokenizer has read `task` for `slot`; `num_windows` as in `Slots.read`. False: it is not wanted
+        any more.
         """
         async with self._changed:
-            run = self._current(run_id)
+            run = self._run_of(pipeline, slot)
             if run is None:
                 return False
             self._work.note()
@@ -241,27 +249,33 @@ class Feeder:
             self._changed.notify_all()
             return True
 
-    async def working(self, run_id: int, bytes_passed: int) -> bool:
-        """A tokenizer is at work; it has passed so many bytes more that lie before its window. False: that
-        run is over.
+    async def working(self, pipeline: int, slot: int, bytes_passed: int) -> bool:
+        """A tokenizer is at work on `slot`; it has passed so many bytes more that lie before its window.
+        False: it is not wanted any more.
         """
-        if self._current(run_id) is None:
+        if self._run_of(pipeline, slot) is None:
             return False
         self._work.note(bytes_passed)
         return True
 
-    async def failed(self, run_id: int, error: OrchestratorError) -> None:
-        """A tokenizer's error: final for this feeder, whatever was still ahead of it, so that it is known at
-        once.
+    async def failed(self, pipeline: int, slot: int, error: OrchestratorError) -> bool:
+        """A tokenizer's error over `slot`: final for this feeder, whatever was still ahead of it, so that it
+        is known at once. False: that slot is not wanted any more, and so its error is none.
         """
         async with self._changed:
-            if self._run is not None and self._run.run_id == run_id:
-                self._end(error)
+            if self._run_of(pipeline, slot) is None:
+                return False
+            self._end(error)
+            return True
 
-    def _current(self, run_id: int) -> Opening | None:
-        """The run of that number, unless it is over."""
-        run = self._run
-        return run if run is not None and run.run_id == run_id and self._error is None else None
+    def _run_of(self, pipeline: int, slot: int) -> Opening | None:
+        """The run that the slot belongs to, unless it was left."""
+        run = self._running(pipeline)
+        return run if run is not None and run.slots.has(slot) else None
+
+    def _running(self, pipeline: int) -> Opening | None:
+        """The run that this pipeline serves, unless it is over."""
+        return self._run if pipeline == self._pipeline and self._error is None else None
 
     # -------------------------------------------------------------------------------- inside
     def _fenced(self, launch: str) -> FencedError:
@@ -350,31 +364,42 @@ class Feeder:
         self._changed.notify_all()
 
     # -------------------------------------------------------------------------------- the pipeline
-    def _start(self, cursor: Cursor) -> Opening | None:
-        """Opens the pipeline at `cursor`; None: it ended at once, in an error. The run before it, if any,
-        ends by itself: its tokenizers are refused and its thread goes.
+    def _start(self, cursor: Cursor, with_pipeline: bool = True) -> Opening | None:
+        """Goes on at `cursor`; None: it ended at once, in an error. A pipeline that runs goes on there: its
+        tokenizers are there already, and leave the slots of the place before. Not `with_pipeline`: with a new
+        one.
         """
         self._opens += 1
+        before = self._run if with_pipeline and self._pipeline is not None else None
         try:
-            run = Opening(self._opens, self._spec, cursor, self._num_tokenizers, self._replay_bytes)
+            run = Opening(self._spec, cursor, self._num_tokenizers, self._replay_bytes, before)
         except OrchestratorError as error:
             self._end(error)
             return None
         self._run = run
         self._work.note()
+        if before is None:
+            self._start_pipeline()
+        elif run.slots.arriving:
+            self._arrivals = asyncio.create_task(self._await_arrival(run))
+        return run
+
+    def _start_pipeline(self) -> None:
+        """The one before it, if any, ends by itself: its tokenizers are refused and its thread goes."""
+        self._num_pipelines += 1
+        self._pipeline = self._num_pipelines
         reader = threading.Thread(
             target=self._read,
-            args=(run, asyncio.get_running_loop()),
-            name=f"pipeline-{run.run_id}",
+            args=(self._pipeline, asyncio.get_running_loop()),
+            name=f"pipeline-{self._pipeline}",
             daemon=True,
         )
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [reader]
         reader.start()
-        return run
 
-    def _read(self, run: Opening, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, pipeline: int, loop: asyncio.AbstractEventLoop) -> None:
         """Runs in a thread of its own: one dataset after the other, chunk by chunk as they are wanted, to the
-        end of data or of the run.
+        end of data or of the pipeline.
         """
 
         def call(what: Coroutine[Any, Any, Result]) -> Result:
@@ -385,39 +410,67 @@ class Feeder:
             with paused_gc():
                 from orchestrator.data.feed.pipeline import read_chunks
 
-            feeder = ray.get_runtime_context().current_actor
-            while slots := call(self._list_slots(run)):
+            feeder, limit = ray.get_runtime_context().current_actor, self._slots_per_dataset
+            for first in count(0, limit):  # how many slots there will be nobody knows
+                if not call(self._goes_on(pipeline)):
+                    return
+                slots = range(first, first + limit)
                 items = read_chunks(
-                    self._reference, feeder, run.run_id, slots, self._num_tokenizers, *self._where
+                    self._reference, feeder, pipeline, slots, self._num_tokenizers, *self._where
                 )
                 with closing(items):
                     for slot, chunk in items:
-                        if not call(self._take(run, slot, chunk)):
+                        if not call(self._take(pipeline, slot, chunk)):
                             return
         except Exception as error:  # noqa: BLE001  whatever it is, the ranks must hear of it
-            call(self._failed_run(run, error))
+            call(self._failed_pipeline(pipeline, error))
 
-    async def _list_slots(self, run: Opening) -> range:
-        slots = run.list_slots(self._slots_per_dataset)
-        return slots if self._run is run else range(0)
+    async def _goes_on(self, pipeline: int) -> bool:
+        """Whether this pipeline has more to read; if not, it is none any more."""
+        run = self._running(pipeline)
+        if run is not None and run.over:
+            self._pipeline = None
+        return run is not None and not run.over
 
-    async def _take(self, run: Opening, slot: int, chunk: TokenChunk | None) -> bool:
+    async def _take(self, pipeline: int, slot: int, chunk: TokenChunk | None) -> bool:
         """Hands over a chunk, or a slot without one, once a chunk is wanted; False: none will be any
         more.
         """
         async with self._changed:
-            while self._run is run and self._error is None and not run.wants:
+            while (run := self._running(pipeline)) is not None and not run.wants:
                 await self._changed.wait()
-            if self._run is not run or self._error is not None:
+            if run is None:
                 return False
-            run.take(slot, chunk)
-            if chunk is not None:
+            if chunk is not None and run.slots.has(slot):
                 self._feed_log.differences(chunk.encoder_differences)
+            run.take(slot, chunk)
             self._work.note()
             self._changed.notify_all()
-            return not run.over
+            return await self._goes_on(pipeline)
 
-    async def _failed_run(self, run: Opening, error: Exception) -> None:
+    async def _await_arrival(self, run: Opening) -> None:
+        """Gives the pipeline `ARRIVAL_S` to come to the slots of `run`, else starts another one."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVAL_S), self._changed:
+                await self._changed.wait_for(lambda: not self._is_arriving(run))
+        async with self._changed:
+            self._start_anew(run)
+
+    def _is_arriving(self, run: Opening) -> bool:
+        wanted = self._run is run and self._pipeline is not None and self._error is None
+        return wanted and run.slots.arriving
+
+    def _start_anew(self, run: Opening) -> bool:
+        """Starts another pipeline if the one that runs has not come to the slots of `run`: none of them is
+        taken, so nothing is lost, and the place before is to blame. Called with the lock.
+        """
+        if not self._is_arriving(run):
+            return False
+        self._start(run.steps.next_cursor, with_pipeline=False)
+        self._changed.notify_all()
+        return True
+
+    async def _failed_pipeline(self, pipeline: int, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         ours = (
             error
@@ -425,7 +478,8 @@ class Feeder:
             else FeedError(f"the data pipeline ended: {error}\n{text}")
         )
         async with self._changed:
-            if self._run is run:
+            run = self._running(pipeline)
+            if run is not None and not self._start_anew(run):
                 self._end(ours)
 
 

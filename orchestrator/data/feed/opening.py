@@ -1,4 +1,4 @@
-"""One opening of the pipeline at a cursor, as plain state: what the slots are, what is delivered and packed.
+"""One opening of the stream at a cursor, as plain state: what the slots are, what is delivered and packed.
 
 It knows no Ray, no thread and no waiting; the feeder asks it what may happen now.
 """
@@ -21,24 +21,29 @@ from orchestrator.records import Cursor, TokenChunk, WindowTask
 class Opening:
     """The stream from `cursor` on: the slots of the pipeline on one side, steps on the other.
 
-    Raises `DataIdentityError` if the data have no such place.
+    `after`: the opening before it, of whose slots the pipeline that runs goes on. Raises `DataIdentityError`
+    if the data have no such place.
     """
 
     def __init__(
-        self, run_id: int, spec: DataSpec, cursor: Cursor, num_tokenizers: int, replay_bytes: int
+        self,
+        spec: DataSpec,
+        cursor: Cursor,
+        num_tokenizers: int,
+        replay_bytes: int,
+        after: Opening | None = None,
     ) -> None:
-        self.run_id = run_id
         self.stream: Stream = spec.stream(cursor)
         self.steps = ReplayBuffer(cursor, replay_bytes)
-        self.slots = Slots(source_windows(spec, cursor), num_tokenizers)
-        self._listed = 0
+        before = None if after is None else after.slots
+        self.slots: Slots = Slots(source_windows(spec, cursor), num_tokenizers, before)
         self._finished: set[str] = set()
         self._finish_ended()
 
     @property
     def wants(self) -> bool:
         """Whether the next chunk should be taken now."""
-        return bool(self.stream.needs)
+        return self.slots.arriving or bool(self.stream.needs)
 
     @property
     def over(self) -> bool:
@@ -49,12 +54,6 @@ class Opening:
     def buffered_tokens(self) -> int:
         """Tokens that are there and not drawn."""
         return sum(map(self.stream.buffered_tokens, self.slots.sources))
-
-    def list_slots(self, limit: int) -> range:
-        """The numbers of the next slots; none when all is over. How many there will be nobody knows."""
-        first = self._listed
-        self._listed += 0 if self.over else limit
-        return range(first, self._listed)
 
     def begin(self, slot: int) -> WindowTask | NoTask:
         """See `Slots.begin`."""

@@ -91,9 +91,9 @@ class Tokenizer:
     then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 
-    def __init__(self, spec: Any, feeder: Any, run_id: int) -> None:
-        """`spec`: a reference to it."""
-        self._reference, self._feeder, self._run_id = spec, feeder, run_id
+    def __init__(self, spec: Any, feeder: Any, pipeline: int) -> None:
+        """`spec`: a reference to it. `pipeline`: the feeder's number of the one that it belongs to."""
+        self._reference, self._feeder, self._pipeline = spec, feeder, pipeline
         self._blocks = OpenBlocks()
         os.nice(TOKENIZER_NICENESS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
@@ -109,8 +109,9 @@ class Tokenizer:
         return self._spec.build_encoders()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        """The chunks of one slot, a table of one row each; for a slot that is no window a row that says so:
-        it also wakes the thread that reads this dataset where the feeder went on to another place.
+        """The chunks of one slot, a table of one row each; a row that says so for a slot that is no window,
+        and as the last one of a slot that is not wanted any more, because the feeder went on to another
+        place.
         """
         slot = int(batch["slot"][0].as_py())
         try:
@@ -119,17 +120,18 @@ class Tokenizer:
         except TaskCancelledError:
             raise  # the dataset is being closed: whoever does that knows why, and says it
         except NotWantedError:
-            yield pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
+            yield _no_window(slot)
         except Exception as error:
-            ray.get(self._feeder.failed.remote(self._run_id, _of_ours(error)))
-            raise
+            if ray.get(self._feeder.failed.remote(self._pipeline, slot, _of_ours(error))):
+                raise
+            yield _no_window(slot)
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
         task, window = self._read(slot)
         plan = self._spec.source_plan(task.source)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # said for each chunk, so that a run that is over is left within a chunk
-            if not self._working(0):
+            # said for each chunk, so that a place that is left is left within a chunk
+            if not self._working(slot, 0):
                 raise NotWantedError
             yield chunk
 
@@ -137,19 +139,23 @@ class Tokenizer:
         """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
         others can then be given. Raises `NotWantedError` if there is no window for it.
         """
-        while (task := ray.get(self._feeder.slot.remote(self._run_id, slot))) is not None:
-            plan, passed = self._spec.source_plan(task.source), WorkReports(self._working)
+        while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
+            plan, passed = self._spec.source_plan(task.source), WorkReports(partial(self._working, slot))
             found = self._blocks.read(task, plan, self._spec.settings, passed)
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
-            if not ray.get(self._feeder.read.remote(self._run_id, slot, task, num_windows)):
+            if not ray.get(self._feeder.read.remote(self._pipeline, slot, task, num_windows)):
                 break
             if isinstance(found, Window):
                 return task, found
         raise NotWantedError
 
-    def _working(self, bytes_passed: int) -> bool:
-        wanted: bool = ray.get(self._feeder.working.remote(self._run_id, bytes_passed))
+    def _working(self, slot: int, bytes_passed: int) -> bool:
+        wanted: bool = ray.get(self._feeder.working.remote(self._pipeline, slot, bytes_passed))
         return wanted
+
+
+def _no_window(slot: int) -> pa.Table:
+    return pa.table({name: [slot if name == "slot" else None] for name in _ROW.names}, schema=_ROW)
 
 
 def _of_ours(error: Exception) -> OrchestratorError:
@@ -211,14 +217,14 @@ def _configure(num_cpus: float) -> None:
 def read_chunks(
     spec: Any,
     feeder: Any,
-    run_id: int,
+    pipeline: int,
     slots: range,
     num_tokenizers: int,
     node_id: str | None = None,
     tokenizer_cpus: float = 1.0,
 ) -> Generator[tuple[int, TokenChunk | None]]:
     """Runs one dataset over `slots` and yields (slot, chunk) in order; no chunk where a slot is no window.
-    `spec`: a reference to the `DataSpec`.
+    `spec`: a reference to the `DataSpec`; `pipeline`: what the tokenizers tell the feeder who they are.
 
     Each tokenizer takes `tokenizer_cpus` logical CPUs; with 0 it runs beside others, at its low priority.
     Blocks while the tokenizers have no room. Closing the generator ends the dataset and lets its actors go
@@ -243,7 +249,7 @@ def read_chunks(
         compute=ray.data.ActorPoolStrategy(
             size=min(num_tokenizers, len(slots)), max_tasks_in_flight_per_actor=SLOTS_PER_TOKENIZER
         ),
-        fn_constructor_args=(spec, feeder, run_id),
+        fn_constructor_args=(spec, feeder, pipeline),
         **placed,
     )
     for bundle in dataset.iter_internal_ref_bundles():

@@ -61,12 +61,20 @@ class Slots:
     Given and not delivered are at most `limit` windows, however many sources there are. There is always room
     for a window that others wait for: that it is there is known before the one before it is delivered, and it
     comes first in the room that this delivery makes.
+
+    `after`: the same pipeline goes on at another place. The slots that were given there are no windows of
+    this one, and their chunks, which come first, are dropped.
     """
 
-    def __init__(self, sources: Sequence[SourceWindows], num_tokenizers: int) -> None:
+    def __init__(
+        self, sources: Sequence[SourceWindows], num_tokenizers: int, after: Slots | None = None
+    ) -> None:
         self.limit = num_tokenizers + SLOTS_AHEAD + 1
-        self.taken = 0  # slots that were taken whole: the number of the one being taken
-        self.given = 0  # slots that were given; all before this number
+        # slots that were taken whole: the number of the one being taken
+        self.taken: int = 0 if after is None else after.taken
+        # slots that were given; all before this number
+        self.given: int = 0 if after is None else after.given
+        self._first = self.given  # the slots before it belong to another place
         self._sources = {source.source: _Source(source) for source in sources}
         self._tasks: dict[int, WindowTask | NoTask] = {}
         self._executions: dict[int, int] = {}
@@ -76,6 +84,15 @@ class Slots:
     def sources(self) -> tuple[str, ...]:
         """Their names."""
         return tuple(self._sources)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether slots of the place before are still to be taken."""
+        return self.taken < self._first
+
+    def has(self, slot: int) -> bool:
+        """Whether the slot belongs to this place, given or not."""
+        return slot >= self._first
 
     @property
     def undelivered(self) -> int:
@@ -130,8 +147,11 @@ class Slots:
 
     def take(self, slot: int, chunk: TokenChunk | None) -> list[TokenChunk]:
         """The next chunk in the order of the slots, None for a slot that is no window; the chunks that their
-        source's stream takes now.
+        source's stream takes now, none of a slot of the place before.
         """
+        if slot == self.taken and self.arriving:
+            self.taken += chunk is None or chunk.ends_window
+            return []
         task = self._tasks.get(slot) if slot == self.taken else None
         key = None if chunk is None else (chunk.source, chunk.epoch, chunk.block, chunk.window)
         due = None if not isinstance(task, WindowTask) else (task.source, task.epoch, task.block, task.window)
