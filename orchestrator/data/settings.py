@@ -5,11 +5,12 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
+from orchestrator.planning.manifests import Wanted
 from orchestrator.planning.mixture import whole_weights
 
 if TYPE_CHECKING:
@@ -85,6 +86,13 @@ def settings_of(config: JobConfig) -> StreamSettings:
         seq_len=config.pack.seq_len,
         long_document=config.pack.long_document,
     )
+
+
+def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
+    """The sources that a job asks for, of which `restart` are started anew."""
+    names = tuple(source.name for source in config.data.sources)
+    refresh = frozenset(names if config.data.refresh == "epoch" else ())
+    return Wanted(names=names, restart=frozenset(restart), refresh=refresh)
 
 
 def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettings | None:

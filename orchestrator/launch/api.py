@@ -120,7 +120,7 @@ def _launch(
 
             command = _command(config, overrides)
             with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
-                spec = starting.freeze(job, folder, spec, attempt.encoders)
+                spec = starting.freeze(job, folder, spec, attempt)
                 with (
                     dashboard_beside(job, folder, progress),
                     exporting(store, attempt.number, job.resume.export_every, progress.say),

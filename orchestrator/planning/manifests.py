@@ -60,8 +60,18 @@ class SourceLists:
         """
         return self.span(epoch).version(epoch)
 
+    @property
+    def began(self) -> int:
+        """The first epoch of its newest start: from here on limits of epochs count."""
+        return next(span.begin for span in self.spans if span.start == self.spans[-1].start)
+
+    @property
+    def begun_with(self) -> str:
+        """The list of its newest start."""
+        return ListSpan(begin=0, start=self.spans[-1].start).version(0)
+
     def epochs_before(self, epoch: int) -> int:
-        """How many epochs of its start lie before this one: what `num_epochs` counts."""
+        """How many epochs of its start lie before this one."""
         start = self.span(epoch).start
         return epoch - next(span.begin for span in self.spans if span.start == start)
 
@@ -75,6 +85,30 @@ class Wanted:
     names: tuple[str, ...]
     restart: frozenset[str] = frozenset()
     refresh: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Which lists a job reads, and its place in them: `cursor` stands in lists of `sources`."""
+
+    sources: tuple[SourceLists, ...]
+    cursor: Cursor = Cursor()
+
+    def epoch(self, source: str) -> int:
+        """The epoch at hand."""
+        at = self.cursor.sources.get(source)
+        return 0 if at is None else at.epoch
+
+
+def order_of(version: str) -> tuple[int, int]:
+    """(start, the epoch that it was refreshed for, or -1) of a list: later lists are greater."""
+    start, is_refreshed, epoch = version.partition("e")
+    return int(start or 0), int(epoch) if is_refreshed else -1
+
+
+def start_of(version: str) -> int:
+    """The start that a list belongs to."""
+    return order_of(version)[0]
 
 
 def first_sources(wanted: Wanted) -> tuple[SourceLists, ...]:

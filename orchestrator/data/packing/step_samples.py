@@ -5,7 +5,7 @@ It knows no chunk and no file; the stream makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -29,7 +29,7 @@ class StepSamples:
     def __init__(
         self,
         step: StepRange,
-        runs: Sequence[Run | PackedRun],
+        runs: Mapping[int, Run | PackedRun],
         numbers: Int32Array,
         cursor: Cursor,
         end_of_data: bool,
@@ -53,12 +53,12 @@ class StepSamples:
     @property
     def targets(self) -> int:
         """Target tokens of the step: positions that are neither padding nor masked."""
-        return sum(run.num_targets for run in self._runs)
+        return sum(run.num_targets for run in self._runs.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes that keeping it costs."""
-        return self.numbers.nbytes + sum(run.nbytes for run in self._runs)
+        return self.numbers.nbytes + sum(run.nbytes for run in self._runs.values())
 
     @cached_property
     def digest(self) -> int:
@@ -98,7 +98,8 @@ class StepSamples:
         """
         seq_len, numbers = self.step.seq_len, self.numbers[start:stop]
         if len(self._runs) == 1:
-            return (numbers, *self._runs[0].rows(start, stop, seq_len))
+            (only,) = self._runs.values()
+            return (numbers, *only.rows(start, stop, seq_len))
         table = np.empty((3, stop - start, seq_len), np.int32)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
