@@ -1,11 +1,14 @@
 """`python -m benchmarks.audit --json`: what the proof of a run costs beside the feed that it checks.
 
-The sample corpus (31 MB of Python's standard library) is taken through the feed once, from its first token to
-its last, in steps of `--batch` samples of `--seq-len` tokens, and journalled without a model. `feed_cpu_s` is
-the CPU time of that: reading, ordering, tokenizing, packing, digesting. `audit_cpu_s` is that of `audit` over
-all steps: the same once more with the audit's own packer, and all files read whole and tokenized again. Both
-are in one process; `…_mb_per_cpu_s` is the corpus's text (10^6 bytes) per CPU second. All are medians of
-`--repeats`. The last line of the output is one JSON object.
+A corpus of installed Python sources (`--mb` of text; with `--document-chars` cut into documents of so many
+characters) is taken through the feed once, from its first token to its last, in steps of `--batch` samples of
+`--seq-len` tokens, and journalled without a model; with a cursor every `--cursor-tokens`, as by points.
+
+`feed_cpu_s` is the CPU time of that: read, order, tokenize, pack, digest. `encode_cpu_s` is that
+of the run's encoder alone, for the same documents' text. `audit_cpu_s` is that of `audit` over all steps in
+this process: the stream once more with the audit's own packer, and all files read whole and tokenized again.
+`audit_processes_cpu_s` is that of all processes of `audit --processes N`, their start included, and
+`audit_processes_s` the time that passes. The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -20,18 +24,21 @@ from typing import Any
 
 import orchestrator
 from benchmarks.common import SHAPE, Samples, medians, say
+from benchmarks.data_corpus import VOCAB_SIZE, Corpus, make_corpus, some_lines
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
-from orchestrator.data.sample_corpus import build_sample_corpus
 from orchestrator.data.spec import DataSpec
+from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import Cursor, StepRange, StepRecord
+from orchestrator.records import Cursor, StepRange, StepRecord, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
+
+_CALL_BYTES = 1 << 20  # of text in a call of the encoder, as the stream has them
 
 
 def _job(corpus: Path, folder: Path, batch: int, seq_len: int) -> JobConfig:
@@ -39,11 +46,18 @@ def _job(corpus: Path, folder: Path, batch: int, seq_len: int) -> JobConfig:
         {
             "run": {"name": "audited", "storage": str(folder)},
             "data": {
-                "sources": [{"name": "stdlib", "path": str(corpus / "*.jsonl"), "format": "jsonl"}],
+                "sources": [{"name": "python", "path": str(corpus / "*.jsonl"), "format": "jsonl"}],
                 "tokenizer": str(corpus / "tokenizer"),
             },
             "pack": {"seq_len": seq_len},
-            "model": {"config": {**SHAPE, "model_type": "llama", "max_position_embeddings": seq_len}},
+            "model": {
+                "config": {
+                    **SHAPE,
+                    "vocab_size": VOCAB_SIZE,
+                    "model_type": "llama",
+                    "max_position_embeddings": seq_len,
+                }
+            },
             "train": {
                 "global_batch_size": batch,
                 "micro_batch_size": batch,
@@ -85,8 +99,8 @@ def _begin(job: JobConfig) -> tuple[DataSpec, JournalWriter]:
     return spec, journal
 
 
-def _feed(job: JobConfig, spec: DataSpec, journal: JournalWriter) -> int:
-    """Takes every sample, and journals the steps; their number."""
+def _feed(job: JobConfig, spec: DataSpec, journal: JournalWriter, cursor_tokens: int) -> int:
+    """Takes every sample, and journals the steps and a cursor every so many tokens; the steps' number."""
     batch, seq_len = job.train.global_batch_size, job.pack.seq_len
     feed, cursor, step = InProcessFeed(spec), Cursor(), 0
     while True:
@@ -97,6 +111,7 @@ def _feed(job: JobConfig, spec: DataSpec, journal: JournalWriter) -> int:
         taken = feed.get(asked, 0, 1, batch, cursor)
         if not taken.step.num_samples:
             break
+        due = taken.cursor.consumed_tokens // cursor_tokens > cursor.consumed_tokens // cursor_tokens
         step, cursor = step + 1, taken.cursor
         journal.step(
             StepRecord(
@@ -106,6 +121,8 @@ def _feed(job: JobConfig, spec: DataSpec, journal: JournalWriter) -> int:
                 save_blocked_s=0.0,
             )
         )  # fmt: skip
+        if due:
+            journal.event(EventKind.CURSOR, cursor=encode(cursor))
         if taken.end_of_data:
             break
     feed.close()
@@ -113,26 +130,70 @@ def _feed(job: JobConfig, spec: DataSpec, journal: JournalWriter) -> int:
     return step
 
 
-def measure(corpus: Path, text_mb: float, batch: int, seq_len: int) -> dict[str, float]:
+def _cut(corpus: Corpus, num_characters: int) -> None:
+    """Into documents of so many characters at most."""
+    for path in sorted(corpus.folder.glob("*.jsonl")):
+        texts = (json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines())
+        parts = (t[at : at + num_characters] for t in texts for at in range(0, len(t), num_characters))
+        lines = "".join(json.dumps({"text": part}, ensure_ascii=False) + "\n" for part in parts)
+        path.write_text(lines, encoding="utf-8")
+
+
+def _encode(spec: DataSpec, texts: list[str]) -> int:
+    """The tokens of these texts, by the run's encoder in calls of about so many bytes."""
+    encoder = Encoder(spec.tokenizer, spec.encoders[0].encoder, spec.settings.special_tokens_in_text)
+    num, held, size = 0, list[str](), 0
+    for text in texts:
+        held.append(text)
+        size += len(text)
+        if size >= _CALL_BYTES:
+            num, held, size = num + len(encoder.encode(held)[0]), [], 0
+    return num + len(encoder.encode(held)[0])
+
+
+def _cpu_s(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(corpus: Corpus, options: argparse.Namespace) -> dict[str, float]:
     """The figures of one run in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        job = _job(corpus, Path(folder), batch, seq_len)
+        job = _job(corpus.folder, Path(folder), options.batch, options.seq_len)
         spec, journal = _begin(job)
-        began = time.process_time()
-        num_steps = _feed(job, spec, journal)
-        fed = time.process_time()
-        report = orchestrator.open(Path(folder) / job.run.name).audit()
-        audited = time.process_time()
+        texts = some_lines(corpus, 1 << 62)
+        _encode(spec, texts[:100])  # the tokenizer is loaded
+        times = [time.process_time()]
+        num_encoded = _encode(spec, texts)
+        times.append(time.process_time())
+        num_steps = _feed(job, spec, journal, options.cursor_tokens)
+        times.append(time.process_time())
+        run = orchestrator.open(Path(folder) / job.run.name)
+        report = run.audit(processes=1)
+        times.append(time.process_time())
+        here, others, began = _cpu_s(resource.RUSAGE_SELF), _cpu_s(resource.RUSAGE_CHILDREN), time.monotonic()
+        again = run.audit(processes=options.processes)
+        passed = time.monotonic() - began
+        here, others = _cpu_s(resource.RUSAGE_SELF) - here, _cpu_s(resource.RUSAGE_CHILDREN) - others
     assert report["exactly_once"], report["first_difference"]
     assert (report["steps"], report["not_shown"]) == (num_steps, []), report
-    feed_s, audit_s = fed - began, audited - fed
+    assert again == report, "it does not depend on the number of processes"
+    encode_s, feed_s, audit_s = (after - before for before, after in zip(times, times[1:], strict=False))
+    tokens = report["tokens"]
     return {
         "steps": num_steps,
-        "tokens": report["tokens"],
+        "documents": len(texts),
+        "tokens": tokens,
+        "encode_cpu_s": encode_s,
         "feed_cpu_s": feed_s,
         "audit_cpu_s": audit_s,
-        "feed_mb_per_cpu_s": text_mb / feed_s,
-        "audit_mb_per_cpu_s": text_mb / audit_s,
+        "audit_processes_cpu_s": here + others,
+        "audit_processes_s": passed,
+        "encode_tokens_per_cpu_s": num_encoded / encode_s,
+        "feed_tokens_per_cpu_s": tokens / feed_s,
+        "audit_tokens_per_cpu_s": tokens / audit_s,
+        "audit_processes_tokens_per_cpu_s": tokens / (here + others),
+        "audit_to_encode": audit_s / encode_s,
         "audit_to_feed": audit_s / feed_s,
     }
 
@@ -140,23 +201,28 @@ def measure(corpus: Path, text_mb: float, batch: int, seq_len: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print only the JSON object, in one line")
-    parser.add_argument("--repeats", type=int, default=5, help="of each figure")
-    parser.add_argument("--batch", type=int, default=16, help="samples of a step")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--repeats", type=int, default=3, help="of each figure")
+    parser.add_argument("--mb", type=int, default=128, help="MiB of text")
+    parser.add_argument("--document-chars", type=int, default=0, help="cut documents; 0: as they are")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step")
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sample")
+    parser.add_argument("--cursor-tokens", type=int, default=1 << 22, help="between two cursors")
+    parser.add_argument("--processes", type=int, default=2, help="of the audit in several")
     options = parser.parse_args()
-    if min(options.repeats, options.batch, options.seq_len) < 1:
-        parser.error("--repeats, --batch and --seq-len are at least 1")
+    least = (options.repeats, options.mb, options.batch, options.seq_len, options.cursor_tokens)
+    if min(*least, options.processes) < 1:
+        parser.error("numbers are at least 1")
     samples: Samples = {}
     load = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory(prefix="corpus-") as folder:
-        report = build_sample_corpus(Path(folder, "corpus"))
-        text_mb = report.text_bytes / 1e6
+        corpus = make_corpus(Path(folder, "corpus"), options.mb << 20)
+        if options.document_chars:
+            _cut(corpus, options.document_chars)
         for repeat in range(options.repeats):
-            found = measure(Path(folder, "corpus"), text_mb, options.batch, options.seq_len)
-            for figure, value in found.items():
+            for figure, value in measure(corpus, options).items():
                 samples.setdefault(figure, []).append(value)
             say(f"repeat {repeat + 1}", samples)
-    figures: dict[str, Any] = {"text_mb": round(text_mb, 1), **medians(samples)}
+    figures: dict[str, Any] = {"text_mb": round(corpus.num_bytes / 1e6, 1), **medians(samples)}
     figures |= {"cpus": os.cpu_count(), "load_before": load, "load_after": round(os.getloadavg()[0], 1)}
     if not options.json:
         print(*(f"{name}: {value}" for name, value in figures.items()), sep="\n")

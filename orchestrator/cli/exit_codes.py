@@ -23,7 +23,8 @@ OWN: dict[str, dict[int, str]] = {
     "points": {1: "a point is damaged"},
     "verify": {1: "a point is damaged"},
     "audit": {
-        1: "not exactly once, or records are missing",
+        1: "not exactly once, or records are missing; with --reference also: ids differ that no line of the "
+        "journal names",
         2: "bad command line, or a refusal: files are not as they were at the run's start",
     },
     "samples": {

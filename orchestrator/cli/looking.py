@@ -116,15 +116,32 @@ def audit(
             help="only these steps, both included, e.g. 100:250, 100: or 7; attempt 2's step: a2:7",
         ),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="work in so many processes; default: as many as there are cores, fewer for a short run",
+            show_default=False,
+        ),
+    ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference", help="also encode each document with tokenizers, and name those that differ (slow)"
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Recompute the token stream from the files and compare it, step by step, with what the journal says was
     trained.
     """
+    from orchestrator.cli.audit_progress import shown
     from orchestrator.monitor.run import open_run
 
     opened, began = open_run(run), time.monotonic()
-    report = opened.audit(steps)
+    with shown(quiet=json) as progress:
+        report = opened.audit(steps, processes, reference, progress)
     leave_finding(opened, AUDIT, audit_result(report), time.monotonic() - began)
     if json:
         print_json(report)
@@ -132,7 +149,8 @@ def audit(
         from orchestrator.cli.tables import audit_lines
 
         print_lines(audit_lines(report))
-    if report["first_difference"] is not None:
+    differ = report["reference"] is not None and report["reference"]["documents_not_journalled"]
+    if report["first_difference"] is not None or differ:
         raise typer.Exit(1)
 
 

@@ -166,8 +166,26 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
             if repeated
             else f"{amounts}, exactly once",
             "nothing is final yet" if final is None else f"final up to step {final}{later}",
+            *_reference_lines(report["reference"]),
             *not_shown,
         ]
     first = report["first_difference"]
     where = "" if first["step"] is None else f"step {first['step']}: "
     return [f"{amounts}, NOT exactly once", f"first difference: {where}{first['reason']}", *not_shown]
+
+
+def _reference_lines(found: Mapping[str, Any] | None) -> list[str]:
+    """What another encoder said of the documents, if it was asked."""
+    if found is None:
+        return []
+    known, others = found["documents_journalled"], found["documents_not_journalled"]
+    if not known and not others:
+        return [f"{found['encoder']} gives the same ids for every document of these steps"]
+    lines = [
+        f"{found['encoder']} gives other ids for {known + others:,} documents of these steps; {known:,} of "
+        "them are in the journal. The run trained its own encoder's ids, as frozen at its start"
+    ]
+    named = found["not_journalled"]
+    lines += [f"not in the journal: {text}" for text in named]
+    more = others - len(named)
+    return lines + ([f"not in the journal: {more:,} more like these"] if more else [])

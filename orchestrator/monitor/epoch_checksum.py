@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_64
+import numpy.typing as npt
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.readers import read_files
@@ -21,8 +22,9 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chat_template import UnrenderableError
 from orchestrator.data.tokens.encoder import Encoder, Pieces
 from orchestrator.data.tokens.masked import MaskedEncoder
+from orchestrator.monitor.epoch_records import EpochRecords
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import BAD, EMPTY, Int32Array, Int64Array, TokenChunk
+from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, TokenChunk
 
 # Documents are encoded in batches of about so many bytes of text; the fixed cost of a call vanishes in it.
 _BATCH_BYTES = 1 << 20
@@ -45,6 +47,17 @@ class EpochChecksum:
         """What it says of documents only."""
         return replace(self, tokens=0, digest=0)
 
+    def __add__(self, other: EpochChecksum) -> EpochChecksum:
+        """Those of other documents of the epoch, too."""
+        return EpochChecksum(
+            documents=self.documents + other.documents,
+            empty=self.empty + other.empty,
+            bad=self.bad + other.bad,
+            places=(self.places + other.places) % 2**64,
+            tokens=self.tokens + other.tokens,
+            digest=(self.digest + other.digest) % 2**64,
+        )
+
     def __str__(self) -> str:
         tokens = f", {self.tokens:,} tokens, sum of digests {self.digest:016x}" if self.tokens else ""
         return (
@@ -53,107 +66,133 @@ class EpochChecksum:
         )
 
 
-class EpochChecksums:
-    """What the epochs hold of a stream that comes by chunk by chunk, from any place on."""
+class EpochTotals:
+    """What the epochs of a source held, of a stretch of its stream; stretches are joined. Pickles."""
 
     def __init__(self) -> None:
-        self._epochs: dict[int, EpochChecksum] = defaultdict(EpochChecksum)
-        self._records: dict[int, _Records] = defaultdict(_Records)
-        self._hasher: Any = xxh3_64()
+        self.sums: dict[int, EpochChecksum] = defaultdict(EpochChecksum)
+        self.records: dict[int, EpochRecords] = defaultdict(EpochRecords)
+        # documents in no sample, where whole ones are packed: without a target, and too long
+        self.unpacked: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
-    def note_records(self, chunk: TokenChunk) -> None:
-        """Its records came by, for `twice`."""
-        self._records[chunk.epoch].add(chunk)
+    def __reduce__(self) -> Any:
+        return _totals, (dict(self.sums), dict(self.records), dict(self.unpacked))
 
-    def of(self, epoch: int) -> EpochChecksum:
-        """What of this epoch was counted; whole documents, if it was from its begin on."""
-        return self._epochs[epoch]
-
-    def twice(self, epoch: int) -> tuple[int, int] | None:
-        """(file, place) of a record of this epoch that came by twice, None if there is none."""
-        return self._records[epoch].twice()
-
-    def count(self, chunk: TokenChunk, tokens: Int32Array) -> None:
-        """Its entries, with these `tokens` (as many as it has) for theirs. In order, each chunk once."""
-        documents = places = digest = start = 0
-        tokens = np.ascontiguousarray(tokens, dtype="<i4")
-        origins = np.stack([chunk.file, chunk.place], axis=1).astype("<i8")
-        columns = (chunk.num_tokens, chunk.piece, chunk.last_piece, chunk.kind)
-        for i, (length, piece, is_last, kind) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
-        ):
-            if kind in (BAD, EMPTY):
-                continue
-            if piece == 0:
-                self._hasher = xxh3_64(origins[i])
-                documents += 1
-                places += self._hasher.intdigest()
-            self._hasher.update(tokens[start : start + length])
-            start += length
-            if is_last:
-                digest += self._hasher.intdigest()
-        so_far = self._epochs[chunk.epoch]
-        self._epochs[chunk.epoch] = EpochChecksum(
-            documents=so_far.documents + documents,
-            empty=so_far.empty + int((chunk.kind == EMPTY).sum()),
-            bad=so_far.bad + int((chunk.kind == BAD).sum()),
-            places=(so_far.places + places) % 2**64,
-            tokens=so_far.tokens + len(tokens),
-            digest=(so_far.digest + digest) % 2**64,
-        )
+    def join(self, later: EpochTotals) -> None:
+        """The stretch that follows."""
+        for epoch, more in later.sums.items():
+            self.sums[epoch] = self.sums[epoch] + more
+        for epoch, records in later.records.items():
+            self.records[epoch].join(records)
+        for epoch, (without_target, too_long) in later.unpacked.items():
+            before = self.unpacked[epoch]
+            self.unpacked[epoch] = before[0] + without_target, before[1] + too_long
 
 
-class _Records:
-    """The records of an epoch that came by, as one interval of places per block and file: a block's own lie
-    side by side in its files, so intervals of two blocks that overlap have a record in common.
+def _totals(sums: Any, records: Any, unpacked: Any) -> EpochTotals:
+    made = EpochTotals()
+    made.sums.update(sums)
+    made.records.update(records)
+    made.unpacked.update(unpacked)
+    return made
+
+
+class EpochChecksums:
+    """What the epochs hold of a stream that comes by chunk by chunk, from any place on. A document counts
+    when its last piece has come.
     """
 
     def __init__(self) -> None:
-        self._block = -1
-        self._held: list[Int64Array] = []  # (num_records, 2) of the block at hand: file, place
-        self._intervals: list[tuple[int, int, int]] = []
-        self._twice: tuple[int, int] | None = None
+        self.totals = EpochTotals()
+        self._hasher: Any = None  # of the document at hand; None: its beginning did not come by
+        self._num_tokens = 0  # of it
 
-    def add(self, chunk: TokenChunk) -> None:
-        if chunk.block != self._block:
-            self._close()
-            self._block = chunk.block
-        new = chunk.piece == 0
-        self._held.append(np.stack([chunk.file[new], chunk.place[new]], axis=1).astype(np.int64))
+    def take(self) -> EpochTotals:
+        """What was counted so far; what follows is counted from nothing on."""
+        found, self.totals = self.totals, EpochTotals()
+        return found
 
-    def twice(self) -> tuple[int, int] | None:
-        self._close()
-        self._intervals.sort()
-        for (file, _, last), (next_file, first, _) in zip(self._intervals, self._intervals[1:], strict=False):
-            if file == next_file and first <= last:
-                self._twice = self._twice or (file, first)
-        return self._twice
+    def note_records(self, chunk: TokenChunk) -> None:
+        """Its records came by, for `twice`; a document's with its last piece."""
+        ends = chunk.last_piece == 1
+        self._note(chunk, ends)
 
-    def _close(self) -> None:
-        found = np.concatenate(self._held) if self._held else np.empty((0, 2), np.int64)
-        self._held = []
-        found = found[np.lexsort((found[:, 1], found[:, 0]))]
-        same = (found[1:] == found[:-1]).all(axis=1)
-        if same.any():
-            file, place = found[1:][same][0].tolist()
-            self._twice = self._twice or (file, place)
-        files, firsts = np.unique(found[:, 0], return_index=True)
-        lasts = [*(firsts[1:] - 1), len(found) - 1]
-        for file, first, last in zip(files.tolist(), firsts.tolist(), lasts, strict=False):
-            self._intervals.append((file, int(found[first, 1]), int(found[last, 1])))
+    def note_unfinished(self, chunk: TokenChunk) -> None:
+        """Of the record that it begins with a part came by."""
+        first = np.zeros(len(chunk.kind), np.bool_)
+        first[:1] = True
+        self._note(chunk, first)
+
+    def _note(self, chunk: TokenChunk, which: npt.NDArray[np.bool_]) -> None:
+        places = np.stack([chunk.file[which], chunk.place[which]], axis=1).astype(np.int64)
+        self.totals.records[chunk.epoch].add(chunk.block, places)
+
+    def of(self, epoch: int) -> EpochChecksum:
+        """What of this epoch was counted."""
+        return self.totals.sums[epoch]
+
+    def twice(self, epoch: int) -> tuple[int, int] | None:
+        """(file, place) of a record of this epoch that came by twice, None if there is none."""
+        return self.totals.records[epoch].twice()
+
+    def count(self, chunk: TokenChunk, tokens: Int32Array) -> None:
+        """Its entries, with these `tokens` (as many as it has) for theirs. In order, each chunk once."""
+        is_piece = chunk.kind == PIECE
+        bytes_ = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data
+        origins = np.stack([chunk.file[is_piece], chunk.place[is_piece]], axis=1).astype("<i8").tobytes()
+        columns = chunk.piece[is_piece] == 0, chunk.last_piece[is_piece] == 1
+        stops = 4 * np.cumsum(chunk.num_tokens[is_piece], dtype=np.int64)
+        documents = places = digest = num_tokens = start = 0
+        hasher = self._hasher
+        pieces = zip(*(column.tolist() for column in (*columns, stops)), strict=True)
+        for i, (is_first, is_last, stop) in enumerate(pieces):
+            if is_first:
+                hasher = xxh3_64(origins[16 * i : 16 * i + 16])
+                self._num_tokens = 0
+            if hasher is not None:
+                hasher.update(bytes_[start:stop])
+                self._num_tokens += (stop - start) // 4
+                if is_last:
+                    documents += 1
+                    digest += hasher.intdigest()
+                    places += xxh3_64_intdigest(origins[16 * i : 16 * i + 16])
+                    num_tokens += self._num_tokens
+                    hasher = None
+            start = stop
+        self._hasher = hasher
+        self.totals.sums[chunk.epoch] += EpochChecksum(
+            documents=documents,
+            empty=int((chunk.kind == EMPTY).sum()),
+            bad=int((chunk.kind == BAD).sum()),
+            places=places % 2**64,
+            tokens=num_tokens,
+            digest=digest % 2**64,
+        )
 
 
-def checksum_files(spec: DataSpec, encoder: EncoderChoice, source: str | None = None) -> EpochChecksum:
-    """One epoch of a source (None: the only one): every file from its first byte to its last, document by
-    document, encoded by `encoder`, without fragments, blocks, windows and chunks. A bad record is counted,
-    whatever `data.on_bad_document` says. Raises as the stream does where a file cannot be read.
+def checksum_files(
+    spec: DataSpec,
+    encoder: EncoderChoice,
+    source: str | None = None,
+    files: range | None = None,
+    done: Callable[[int], None] = lambda num_bytes: None,
+) -> EpochChecksum:
+    """One epoch of a source (None: the only one), or of these files of it (by their numbers in the manifest):
+    each from its first byte to its last, document by document, encoded by `encoder`, without fragments,
+    blocks, windows and chunks. A bad record is counted, whatever `data.on_bad_document` says. `done` is
+    called with the stored bytes of each file that is read. Raises as the stream does where a file cannot be
+    read.
     """
     settings, plan = replace(spec.settings, shuffle="none"), spec.source_plan(source or spec.only_source)
     whole = Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text)
     masked = MaskedEncoder(spec.tokenizer, whole, settings.special_tokens_in_text)
     loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)
     sums = _FileSums(whole, settings)
-    for number, part in enumerate(read_files(plan, settings.accept_changed)):
+    at: int | None = None
+    for number, part in enumerate(read_files(plan, settings.accept_changed, files)):
+        if at not in (None, part.file):
+            done(plan.manifest.files[at].bytes)
+        at = part.file
         window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, 0)
         for position in range(len(window)):
             try:
@@ -170,6 +209,8 @@ def checksum_files(spec: DataSpec, encoder: EncoderChoice, source: str | None = 
                 sums.add(window.origin(position), text, window.size(position))
             elif text is not None:  # a blank line is no document
                 sums.empty += 1
+    if at is not None:
+        done(plan.manifest.files[at].bytes)
     return sums.finish()
 
 

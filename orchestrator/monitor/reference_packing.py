@@ -1,7 +1,7 @@
 """The packing once more, for an audit: chunks of tokens go in, a step's samples and cursors come out.
 
-It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), holds T and the number of each
-token's document as plain arrays, and shares no code with the trainer's packer (`stream`, `segments`,
+It follows the rule (input_ids = T[p:p+L], labels = T[p+1:p+L+1], p += L), holds T and where documents and
+pieces begin in it as plain arrays, and shares no code with the trainer's packer (`stream`, `segments`,
 `step_samples`): a fault there cannot hide here. `tests/monitor/test_reference_packing.py` sees to both.
 """
 
@@ -28,6 +28,7 @@ from orchestrator.records import (
 )
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
+_BEFORE = -(1 << 62)  # the position of what began before the first chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class Samples:
     @property
     def labels_of_loss(self) -> Int32Array:
         """The labels as a model takes them."""
+        if not self.masked.any():
+            return self.labels
         return np.where(self.masked, NO_TARGET, self.labels).astype(np.int32)
 
 
@@ -69,10 +72,10 @@ class ReferencePacker:
         self._position = 0  # of the next input token
         self._tokens = np.empty(0, np.int32)  # T from the next input token on, as far as it is read
         self._masked = np.empty(0, np.bool_)  # whether each one is no target
-        self._documents = np.empty(0, np.int64)  # the number of each one's document
-        self._pieces = np.empty(0, np.int64)  # the number of each one's piece
+        # positions at which a document, and a piece of one, begins; the first of each is that at hand's
+        self._documents = np.full(1, _BEFORE, np.int64)
+        self._pieces = np.full(1, _BEFORE, np.int64)
         self._held: deque[_Held] = deque()
-        self._document = self._piece = 0
         self._earlier = _EarlierPieces(cursor)
         self._passed = np.array(
             [cursor.documents, cursor.empty_documents, cursor.bad_documents, cursor.special_texts], np.int64
@@ -92,25 +95,37 @@ class ReferencePacker:
         labels[:num_tokens] = self._tokens[1 : num_tokens + 1]
         masked = np.zeros(num_samples * seq_len, np.bool_)
         masked[:num_tokens] = self._masked[1 : num_tokens + 1]
-        documents = np.full(num_samples * seq_len, NO_DOCUMENT, np.int32)
-        for first in range(0, num_tokens, seq_len):
-            numbers = self._documents[first : min(first + seq_len, num_tokens)]
-            another = numbers[1:] != numbers[:-1]
-            documents[first] = 0
-            documents[first + 1 : first + len(numbers)] = np.cumsum(another)
-        self._earlier.move(self._tokens, self._documents, self._pieces, num_tokens)
-        self._tokens, self._documents = self._tokens[num_tokens:], self._documents[num_tokens:]
-        self._pieces, self._masked = self._pieces[num_tokens:], self._masked[num_tokens:]
-        self._position += num_tokens
+        shape = (num_samples, seq_len)
+        documents = self._document_ids(num_tokens, shape)
+        self._move(num_tokens)
         while self._held and self._held[0].stop <= self._position:
             self._held.popleft()
-        shape = (num_samples, seq_len)
         return Samples(
             input_ids=inputs.reshape(shape),
             labels=labels.reshape(shape),
-            document_ids=documents.reshape(shape),
+            document_ids=documents,
             masked=masked.reshape(shape),
         )
+
+    def _document_ids(self, num_tokens: int, shape: tuple[int, int]) -> Int32Array:
+        """In each sample the number of documents that have begun in it after its first token."""
+        stop = self._position + num_tokens
+        first, last = (int(i) for i in np.searchsorted(self._documents, (self._position, stop)))
+        found = np.zeros(shape, np.int32)
+        found.reshape(-1)[self._documents[first:last] - self._position] = 1
+        found[:, 0] = 0
+        np.cumsum(found, axis=1, out=found)
+        found.reshape(-1)[num_tokens:] = NO_DOCUMENT
+        return found
+
+    def _move(self, num_tokens: int) -> None:
+        """So many tokens are passed."""
+        at = self._position + num_tokens
+        self._documents, self._pieces = _from(self._documents, at), _from(self._pieces, at)
+        document, piece = int(self._documents[0]), int(self._pieces[0])
+        self._earlier.move(self._tokens[:num_tokens], self._position, document, piece)
+        self._tokens, self._masked = self._tokens[num_tokens:], self._masked[num_tokens:]
+        self._position = at
 
     def left(self, num_positions: int, num_epochs: int | None, seq_len: int) -> int:
         """How many of the next positions there are before the source's limit of epochs; None: it has none."""
@@ -147,31 +162,27 @@ class ReferencePacker:
 
     def _read(self, num_tokens: int) -> None:
         """Takes chunks until so many tokens are there."""
-        tokens, documents, pieces = [self._tokens], [self._documents], [self._pieces]
-        masked = [self._masked]
-        num = len(self._tokens)
+        tokens, masked, num = [self._tokens], [self._masked], len(self._tokens)
         while num < num_tokens:
             chunk = self._earlier.cut_off(next(self._chunks))
             if chunk is None:
                 continue
+            begin = self._position + num - self._to_skip
             self._take(chunk, self._position + num)
             skip, self._to_skip = self._skipped(chunk), 0
-            begins = (chunk.kind == PIECE) & (chunk.piece == 0)
-            numbers = self._document + np.cumsum(begins, dtype=np.int64)
-            self._document = int(numbers[-1]) if len(numbers) else self._document
+            begins = begin + np.cumsum(chunk.num_tokens, dtype=np.int64) - chunk.num_tokens
+            self._pieces = np.append(self._pieces, begins)
+            firsts = begins[(chunk.kind == PIECE) & (chunk.piece == 0)]
+            self._documents = np.append(self._documents, firsts)
             tokens.append(chunk.tokens[skip:])
             no_loss = np.zeros(len(chunk.tokens), np.bool_) if chunk.loss is None else ~chunk.loss
             masked.append(no_loss[skip:])
-            documents.append(np.repeat(numbers, chunk.num_tokens)[skip:])
-            ordinals = self._piece + np.arange(1, len(chunk.kind) + 1)
-            self._piece += len(chunk.kind)
-            pieces.append(np.repeat(ordinals, chunk.num_tokens)[skip:])
             if skip:
-                self._earlier.begin_inside(chunk.tokens[:skip], int(numbers[0]), int(ordinals[0]))
+                document = int(firsts[0]) if chunk.piece[0] == 0 else _BEFORE
+                self._earlier.begin_inside(chunk.tokens[:skip], begin, document)
             num += len(tokens[-1])
         if len(tokens) > 1:
-            self._tokens, self._documents = np.concatenate(tokens), np.concatenate(documents)
-            self._pieces, self._masked = np.concatenate(pieces), np.concatenate(masked)
+            self._tokens, self._masked = np.concatenate(tokens), np.concatenate(masked)
 
     def _take(self, chunk: TokenChunk, begin: int) -> None:
         """Notes the chunk, whose first token that is not skipped stands at `begin`."""
@@ -217,8 +228,9 @@ class _EarlierPieces:
         self._known = cursor.piece == 0 or bool(cursor.earlier_digest)
         self._to_find = bool(cursor.earlier_digest)  # the chunks begin with them
         self._hasher, self._num = xxh3_64(), 0
-        self._document = 0
-        self._part, self._part_piece = np.empty(0, np.int32), 0  # what is passed of the piece at hand
+        self._document = _BEFORE  # where the one at hand begins
+        self._part: list[Int32Array] = []  # what is passed of the piece at hand, and where that begins
+        self._part_begin = 0
 
     @property
     def number_and_digest(self) -> tuple[int, str]:
@@ -254,27 +266,36 @@ class _EarlierPieces:
         loss = None if chunk.loss is None else chunk.loss[tokens:]
         return replace(chunk, tokens=chunk.tokens[tokens:], loss=loss, **left)
 
-    def begin_inside(self, tokens: Int32Array, document: int, piece: int) -> None:
-        """These tokens of the piece at hand, and of this document, lie before the cursor."""
-        self._part, self._document, self._part_piece = tokens, document, piece
+    def begin_inside(self, tokens: Int32Array, begin: int, document: int) -> None:
+        """These tokens of the piece at hand, which begins at `begin`, lie before the cursor; its document
+        begins at `document`.
+        """
+        self._part, self._part_begin, self._document = [tokens], begin, document
 
-    def move(self, tokens: Int32Array, documents: Int64Array, pieces: Int64Array, num: int) -> None:
-        """The first `num` tokens are passed; the arrays go on after them."""
-        document, piece = int(documents[num]), int(pieces[num])
+    def move(self, tokens: Int32Array, begin: int, document: int, piece: int) -> None:
+        """These tokens are passed, of which the first stands at `begin`; then the document and the piece at
+        hand are those that begin at `document` and `piece`.
+        """
         if document != self._document:
             self._document, self._known = document, True
             self._hasher, self._num = xxh3_64(), 0
-            self._part = np.empty(0, np.int32)
-        begin = int(np.searchsorted(documents[:num], document))
-        passed = np.concatenate([self._part, tokens[begin:num]])
-        of = np.concatenate([np.full(len(self._part), self._part_piece), pieces[begin:num]])
-        before = int(np.searchsorted(of, piece))
-        self._add(passed[:before])
-        self._part, self._part_piece = passed[before:], piece
+            self._part, self._part_begin = [], max(document, begin)
+            tokens = tokens[self._part_begin - begin :]
+        self._part.append(tokens)
+        if piece > self._part_begin:
+            passed = np.concatenate(self._part)
+            before = piece - self._part_begin
+            self._add(passed[:before])
+            self._part, self._part_begin = [passed[before:]], piece
 
     def _add(self, tokens: Int32Array) -> None:
         self._hasher.update(np.ascontiguousarray(tokens, dtype="<i4").data)
         self._num += len(tokens)
+
+
+def _from(begins: Int64Array, position: int) -> Int64Array:
+    """Those from the last one on that is not behind `position`."""
+    return begins[int(np.searchsorted(begins, position, side="right")) - 1 :]
 
 
 def _passed(chunk: TokenChunk, entry: int) -> Int64Array:

@@ -104,6 +104,7 @@ class ReferenceWindows:
         self._ahead: TokenChunk | None = None
         self._windows: deque[_Window] = deque()
         self._seq_len, self._taken, self._hasher = cursor.pack_seq_len, 0, xxh3_64()
+        self.passed_packs: list[list[Stretch]] = []  # of the first window, before the cursor
         self._empty_epoch = -1  # that was read from its begin on and had no pack yet
 
     def samples(self, num_tokens: int, seq_len: int) -> Samples:
@@ -267,8 +268,7 @@ class ReferenceWindows:
         """Passes the packs that lie before the cursor: they must be those that it names."""
         asked, num = self._cursor, min(self._to_skip, len(window.packs))
         self._to_skip = 0
-        for _ in range(num):
-            self._take()
+        self.passed_packs = [self._take() for _ in range(num)]
         found = self._cursor.prefix_digest if self._cursor.packs == asked.packs else "none"
         if found != asked.prefix_digest:
             raise DataIdentityError(

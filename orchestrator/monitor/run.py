@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from orchestrator.launch.fork import ForkPlan
     from orchestrator.launch.replay import Replayed, StateAt
     from orchestrator.launch.rewind import RewindPlan
+    from orchestrator.monitor.audit_progress import AuditProgress
     from orchestrator.monitor.planned import Planned
     from orchestrator.monitor.views.run_views import RunViews
 
@@ -461,23 +462,40 @@ class Run:
         """The configuration of the newest attempt."""
         return self._configs(survey(self._store))[-1][1]
 
-    def audit(self, steps: str | int | None = None) -> dict[str, Any]:
+    def audit(
+        self,
+        steps: str | int | None = None,
+        processes: int | None = None,
+        reference: bool = False,
+        progress: AuditProgress | None = None,
+    ) -> dict[str, Any]:
         """Recomputes the stream from the files and compares every step of the effective history, or `steps`
         (`A:B`, both included, or one), with the journal; the document of `audit --json`. See
         `monitor.audit.audit_history`.
+
+        By so many `processes` (None: as many as there are cores, and the steps are worth: one for 67 M
+        tokens); what is found does not depend on it. With `reference` each document is also encoded by
+        `tokenizers`; `progress` hears how far it is. Raises `AuditProcessError` if one of the processes ends
+        early: then nothing was shown.
 
         The files are looked for where the newest attempt's configuration names them, and where they lay when
         the run was started. Raises `RefusedError` for steps that the history does not have,
         `DataIdentityError` if files have changed since (also where `resume.accept_changed` let the run go on
         with them), or this machine lacks an encoder: then nothing can be said.
         """
-        from orchestrator.monitor.audit import audit_history
+        from orchestrator.monitor.audit import HowToAudit, audit_history
+        from orchestrator.monitor.audit_progress import NoAuditProgress
 
+        if processes is not None and processes < 1:
+            raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
+        how = HowToAudit(
+            processes=processes, by_reference=reference, progress=progress or NoAuditProgress()
+        )
         # before the journal is read: what is committed in between may have records that were not read
         points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)
         wanted = None if steps is None else str(steps)
-        report = audit_history(self._trained_data(seen), seen, wanted, points)
+        report = audit_history(self._trained_data(seen), seen, wanted, points, how)
         return {**report, "attempts": len(self._store.claim_numbers())}
 
     def list_samples(self, step: str | int, text: bool = False) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
-from orchestrator.records import Int32Array, TokenChunk
+from orchestrator.records import Int32Array, SourceCursor, TokenChunk
 
 _UNKNOWN = -1  # of a sample's first token, whose document id is 0 whether or not a document begins there
 
@@ -23,9 +25,10 @@ class TrainedTokens:
     """The samples from a cursor on, in order, beside the chunks that they must be made of.
 
     The chunks' first `skipped` tokens lie before the cursor: in the piece that it names, and, where the
-    chunks begin with its document's first piece, in the earlier ones. `checksums` counts a chunk when all its
-    tokens have been targets, with the samples' own tokens in place of its own, and its records as soon as it
-    comes.
+    chunks begin with its document's first piece, in the earlier ones. `checksums` counts documents whose
+    tokens have all been targets, with the samples' own tokens in place of the chunks', and their records: up
+    to the cursor at hand with `border`, all of them with `end`. So the sums of a stretch up to a cursor and
+    of the next one from that on have each document once.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -44,7 +47,6 @@ class TrainedTokens:
         """The same chunks, noted."""
         for chunk in chunks:
             self._chunks.append(chunk)
-            self.checksums.note_records(chunk)
             yield chunk
 
     def add(self, samples: Samples, num_tokens: int) -> str | None:
@@ -58,7 +60,7 @@ class TrainedTokens:
             a.ravel() for a in (samples.input_ids, samples.labels, samples.document_ids)
         )
         seq_len = samples.labels.shape[1]
-        num = int((labels != NO_TARGET).sum())
+        num = int(np.count_nonzero(labels != NO_TARGET))
         if num != num_tokens:
             return f"its samples have {num} targets, it counted {num_tokens}"
         padding = (inputs[num:] == NO_TOKEN) & (labels[num:] == NO_TARGET) & (documents[num:] == NO_DOCUMENT)
@@ -66,22 +68,36 @@ class TrainedTokens:
             return "padding is not all that follows the last target of its last sample"
         if (inputs[1:num] != labels[: num - 1]).any() or self._last_label not in (None, int(inputs[0])):
             return "its labels are not its inputs one token further"
-        within = np.arange(1, num + 1) % seq_len != 0  # the labels that are inputs of their own sample, too
-        within[-1] = False
-        rises = np.diff(documents[:num], append=0)
-        if documents[:num:seq_len].any() or not np.isin(rises[within], (0, 1)).all():
+        begins = _begins(documents, num, seq_len)
+        if begins is None:
             return "its document ids do not count 0, 1, … in each sample"
         if self._last_label is None:
             self._hold(inputs[:1], np.full(1, _UNKNOWN, np.int8))
-        self._hold(labels[:num], np.where(within, rises, _UNKNOWN).astype(np.int8))
+        self._hold(labels[:num], begins)
         self._last_label = int(labels[num - 1])
         self._count()
         return None
 
+    def border(self, at: SourceCursor) -> None:
+        """Counts the records before that of the cursor `at`, which names the last target, as far as they are
+        not counted: a stretch that begins with `at` counts this record and what follows.
+        """
+        while self._chunks:
+            entries = _entries_before(self._chunks[0], at)
+            if entries < len(self._chunks[0].kind):
+                if entries:
+                    self._chunks.extendleft(reversed(_cut(self._chunks.popleft(), entries)))
+                    self._count_first()
+                return
+            self._count_first()
+
     def end(self) -> str | None:
-        """After the last step: where the samples' tokens or documents are not the chunks'; None: nowhere."""
-        self._count()
+        """Counts all that were targets, after the last step and `border`; where the samples' tokens or
+        documents are not the chunks', None: nowhere.
+        """
+        self._count(least_after=0)
         if self._chunks and self._num_tokens:
+            self.checksums.note_unfinished(self._chunks[0])
             self._compare(self._chunks[0], *self._release(self._num_tokens))
         return self._fault
 
@@ -97,16 +113,26 @@ class TrainedTokens:
         self._num_tokens -= num
         return tokens[:num], begins[:num]
 
-    def _count(self) -> None:
-        """Counts the chunks whose tokens have all come by."""
-        while self._chunks and len(self._chunks[0].tokens) - self._skipped <= self._num_tokens:
-            chunk = self._chunks.popleft()
-            skipped = min(self._skipped, len(chunk.tokens))
-            num = len(chunk.tokens) - skipped
-            tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
-            self._compare(chunk, tokens, begins)
-            self.checksums.count(chunk, np.concatenate([chunk.tokens[:skipped], tokens]))
-            self._skipped -= skipped
+    def _count(self, least_after: int = 2) -> None:
+        """Counts the chunks whose tokens have all come by, and so many later ones: what stands right before
+        the last target may belong to what follows (`border`).
+        """
+        while self._chunks:
+            left = self._num_tokens - (len(self._chunks[0].tokens) - self._skipped)
+            if left < least_after:
+                return
+            self._count_first()
+
+    def _count_first(self) -> None:
+        chunk = self._chunks.popleft()
+        skipped = min(self._skipped, len(chunk.tokens))
+        num = len(chunk.tokens) - skipped
+        tokens, begins = self._release(num) if num else (chunk.tokens[:0], np.empty(0, np.int8))
+        self._compare(chunk, tokens, begins)
+        whole = np.concatenate([chunk.tokens[:skipped], tokens]) if skipped else tokens
+        self.checksums.count(chunk, whole)
+        self.checksums.note_records(chunk)
+        self._skipped -= skipped
 
     def _compare(self, chunk: TokenChunk, tokens: Int32Array, begins: npt.NDArray[np.int8]) -> None:
         """Notes a fault if these, after the skipped ones, are not the chunk's."""
@@ -136,3 +162,43 @@ class TrainedTokens:
             starts[(np.cumsum(chunk.num_tokens) - chunk.num_tokens)[filled]] = another
             self._document = (*first[:3], int(records[-1]))
         return starts
+
+
+def _place(chunk: TokenChunk) -> tuple[int, int, int]:
+    return chunk.epoch, chunk.block, chunk.window
+
+
+def _entries_before(chunk: TokenChunk, at: SourceCursor) -> int:
+    """How many of its entries belong to records before the cursor's."""
+    here, there = _place(chunk), (at.epoch, at.block, at.window)
+    if here != there:
+        return len(chunk.kind) if here < there else 0
+    return int(np.searchsorted(chunk.record, at.record))
+
+
+def _cut(chunk: TokenChunk, entry: int) -> tuple[TokenChunk, TokenChunk]:
+    """Its entries before this one, and the others."""
+    names = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
+    at = int(chunk.num_tokens[:entry].sum())
+
+    def part(entries: slice, tokens: slice) -> TokenChunk:
+        columns: dict[str, Any] = {name: getattr(chunk, name)[entries] for name in names}
+        loss = None if chunk.loss is None else chunk.loss[tokens]
+        return replace(chunk, tokens=chunk.tokens[tokens], loss=loss, **columns)
+
+    return part(slice(0, entry), slice(0, at)), part(slice(entry, None), slice(at, None))
+
+
+def _begins(documents: Int32Array, num: int, seq_len: int) -> npt.NDArray[np.int8] | None:
+    """(num,) whether a document begins with the token after each; `_UNKNOWN` of those that are no input of
+    the same sample. None: the ids do not begin at 0 and rise by 1 at a time.
+    """
+    rows = documents.reshape(-1, seq_len)
+    rises = rows[:, 1:] - rows[:, :-1]
+    last = num - (len(rows) - 1) * seq_len  # tokens of the last sample, which may be padded
+    if rows[:, 0].any() or (rises[:-1] & ~1).any() or (rises[-1, : last - 1] & ~1).any():
+        return None
+    begins = np.full((len(rows), seq_len), _UNKNOWN, np.int8)
+    begins[:, :-1] = rises
+    begins[-1, last - 1] = _UNKNOWN
+    return begins.reshape(-1)[:num]

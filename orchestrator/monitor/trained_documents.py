@@ -7,14 +7,14 @@ It packs nothing and takes arrays as they are; it knows no file and no journal.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from orchestrator.monitor.epoch_checksum import EpochChecksums
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.monitor.reference_windows import Stretch, content_of
-from orchestrator.records import BoolArray, Int32Array, TokenChunk
+from orchestrator.records import BoolArray, Int32Array, SourceCursor, TokenChunk
 
 
 class _Expected:
@@ -23,7 +23,7 @@ class _Expected:
     def __init__(self, chunks: list[TokenChunk], seq_len: int, long_document: str) -> None:
         content = content_of(chunks, seq_len, long_document)
         self.unpacked = content.without_target, content.too_long
-        self.num_left = len(content.stretches)
+        self.num_left = self.num_stretches = len(content.stretches)
         self._left: dict[bytes, list[Stretch]] = defaultdict(list)
         for stretch in content.stretches:
             self._left[stretch.tokens.tobytes()].append(stretch)
@@ -46,14 +46,13 @@ class _Expected:
 class TrainedDocuments:
     """The samples from a cursor on, in order, beside the chunks that they must be made of.
 
-    Of the first window `packs_before` packs lie before the cursor. `checksums` counts a window when all its
-    documents have been in samples, and its records as soon as they come. `unpacked` has, by epoch, how many
-    documents were in no pack: those without a target, and those that were too long.
+    Of the first window `packs_before` packs lie before the cursor; `pass_over` takes them, too. `checksums`
+    counts a window when all its documents have been in samples, and, by epoch, how many were in no pack:
+    those without a target, and those that were too long.
     """
 
     def __init__(self, packs_before: int, long_document: str) -> None:
         self.checksums = EpochChecksums()
-        self.unpacked: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
         self._partial, self._long_document = packs_before > 0, long_document
         self._coming: list[TokenChunk] = []
         self._windows: deque[list[TokenChunk]] = deque()  # whose documents are not all trained
@@ -63,7 +62,6 @@ class TrainedDocuments:
     def watch(self, chunks: Iterable[TokenChunk]) -> Iterator[TokenChunk]:
         """The same chunks, noted."""
         for chunk in chunks:
-            self.checksums.note_records(chunk)
             self._coming.append(chunk)
             if chunk.ends_window:
                 self._windows.append(self._coming)
@@ -96,10 +94,32 @@ class TrainedDocuments:
                     return reason
         return None
 
+    def pass_over(self, packs: Sequence[Sequence[Stretch]], seq_len: int) -> str | None:
+        """The packs that lie before the cursor in its window, of which the digest in the cursor shows that
+        they were trained; what is wrong with them, None if nothing is.
+        """
+        if packs:
+            self._seq_len, self._partial = seq_len, False
+        for pack in packs:
+            for stretch in pack:
+                if reason := self._take(stretch.tokens, ~stretch.loss[1:]):
+                    return reason
+        return None
+
+    def border(self, at: SourceCursor) -> None:
+        """Counts what lies before the window of `at`, as far as that is not counted: a stretch that begins
+        there counts that window and what follows.
+        """
+        self._pass_done((at.epoch, at.block, at.window))
+
     def end(self) -> str | None:
-        """After the last step; what is wrong is said by `add` and by the sums."""
-        if self._seq_len:
-            self._pass_done()
+        """Counts all that was trained, after the last step and `border`; what is wrong is said by `add` and
+        by the sums.
+        """
+        expected = self._pass_done()
+        if expected is not None and expected.num_left < expected.num_stretches:
+            for chunk in self._windows[0]:
+                self.checksums.note_records(chunk)
         return None
 
     def _take(self, tokens: Int32Array, masked: BoolArray) -> str | None:
@@ -119,19 +139,23 @@ class TrainedDocuments:
             f"{at.window}"
         )
 
-    def _pass_done(self) -> _Expected | None:
-        """Counts the windows of which all is trained; the next one."""
+    def _pass_done(self, before: tuple[int, int, int] | None = None) -> _Expected | None:
+        """Counts the windows (those `before`: epoch, block, window) of which all is trained; the next one."""
         while self._windows:
+            first = self._windows[0][0]
+            if before is not None and (first.epoch, first.block, first.window) >= before:
+                return None
             if self._expected is None:
                 self._expected = _Expected(self._windows[0], self._seq_len, self._long_document)
             if self._expected.num_left:
                 return self._expected
-            chunks = self._windows.popleft()
-            if not self._partial:
-                epoch = chunks[0].epoch
-                for chunk in chunks:
+            for chunk in self._windows.popleft():
+                self.checksums.note_records(chunk)
+                if not self._partial:
                     self.checksums.count(chunk, chunk.tokens)
-                before, now = self.unpacked[epoch], self._expected.unpacked
-                self.unpacked[epoch] = before[0] + now[0], before[1] + now[1]
+            if not self._partial:
+                unpacked = self.checksums.totals.unpacked
+                more, so_far = self._expected.unpacked, unpacked[first.epoch]
+                unpacked[first.epoch] = so_far[0] + more[0], so_far[1] + more[1]
             self._expected, self._partial = None, False
         return None

@@ -20,7 +20,17 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataError, DataIdentityError
-from orchestrator.monitor import audit, epoch_checksum, reference_windows, trained, trained_documents
+from orchestrator.monitor import (
+    audit,
+    audit_tasks,
+    epoch_checksum,
+    reference_encoding,
+    reference_windows,
+    source_walk,
+    trained,
+    trained_documents,
+    walk,
+)
 from orchestrator.monitor import reference_packing as reference
 from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
@@ -42,7 +52,19 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
 
 
 @pytest.mark.parametrize(
-    "module", [audit, reference, reference_windows, trained, trained_documents, epoch_checksum]
+    "module",
+    [
+        audit,
+        audit_tasks,
+        walk,
+        source_walk,
+        reference,
+        reference_encoding,
+        reference_windows,
+        trained,
+        trained_documents,
+        epoch_checksum,
+    ],
 )
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:
     names = ("stream", "packer", "segments", "step_samples", "samples", "runs", "chunk_order")

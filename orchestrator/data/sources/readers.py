@@ -80,14 +80,17 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
                 number += len(part.records)
 
 
-def read_files(plan: SourcePlan, accept_changed: bool = False) -> Iterator[Part]:
-    """The records of all files, each read from its first byte to its last; as if one fragment held them all.
+def read_files(
+    plan: SourcePlan, accept_changed: bool = False, files: range | None = None
+) -> Iterator[Part]:
+    """The records of all files (or of `files`, by their numbers in the manifest), each read from its first
+    byte to its last; as if one fragment held them all.
 
     What it gives does not depend on how files are cut. Raises as `read_fragment` does.
     """
     number = 0
-    for index, row in enumerate(plan.manifest.files):
-        path = plan.manifest.path(index)
+    for index in range(len(plan.manifest.files)) if files is None else files:
+        path, row = plan.manifest.path(index), plan.manifest.files[index]
         has_units = format_of(plan.manifest.format).cut is Cut.UNITS
         with naming_damage(path), open_input(plan.manifest.base, row.path) as file:
             if not accept_changed:

@@ -1,0 +1,170 @@
+"""How an audit is carried out: the history in parts, by one process or several, and what they found joined.
+
+What is found does not depend on how many there are: the parts join at cursors that the journal has, each
+document is counted by the part in which it ends, and of differences the first one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.skips import SkipAt
+from orchestrator.history.step_names import step_name
+from orchestrator.monitor.audit_processes import AuditProcesses, InThisProcess, num_cores
+from orchestrator.monitor.audit_progress import AuditProgress, NoAuditProgress
+from orchestrator.monitor.audit_tasks import Found, StepsFound, StepsTask, files_tasks
+from orchestrator.monitor.epoch_checksum import EpochChecksum
+from orchestrator.monitor.epoch_verdict import EncodedFiles, JoinedSource, epochs_verdict, files_needed
+from orchestrator.monitor.history_parts import History
+from orchestrator.monitor.reference_encoding import reference_report
+from orchestrator.monitor.walk import Difference
+
+# A process takes seconds to begin: so many tokens are worth one.
+TOKENS_OF_A_PROCESS = 1 << 26
+# Opening the stream at a cursor reads a window once more: so many tokens at least belong to a part, and so
+# many stored bytes of files.
+PART_TOKENS, PART_BYTES = 1 << 24, 1 << 26
+_PARTS_OF_A_PROCESS = 4  # so that none waits long for the last one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HowToAudit:
+    """By how many processes (None: as many as the machine has cores, and the steps are worth), and who hears
+    how far it is. `by_reference`: `tokenizers` encodes each document, too.
+    """
+
+    processes: int | None = None
+    by_reference: bool = False
+    progress: AuditProgress = field(default_factory=NoAuditProgress)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepsCompared:
+    """What all parts found, in order; without a difference, what was taken of each source."""
+
+    difference: Difference | None
+    passed: tuple[SkipAt, ...]
+    sources: dict[str, JoinedSource]
+
+    def skipped_documents(self) -> dict[str, int]:
+        """How many bad documents of each source the wanted steps passed."""
+        return {name: source.bad_documents for name, source in self.sources.items()}
+
+    def reference(self, spec: DataSpec, seen: Survey) -> dict[str, Any]:
+        """What `tokenizers` said of the documents."""
+        journalled = [e.fields["text"] for e in seen.journal.events if e.kind == EventKind.ENCODERS_DIFFER]
+        ends = {name: source.end for name, source in self.sources.items()}
+        differences = [one for source in self.sources.values() for one in source.differences]
+        return reference_report(spec, differences, ends, journalled)
+
+
+NOTHING_COMPARED = StepsCompared(difference=None, passed=(), sources={})
+
+
+class AuditRun:
+    """An audit of the steps `wanted`, as a context: its processes end with it."""
+
+    def __init__(self, spec: DataSpec, history: History, wanted: range, how: HowToAudit) -> None:
+        self._spec, self._history, self._wanted, self._how = spec, history, wanted, how
+        self._num = self._num_processes()
+        self._held = ExitStack()
+        self._processes: AuditProcesses | InThisProcess = InThisProcess(spec)
+        self._compared: dict[int, int] = {}  # steps of each part that agree
+
+    def _num_processes(self) -> int:
+        if self._how.processes is not None:
+            return self._how.processes
+        tokens = self._history.tokens(self._wanted)
+        return max(1, min(num_cores(), tokens // TOKENS_OF_A_PROCESS))
+
+    def __enter__(self) -> AuditRun:
+        if self._num > 1:
+            self._processes = self._held.enter_context(AuditProcesses(self._spec, self._num))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def compare_steps(self) -> StepsCompared:
+        """The first half: each step's samples, with what the journal says. Ctrl-C passes through with a text
+        that says what was compared by then.
+        """
+        tokens = self._history.tokens(self._wanted)
+        least = max(PART_TOKENS, tokens // (_PARTS_OF_A_PROCESS * self._num)) if self._num > 1 else tokens + 1
+        parts = self._history.parts(self._wanted, least)
+        tasks = [StepsTask(part=part, by_reference=self._how.by_reference) for part in parts]
+        self._compared = dict.fromkeys(range(len(tasks)), 0)
+        try:
+            results = self._run(tasks, "comparing steps", "tokens", tokens)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(self._told(tasks)) from interrupt
+        found = [each for each in results if isinstance(each, StepsFound)]
+        difference, passed = found[-1].difference, tuple(at for each in found for at in each.passed)
+        joined = {
+            plan.source: JoinedSource.of([each.stretches[plan.source] for each in found])
+            for plan in self._spec.plans
+            if difference is None
+        }
+        return StepsCompared(difference=difference, passed=passed, sources=joined)
+
+    def compare_epochs(self, found: StepsCompared) -> tuple[str | None, list[str]]:
+        """The second half: why an epoch held a record twice, or other documents than the files (None: none
+        did), and what of the epochs is not verified.
+        """
+        needed = files_needed(self._spec, found.sources)
+        tasks = files_tasks(self._spec, needed, PART_BYTES if self._num > 1 else 1 << 62)
+        sums: EncodedFiles = dict.fromkeys(needed, EpochChecksum())
+        if tasks:
+            total = sum(self._spec.source_plan(source).manifest.num_bytes for source, _ in needed)
+            try:
+                results = self._run(tasks, "reading the files", "bytes", total)
+            except KeyboardInterrupt as interrupt:
+                raise KeyboardInterrupt(
+                    f"interrupted: all {len(self._wanted):,} steps are those of the stream, but the epochs "
+                    "were not compared with the files, so nothing is claimed of them"
+                ) from interrupt
+            for task, result in zip(tasks, results, strict=True):
+                assert isinstance(result, EpochChecksum), "files make sums"
+                sums[task.source, task.encoder] = sums[task.source, task.encoder] + result
+        return epochs_verdict(self._spec, found.sources, sums)
+
+    def _run(self, tasks: list[Any], what: str, unit: str, total: int) -> list[Found]:
+        progress = self._how.progress
+        progress.begin(what, unit, total)
+
+        def advanced(task: int, times: int, num: int) -> None:
+            self._compared[task] = self._compared.get(task, 0) + times
+            progress.advance(num)
+
+        return self._processes.run(tasks, advanced)
+
+    def _told(self, tasks: list[StepsTask]) -> str:
+        """What an interrupted comparison leaves."""
+        steps = sum(self._in_order(tasks))
+        wanted, records = self._wanted, self._history.records
+        if not steps:
+            return "interrupted before the first step was compared, so nothing is claimed"
+        last = step_name(records, wanted.start + steps - 1)
+        rest = ""
+        if steps < len(wanted):
+            rest = f"; --steps {step_name(records, wanted.start + steps)}: goes on"
+        return (
+            f"interrupted: {steps:,} of {len(wanted):,} steps, up to step {last}, are those of the stream; "
+            f"nothing is claimed of the others, nor of epochs{rest}"
+        )
+
+    def _in_order(self, tasks: list[StepsTask]) -> Iterator[int]:
+        """Steps that agree, from the first on without a gap."""
+        for number, task in enumerate(tasks):
+            yield self._compared[number]
+            if self._compared[number] < len(task.part.wanted):
+                return

@@ -1,0 +1,135 @@
+"""The history of a run as an audit walks over it, and its parts: stretches between cursors of the journal,
+each of which can be walked by another process.
+
+It reads no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.coordinator.attempt import Survey
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.skips import SkipAt, skips_of
+from orchestrator.monitor.reference_mixture import MixtureRule, rule_of
+from orchestrator.records import Cursor, StepRecord, decode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryPart:
+    """Consecutive steps, and the cursor at which they begin. Steps, cursors and skips are named by how many
+    records of the whole history lie before them. Pickles.
+    """
+
+    first: int  # the step that is walked first
+    wanted: range  # those that are compared; they end the part
+    records: tuple[StepRecord, ...]  # from `first` on
+    begin: Cursor
+    known: Mapping[int, Cursor]  # the journal's cursors
+    skips: tuple[SkipAt, ...]
+    seq_lens: Mapping[tuple[int, int], int]  # by attempt and generation
+    rules: Mapping[int, MixtureRule]  # by attempt, where there are several sources
+    accepting: frozenset[int]  # attempts that were told to go on with changed files
+    is_last: bool = True
+
+    def record(self, index: int) -> StepRecord:
+        """The step with this number."""
+        return self.records[index - self.first]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """All of it."""
+
+    records: tuple[StepRecord, ...]
+    known: Mapping[int, Cursor]
+    skips: tuple[SkipAt, ...]
+    seq_lens: Mapping[tuple[int, int], int]
+    rules: Mapping[int, MixtureRule]
+    accepting: frozenset[int]
+
+    def part(self, wanted: range, is_last: bool = True) -> HistoryPart:
+        """The steps `wanted`, from the nearest cursor before them on."""
+        first = max((i for i in self.known if i <= wanted.start), default=0)
+        return HistoryPart(
+            first=first,
+            wanted=wanted,
+            records=self.records[first : wanted.stop],
+            begin=self.known.get(first, Cursor()),
+            known={i: cursor for i, cursor in self.known.items() if first < i <= wanted.stop},
+            skips=tuple(at for at in self.skips if first <= at.index < wanted.stop),
+            seq_lens=self.seq_lens,
+            rules=self.rules,
+            accepting=self.accepting,
+            is_last=is_last,
+        )
+
+    def parts(self, wanted: range, least_tokens: int) -> list[HistoryPart]:
+        """The steps `wanted` in parts of at least so many tokens (the last may have fewer), cut at cursors
+        from which a document that was begun can be read from its beginning.
+        """
+        borders, at = [wanted.start], wanted.start
+        inside = (i for i in sorted(self.known) if wanted.start < i < wanted.stop)
+        for index in (i for i in inside if _whole(self.known[i])):
+            if self.tokens(range(at, index)) >= least_tokens:
+                borders.append(index)
+                at = index
+        stops = [*borders[1:], wanted.stop]
+        last = len(stops) - 1
+        return [
+            self.part(range(start, stop), number == last)
+            for number, (start, stop) in enumerate(zip(borders, stops, strict=True))
+        ]
+
+    def tokens(self, steps: range) -> int:
+        """Positions of these steps."""
+        if not steps:
+            return 0
+        origin = self.known[0].consumed_tokens if 0 in self.known else 0
+        before = self.records[steps.start - 1].consumed_tokens if steps.start else origin
+        return self.records[steps.stop - 1].consumed_tokens - before
+
+
+def _whole(cursor: Cursor) -> bool:
+    """Whether it has the digest of a begun document's earlier pieces (older versions' have not)."""
+    return all(at.piece == 0 or at.earlier_digest for at in cursor.sources.values())
+
+
+def history_of(spec: DataSpec, seen: Survey) -> History:
+    """What the journal and the claims say of a run."""
+    records, num_bytes = seen.lineage.records, {plan.source: plan.manifest.num_bytes for plan in spec.plans}
+    return History(
+        records=records,
+        known=_known_cursors(seen, records),
+        skips=skips_of(seen.lineage),
+        seq_lens={start.id: start.seq_len for start in seen.journal.generations},
+        rules={
+            event.attempt: rule_of(event.fields["config"], num_bytes)
+            for event in seen.journal.events
+            if event.kind == "attempt" and len(spec.plans) > 1
+        },
+        accepting=accepting(seen),
+    )
+
+
+def accepting(seen: Survey) -> frozenset[int]:
+    """The attempts that were told to go on with changed files, whether or not there were any."""
+    return frozenset(
+        event.attempt
+        for event in seen.journal.events
+        if event.kind == "attempt" and event.fields["config"].get("resume.accept_changed")
+    )
+
+
+def _known_cursors(seen: Survey, records: tuple[StepRecord, ...]) -> Mapping[int, Cursor]:
+    """The journal's cursors by how many of the records lie before them."""
+    after = {(r.attempt, r.consumed_samples, r.consumed_tokens): i + 1 for i, r in enumerate(records)}
+    known = {0: seen.fork.origin.cursor} if seen.fork is not None and seen.fork.origin is not None else {}
+    for event in seen.journal.events:
+        if "cursor" in event.fields:
+            cursor = decode(Cursor, event.fields["cursor"])
+            at = after.get((event.attempt, cursor.consumed_samples, cursor.consumed_tokens))
+            if at is not None:
+                known[at] = cursor
+    return known

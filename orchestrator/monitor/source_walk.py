@@ -1,0 +1,110 @@
+"""One source's stream from a cursor on, made by the audit's own packer, and what of it was trained.
+
+It knows no journal: which samples were trained, `monitor.walk` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.spec import DataSpec
+from orchestrator.monitor.epoch_checksum import EpochTotals
+from orchestrator.monitor.reference_encoding import EncodingDifference, ReferenceEncoding
+from orchestrator.monitor.reference_packing import ReferencePacker, Samples
+from orchestrator.monitor.reference_windows import ReferenceWindows
+from orchestrator.monitor.trained import TrainedTokens
+from orchestrator.monitor.trained_documents import TrainedDocuments
+from orchestrator.records import Cursor, SourceCursor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceStretch:
+    """What a part of the history took of a source, from `begin` to `end`.
+
+    `up_to_end` is what lies before the document (the window, where whole ones are packed) of `end`, which the
+    next part counts, and `at_end` what else was trained if none follows. `ends_data`: `end` is its epoch's
+    last token. `fault`: where the samples do not hold the documents' tokens.
+    """
+
+    begin: SourceCursor
+    end: SourceCursor
+    bad_documents_before: int  # before the first step that was asked for
+    up_to_end: EpochTotals = field(default_factory=EpochTotals)
+    at_end: EpochTotals = field(default_factory=EpochTotals)
+    ends_data: bool = False
+    fault: str | None = None
+    walked: bool = False
+    differences: tuple[EncodingDifference, ...] = ()  # between the run's encoder and `tokenizers`
+
+
+class SourceWalk:
+    """The stream from a cursor on, and the samples of it that were trained."""
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        plan: SourcePlan,
+        cursor: Cursor,
+        packer: type[ReferencePacker],
+        by_reference: bool = False,
+    ) -> None:
+        """`by_reference`: each document is encoded by `tokenizers`, too."""
+        self.plan = plan
+        self.begin = cursor.sources.get(plan.source, SourceCursor())
+        chunks = spec.endless().chunks(cursor, plan.source)
+        self._encoding = ReferenceEncoding(spec, cursor, plan.source) if by_reference else None
+        if self._encoding is not None:
+            chunks = self._encoding.compare(chunks)
+        self._trained: TrainedTokens | TrainedDocuments
+        self.packer: ReferencePacker | ReferenceWindows
+        if spec.settings.pack_mode == "concat":
+            self._trained = TrainedTokens(self.begin.earlier_tokens + self.begin.token)
+            self.packer = packer(self._trained.watch(chunks), self.begin)
+        else:
+            self._trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
+            self.packer = ReferenceWindows(self._trained.watch(chunks), self.begin, spec.settings)
+        self._walked = False
+        self.bad_documents_before = 0
+
+    def take(self, num_tokens: int, seq_len: int) -> tuple[Samples, str | None]:
+        """Its next samples, and what is wrong with them in themselves."""
+        self._walked = True
+        found = self.packer.samples(num_tokens, seq_len)
+        if isinstance(self.packer, ReferenceWindows) and isinstance(self._trained, TrainedDocuments):
+            passed, self.packer.passed_packs = self.packer.passed_packs, []
+            if wrong := self._trained.pass_over(passed, self.begin.pack_seq_len):
+                return found, wrong
+        return found, self._trained.add(found, num_tokens)
+
+    def place(self) -> SourceCursor:
+        """Where the next input token lies."""
+        return self.packer.cursor() if self._walked else self.begin
+
+    def stretch(self, may_be_last: bool) -> SourceStretch:
+        """After the last step. If it is not the source's last stretch, what lies behind its end is not looked
+        at.
+        """
+        end = self.place()
+        common = {"begin": self.begin, "end": end, "bad_documents_before": self.bad_documents_before}
+        if not self._walked:
+            return SourceStretch(**common)  # type: ignore[arg-type]
+        self._trained.border(end)
+        up_to_end = self._trained.checksums.take()
+        ends_data = may_be_last and not at_border(end) and self.packer.ends_epoch()
+        fault = self._trained.end()
+        return SourceStretch(
+            **common,  # type: ignore[arg-type]
+            up_to_end=up_to_end,
+            at_end=self._trained.checksums.take(),
+            ends_data=ends_data,
+            fault=fault,
+            walked=True,
+            differences=() if self._encoding is None else tuple(self._encoding.differences),
+        )
+
+
+def at_border(cursor: SourceCursor) -> bool:
+    """Whether it names an epoch's beginning."""
+    place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token, cursor.packs)
+    return not any(place)

@@ -1,0 +1,235 @@
+"""The stream beside the records of a part of a history, from its cursor on: each step's samples are made anew
+and compared with what the journal says was trained.
+
+It knows neither run nor processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from orchestrator.data.spec import DataSpec
+from orchestrator.history.skips import SkipAt
+from orchestrator.monitor.history_parts import HistoryPart
+from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
+from orchestrator.monitor.reference_packing import NO_TARGET, ReferencePacker, Samples
+from orchestrator.monitor.reference_windows import ReferenceWindows
+from orchestrator.monitor.source_walk import SourceStretch, SourceWalk
+from orchestrator.planning.batches import ceil_div
+from orchestrator.planning.digest import batch_digest
+from orchestrator.records import Cursor, Int32Array, StepRecord
+
+_RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WalkedStep:
+    """A step as the stream gives it."""
+
+    first_index: int  # of its first sample
+    turns: list[tuple[str, int]]  # (source, positions) of each sample
+    samples: Samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """Where a step differs from the stream; `index`: so many records of the history lie before it.
+    `accepted`: files may have changed under its attempt, which was told to go on with them.
+    """
+
+    index: int
+    reason: str
+    accepted: bool = False
+
+
+class PartWalk:
+    """The stream beside the records of a part of the history."""
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        part: HistoryPart,
+        packer: type[ReferencePacker] = ReferencePacker,
+        by_reference: bool = False,
+    ) -> None:
+        """`packer` makes the samples; `by_reference`: `tokenizers` encodes each document, too."""
+        self._spec, self._part, self._begin = spec, part, part.begin
+        # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
+        # one's
+        self._sources = {
+            plan.source: SourceWalk(spec, plan, part.begin, packer, by_reference) for plan in spec.plans
+        }
+        self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
+        self._targets = part.begin.target_tokens
+        self._skipped = (part.begin.skipped_samples, part.begin.skipped_tokens)
+        self.passed: list[SkipAt] = []  # skips right before, or between, the wanted steps
+        self.newest: WalkedStep | None = None
+        self._mixture: ReferenceMixture | None = None
+        self._mixed_in = 0  # the attempt whose rule the mixture follows
+
+    def differences(self, compared: Callable[[int], None] = lambda tokens: None) -> Iterator[Difference]:
+        """The wanted steps whose digest or counts are not those of the stream, whose samples are none that
+        can be trained, or that end at another cursor than the journal's. `compared` is called after each
+        other wanted step, with its positions.
+        """
+        part = self._part
+        samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
+        for index in range(part.first, part.wanted.stop):
+            record = part.record(index)
+            num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
+            if index == part.wanted.start:
+                for source in self._sources.values():
+                    source.bad_documents_before = source.place().bad_documents
+            for at in (at for at in part.skips if at.index == index):
+                if index >= part.wanted.start:
+                    self.passed.append(at)
+                if reason := self._pass(at, samples, tokens):
+                    yield Difference(index=index, reason=reason, accepted=at.attempt in part.accepting)
+                    return
+            turns = self._turns(record, num_samples, num_tokens)
+            if isinstance(turns, str):
+                yield Difference(index=index, reason=turns)
+                return  # what follows it stands at no place of the stream
+            found, wrong = self._samples(turns, part.seq_lens[record.attempt, record.generation])
+            self.newest = WalkedStep(
+                first_index=samples + self._begin.skipped_samples, turns=turns, samples=found[1]
+            )
+            differs = self._difference(index, samples, num_tokens, found)
+            samples, tokens = record.consumed_samples, record.consumed_tokens
+            if index < part.wanted.start:
+                continue
+            if differs is not None:
+                yield Difference(index=index, reason=differs, accepted=record.attempt in part.accepting)
+            elif wrong is not None:
+                yield Difference(index=index, reason=wrong)
+            else:
+                compared(num_tokens)
+
+    def _pass(self, at: SkipAt, samples: int, tokens: int) -> str | None:
+        """Draws what a claim says to have skipped; how it differs from what the stream holds there."""
+        skip, drawn, done = at.skip, 0, 0
+        seq_len = skip.seq_len
+        said = f"attempt {at.attempt} says in its claim to have skipped {skip.samples:,} samples"
+        if len(self._sources) > 1:
+            before = self._begin.mixture if self._mixture is None else self._mixture.shares
+            num_bytes = {name: source.plan.manifest.num_bytes for name, source in self._sources.items()}
+            rule = rule_of(skip.settings, num_bytes)
+            self._mixture, self._mixed_in = ReferenceMixture(rule, before), 0
+
+            def left(source: str, num: int) -> int:
+                return self._sources[source].packer.left(num, rule.limits[source], seq_len)
+
+        while done < skip.samples:
+            num = min(max(1, _RUN_TOKENS // seq_len), skip.samples - done)
+            if self._mixture is not None and len(self._sources) > 1:
+                turns = self._mixture.turns(num, None, seq_len, left)
+                if isinstance(turns, str):
+                    return f"{said}: {turns}"
+            else:
+                turns = [(next(iter(self._sources)), seq_len)] * num
+            _, wrong = self._samples(turns, seq_len)
+            if wrong is not None:
+                return f"{said}: {wrong}"
+            done += num
+            drawn += sum(length for _, length in turns)
+        before_it = (skip.begin.skipped_samples, skip.begin.skipped_tokens)
+        if before_it != self._skipped:
+            return f"{said} after {before_it}, but the history had skipped {self._skipped} (samples, tokens)"
+        self._skipped = (self._skipped[0] + skip.samples, self._skipped[1] + drawn)
+        cursor = self._cursor(samples, tokens, skip.end)
+        if skip.end.agrees_with(cursor):
+            return None
+        return f"{said}, and to go on at {skip.end}; the stream is at {cursor}"
+
+    def _cursor(self, samples: int, tokens: int, known: Cursor) -> Cursor:
+        """Where the stream is, with what `known` knows the place of."""
+        return Cursor(
+            consumed_samples=samples,
+            consumed_tokens=tokens,
+            target_tokens=self._targets,
+            skipped_samples=self._skipped[0],
+            skipped_tokens=self._skipped[1],
+            sources={name: walk.place() for name, walk in self._sources.items() if name in known.sources},
+            mixture=self._mixture.shares if self._mixture is not None else {},
+        )
+
+    def _turns(self, record: StepRecord, num_samples: int, num_tokens: int) -> list[tuple[str, int]] | str:
+        """(source, positions) of each of the step's samples, or why there are no such samples."""
+        seq_len = self._part.seq_lens[record.attempt, record.generation]
+        if len(self._sources) > 1:
+            if num_tokens < 1 or not 0 < num_samples <= num_tokens:
+                return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
+            rule = self._part.rules[record.attempt]
+            if self._mixture is None or self._mixed_in != record.attempt:
+                before = self._begin.mixture if self._mixture is None else self._mixture.shares
+                self._mixture, self._mixed_in = ReferenceMixture(rule, before), record.attempt
+
+            def left(source: str, num: int) -> int:
+                return self._sources[source].packer.left(num, rule.limits[source], seq_len)
+
+            return self._mixture.turns(num_samples, num_tokens, seq_len, left)
+        if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
+            return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
+        (source,) = self._sources
+        whole, rest = divmod(num_tokens, seq_len)
+        return [(source, seq_len)] * whole + ([(source, rest)] if rest else [])
+
+    def _samples(
+        self, turns: list[tuple[str, int]], seq_len: int
+    ) -> tuple[tuple[Int32Array, Samples], str | None]:
+        """The source's number of each sample, the samples, and what is wrong with them in themselves."""
+        numbers = np.array([self._numbers[source] for source, _ in turns], np.int32)
+        parts, wrong = list[tuple[Any, Samples]](), None
+        for source, walk in self._sources.items():
+            mine = numbers == self._numbers[source]
+            if mine.any():
+                found, reason = walk.take(sum(length for name, length in turns if name == source), seq_len)
+                parts.append((mine, found))
+                wrong = wrong or reason
+        if len(parts) == 1:
+            return (numbers, parts[0][1]), wrong
+        shape = (len(turns), seq_len)
+        tables: dict[str, Any] = {
+            name: np.empty(shape, np.bool_ if name == "masked" else np.int32)
+            for name in ("input_ids", "labels", "document_ids", "masked")
+        }
+        for mine, found in parts:
+            for name, table in tables.items():
+                table[mine] = getattr(found, name)
+        return (numbers, Samples(**tables)), wrong
+
+    def _difference(
+        self, index: int, first_sample: int, num_tokens: int, drawn: tuple[Int32Array, Samples]
+    ) -> str | None:
+        """How the record differs from the samples that the stream gives."""
+        record, known, (numbers, found) = self._part.record(index), self._part.known.get(index + 1), drawn
+        arrays = found.input_ids, found.labels_of_loss, found.document_ids
+        if self._spec.settings.pack_mode != "concat":  # where padding counts as positions
+            num_tokens = int((found.labels != NO_TARGET).sum())
+        self._targets += num_tokens - int(found.masked.sum())
+        first_index = first_sample + self._skipped[0]
+        digest = f"{batch_digest(first_index, numbers, *arrays):016x}"
+        if digest != record.digest:
+            return (
+                f"trained samples have digest {record.digest}, the stream gives {digest} (or a file was "
+                "changed in place since, with its size, its time or its ends kept)"
+            )
+        if known is None:
+            return None
+        cursor = self._cursor(record.consumed_samples, record.consumed_tokens, known)
+        if known.agrees_with(cursor):
+            return None
+        return f"the journal's cursor after it is {known}, the stream's {cursor}"
+
+    def packer(self, source: str) -> ReferencePacker | ReferenceWindows:
+        """What makes the samples of a source."""
+        return self._sources[source].packer
+
+    def stretches(self) -> dict[str, SourceStretch]:
+        """What the part took of each source, after its last step."""
+        may_be_last = self._part.is_last or len(self._sources) > 1
+        return {name: walk.stretch(may_be_last) for name, walk in self._sources.items()}
