@@ -30,6 +30,10 @@ from orchestrator.records import BAD, EMPTY, PIECE, Int32Array, TokenChunk
 _BATCH_BYTES = 1 << 20
 
 
+EpochFiles = tuple[str, int, EncoderChoice]
+"""The files that an epoch of a source reads, as an encoder makes them: of epochs with one list, the first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochChecksum:
     """`documents` are those with text. The digests are sums modulo 2^64 over these, of the xxh3_64 of (file,
@@ -175,15 +179,16 @@ def checksum_files(
     encoder: EncoderChoice,
     source: str | None = None,
     files: range | None = None,
+    epoch: int = 0,
     done: Callable[[int], None] = lambda num_bytes: None,
 ) -> EpochChecksum:
-    """One epoch of a source (None: the only one), or of these files of it (by their numbers in the manifest):
+    """An epoch of a source (None: the only one), or of these files of it (by their numbers in the manifest):
     each from its first byte to its last, document by document, encoded by `encoder`, without fragments,
     blocks, windows and chunks. A bad record is counted, whatever `data.on_bad_document` says. `done` is
     called with the stored bytes of each file that is read. Raises as the stream does where a file cannot be
     read.
     """
-    settings, plan = replace(spec.settings, shuffle="none"), spec.source_plan(source or spec.only_source)
+    settings, plan = replace(spec.settings, shuffle="none"), spec.plan_of(source or spec.only_source, epoch)
     whole = Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text)
     masked = MaskedEncoder(spec.tokenizer, whole, settings.special_tokens_in_text)
     loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)

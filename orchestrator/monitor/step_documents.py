@@ -68,18 +68,21 @@ def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]
     if step is None:
         return
     decode = _decoder(spec) if text else None
-    passed = dict.fromkeys((plan.source for plan in spec.plans), 0)
+    passed = dict.fromkeys((source.name for source in spec.sources), 0)
     for number, (source, num_tokens) in enumerate(step.turns):
         packer = walk.packer(source)
         assert isinstance(packer, TracingPacker), "the walk was begun with it"
         stretches = packer.stretches(passed[source], passed[source] + num_tokens)
         passed[source] += num_tokens
-        manifest, tokens = spec.source_plan(source).manifest, step.samples.input_ids[number]
+        tokens = step.samples.input_ids[number]
         yield {
             "index": step.first_index + number,
             "source": source,
             "tokens": num_tokens,
-            "documents": [_document(manifest, each, tokens, decode) for each in stretches],
+            "documents": [
+                _document(spec.plan_of(source, each.epoch).manifest, each, tokens, decode)
+                for each in stretches
+            ],
         }
 
 

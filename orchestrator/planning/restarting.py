@@ -140,7 +140,7 @@ class SourceChange:
     files_now: int | None = None
 
     def __str__(self) -> str:
-        now = f"{self.files_now:,} files"
+        now = "files" if self.files_now is None else f"{self.files_now:,} files"
         before = "" if self.files_before is None else f" ({self.files_before:,} files before)"
         texts = {
             "restarted": f"begins anew with its {now} as they are now{before}, as epoch {self.epoch}; "

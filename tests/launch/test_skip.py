@@ -26,7 +26,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord, decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
@@ -48,6 +48,7 @@ class SkippingRun:
         self.folder = starting.run_folder(parse_config(self.mapping))
         self.store = RunStore(Storage(str(self.folder)))
         self.trained: list[int] = []  # indices, in the order of training
+        self.batches: list[BatchSlice] = []
 
     def job(self, *overrides: str) -> JobConfig:
         return parse_config(self.mapping, overrides)
@@ -85,7 +86,8 @@ class SkippingRun:
                 target_tokens=cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
             )
         )  # fmt: skip
-        feed = InProcessFeed(starting.prepare(job, self.folder, freeze=False).made_by(attempt.encoders))
+        data = starting.read_frozen_data(job, self.folder, starting.reading_of(attempt))
+        feed = InProcessFeed(data.made_by(attempt.encoders))
         for _ in range(num_steps):
             asked = StepRange(
                 first_sample=cursor.consumed_samples, num_samples=batch, num_tokens=batch * seq_len,
@@ -95,6 +97,7 @@ class SkippingRun:
             if not taken.step.num_samples:
                 break
             self.trained += range(taken.first_index, taken.first_index + taken.step.num_samples)
+            self.batches.append(taken)
             cursor, key = taken.cursor, replace(key, step=key.step + 1)
             journal.step(
                 StepRecord(
