@@ -140,8 +140,8 @@ class SourceChange:
     files_now: int | None = None
 
     def __str__(self) -> str:
-        now = "files" if self.files_now is None else f"{self.files_now:,} files"
-        before = "" if self.files_before is None else f" ({self.files_before:,} files before)"
+        now, before = _files(self.files_now), _files(self.files_before)
+        before = f" ({before} before)" if before else ""
         texts = {
             "restarted": f"begins anew with its {now} as they are now{before}, as epoch {self.epoch}; "
             "what is left of the epoch at hand is not trained",
@@ -152,6 +152,10 @@ class SourceChange:
             "refreshed": f"has its files listed anew for each epoch from epoch {self.epoch} on",
         }
         return f"source {self.source} {texts[self.change]}"
+
+
+def _files(num: int | None) -> str:
+    return "" if num is None else f"{num:,} file{'' if num == 1 else 's'}"
 
 
 def source_changes(

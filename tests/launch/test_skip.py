@@ -59,10 +59,11 @@ class SkippingRun:
     def begin(self, *overrides: str) -> Attempt:
         """A start command until it has claimed."""
         job = self.job(*overrides)
-        spec = starting.prepare(job, self.folder, freeze=True)
+        spec = starting.prepare(job, self.folder, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
         with starting.claimed(self.store, job, spec, newest) as (attempt, plan):
+            starting.freeze(job, self.folder, spec, attempt)
             starting.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
