@@ -610,7 +610,11 @@ def note_beginning(
             setting=str(attempt.skip.request),
         )
     if attempt.lists:
-        journal.event(EventKind.SOURCES_CHANGED, changes=[encode(change) for change in attempt.lists])
+        journal.event(
+            EventKind.SOURCES_CHANGED,
+            changes=[encode(change) for change in attempt.lists],
+            text="; ".join(map(str, attempt.lists)),
+        )
     if attempt.point is not None and attempt.verified_s is not None:
         journal.event(
             EventKind.POINT_VERIFIED,

@@ -61,9 +61,11 @@ class SourcesHere:
         return None if point is None else replace(point, cursor=moved(self.reading.sources, point.cursor))
 
     def changes(self, data: DataSpec) -> tuple[SourceChange, ...]:
-        """What becomes of the sources; `data` are those of `reading`."""
+        """What becomes of the sources; `data` are those of `reading`. Nothing at a first start."""
         from orchestrator.data.preparing import num_frozen_files
 
+        if not self.before:
+            return ()
         now = {plan.source: len(plan.manifest.files) for plan in data.plans}
         files = dict[str, tuple[int | None, int | None]]()
         for source in self.before:

@@ -27,6 +27,7 @@ _LEVEL = {
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
     EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
+    EventKind.SOURCES_CHANGED: "data",
 }  # fmt: skip
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
 _BEGUN = {
@@ -214,6 +215,8 @@ def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912 
                 f"{e['samples']} samples ({e['tokens']} tokens) after {e['point']} are skipped on purpose, "
                 f"from sample {e['first_index']} on: {e['setting']}"
             )
+        case EventKind.SOURCES_CHANGED:
+            return f"Sources: {e['text']}"
         case EventKind.BAD_DOCUMENT:
             return f"Document skipped: {e['text']}"
         case EventKind.ENCODERS_DIFFER:
