@@ -154,14 +154,14 @@ def _require_one_list(config: JobConfig, at: Place) -> None:
     """Raises `RefusedError` for what needs a run's folder to keep lists of files in."""
     if config.data.refresh is not None:
         raise RefusedError(
-            f"data.refresh={config.data.refresh}: the lists of epochs are kept in a run's folder, and a stream "
-            "without a run has none; set data.refresh=null, and open a new stream where new files are to come in"
+            f"data.refresh={config.data.refresh}: lists of epochs are kept in a run's folder, and a stream "
+            "without a run has none; set data.refresh=null, and open a new stream for new files"
         )
     asks = config.resume.data == "restart" or config.resume.restart_sources
     if asks and at is not None:
         raise RefusedError(
-            "resume.data=restart or resume.restart_sources is set, and the stream is opened at a place in its "
-            "files: only a run can begin sources anew; open it without a state, or leave the restart out"
+            "resume.data=restart or resume.restart_sources is set, and the stream is opened at a place in "
+            "its files: only a run can begin sources anew; open it without a state, or leave the restart out"
         )
 
 
