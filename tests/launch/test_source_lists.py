@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import orchestrator
@@ -354,3 +356,83 @@ def test_a_refreshed_list_that_is_written_twice_is_caught(run: ListsRun) -> None
     Storage(str(run.folder)).delete("manifest/a@0e1.parquet")
     run.launch(3, "data.refresh=epoch", "data.num_epochs=3")
     assert not run.audit()["exactly_once"]
+
+
+# ------------------------------------------------------------------------------------ any history
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[tuple[str, ...], str, int, bool]]:
+    """Launches: (the sources that it has, what it asks for, how many steps, whether it saves a point)."""
+    found = []
+    for _ in range(draw(st.integers(2, 5))):
+        names = draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True))
+        asks = draw(
+            st.sampled_from(["", "", "resume.data=restart", *(f"resume.restart_sources=[{names[0]}]",)])
+        )
+        found.append((tuple(names), asks, draw(st.integers(1, 9)), draw(st.booleans())))
+    return [(names, asks, steps, saves or not i) for i, (names, asks, steps, saves) in enumerate(found)]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(history=histories())
+def test_any_history_of_launches_trains_each_list_once(
+    history: list[tuple[tuple[str, ...], str, int, bool]],
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_config: Make,
+    encoded: Any,
+) -> None:
+    """Of each source and start what was trained is the beginning of its stream: no document twice in an
+    epoch, none that is not of the list, and whole epochs hold all of it.
+    """
+    folder = tmp_path_factory.mktemp("history")
+    data, texts = folder / "data", {name: [documents(name, 40)] for name in "abc"}
+    for name in "abc":
+        write(data / name, "0.jsonl", texts[name][0])
+    source = {"name": "a", "path": str(data / "a"), "format": "jsonl"}
+    small = {"data.fragment_bytes": 700, "data.window_bytes": 1500, "train.max_steps": 10000}
+    shape = {"train.global_batch_size": BATCH, "pack.seq_len": SEQ_LEN, "data.num_epochs": 3}
+    run = ListsRun(tiny_config({"data.sources": [source], **small, **shape}), data)
+    kept: list[int] = []
+    for number, (names, asks, steps, saves) in enumerate(history, 1):
+        overrides = [run.sources(*names, weight=1), "data.on_end=drop", *([asks] if asks else [])]
+        plan = run.plan(*overrides)
+        if plan.refusals:
+            assert "was carried out after" in plan.refusals[0], "a restart whose point is not on the history"
+            break
+        attempt = run.begin(*overrides)
+        run.train(attempt, steps, *overrides, save=saves)
+        kept += [number] if saves else []
+        for name in "abc":  # a file more, for whoever begins anew after this
+            write(data / name, f"{number}.jsonl", documents(f"{name}{number}", 9))
+            texts[name].append(documents(f"{name}{number}", 9))
+    report = run.audit()
+    assert report["exactly_once"], report
+    last = max(run.of_attempt)
+    history_of = [number for number in run.of_attempt if number in kept or number == last]
+    sources = run.claim(last).sources
+    for source_ in sources:
+        starts = {span.start for span in source_.spans}
+        for start in starts:
+            mine = [n for n in history_of if _start(run, n, source_.name) == start]
+            if not any(
+                (batch.source_numbers == source_.number).any() for n in mine for batch in run.of_attempt[n]
+            ):
+                continue
+            found = split(run.streams(mine, source_.number), encoded.end)
+            version = str(start) if start else ""
+            files = _texts_of(run, source_.name, version, texts)
+            of_list = encoded(files)
+            assert set(found) <= set(of_list), (source_.name, start)
+            least, most = min(found[each] for each in of_list), max(found[each] for each in of_list)
+            assert most - least <= 1, "epochs follow one another"
+
+
+def _start(run: ListsRun, attempt: int, name: str) -> int | None:
+    return next((s.spans[-1].start for s in run.claim(attempt).sources if s.name == name and s.active), None)
+
+
+def _texts_of(run: ListsRun, name: str, version: str, texts: dict[str, list[list[str]]]) -> list[str]:
+    later = frozen.read_later(run.folder, name, version) if version else None
+    there = frozen.read_frozen(run.folder)
+    assert there is not None
+    manifest = there.manifests[name] if later is None else later.manifest
+    return [text for row in manifest.files for text in texts[name][int(row.path.partition(".")[0])]]
