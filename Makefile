@@ -48,7 +48,7 @@ bench-peers: $(STAMP)
 	$(PYTHON) -m venv $(PEERS)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	for peer in datasets torchdata grain epochraft; do \
+	for peer in torchtitan datasets torchdata grain epochraft; do \
 		$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$peer \
 		|| echo "$$peer does not install here"; done
 	$(BIN)/python -m benchmarks.data --json --peers $(PEERS)/bin/python

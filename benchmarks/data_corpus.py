@@ -29,9 +29,16 @@ class Corpus:
     num_bytes: int  # of the documents' text in UTF-8
     num_documents: int
 
-    def job(self, kind: str = "jsonl", seq_len: int = 2048, batch: int = 16, **data: Any) -> dict[str, Any]:
-        """What reads it; `data` are further fields of that section."""
-        path = self.folder / ("*.jsonl" if kind == "jsonl" else "parquet")
+    def job(
+        self,
+        kind: str = "jsonl",
+        seq_len: int = 2048,
+        batch: int = 16,
+        files: str = "*.jsonl",
+        **data: Any,
+    ) -> dict[str, Any]:
+        """What reads it, or those `files` of it; `data` are further fields of that section."""
+        path = self.folder / (files if kind == "jsonl" else "parquet")
         source = {"name": "python", "path": str(path), "format": kind}
         return {
             "run": {"name": "measured", "storage": str(self.folder / "runs")},

@@ -1,4 +1,5 @@
-"""The feeder through Ray: its first batch, a step asked for again, and its speed to eight consumers.
+"""The feeder through Ray: its first batch, a step asked for again, and its speed to eight consumers: by the
+clock, which two tokenizers and the consumers share, and what a core that it has for itself would serve.
 
 It starts a Ray of its own; one JSON object is its last line: `python -m benchmarks.data_feeder FOLDER BYTES
 DOCUMENTS`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 import sys
 import time
@@ -20,11 +22,14 @@ from benchmarks.data_corpus import Corpus
 from orchestrator.config.schema import as_data_job
 from orchestrator.data.feed.feeder import RayFeed, start_feeder
 from orchestrator.data.preparing import prepare_data
+from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import next_range
-from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
+from orchestrator.records import Cursor, GenerationView, StepRange
 
 _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
+_WARM_STEPS = 4
 _LAUNCH = "measured"
+_REPLAY_BYTES = 256 << 20  # as data.replay_bytes is by default
 
 
 def _view(attempt: int, rank: int, world_size: int) -> GenerationView:
@@ -34,8 +39,9 @@ def _view(attempt: int, rank: int, world_size: int) -> GenerationView:
     )  # fmt: skip
 
 
-def _step(cursor: Cursor) -> StepRange:
-    step = next_range(cursor.consumed_samples, cursor.consumed_tokens, _BATCH, _SEQ_LEN)
+def _step(cursor: Cursor, after: int = 0) -> StepRange:
+    first, ahead = cursor.consumed_samples + after * _BATCH, after * _BATCH * _SEQ_LEN
+    step = next_range(first, cursor.consumed_tokens + ahead, _BATCH, _SEQ_LEN)
     assert step is not None, "there is no stop"
     return step
 
@@ -58,7 +64,7 @@ class Consumer:
                 began, first = time.monotonic(), cursor.consumed_tokens
             if taken.end_of_data:
                 return began, time.monotonic(), cursor.consumed_tokens - first
-            self._feed.prefetch(_step(cursor), self._rank, _CONSUMERS, 1)
+            self._feed.prefetch([_step(cursor, n) for n in range(8)], self._rank, _CONSUMERS, 1)
 
 
 def _first_and_again(feeder: Any) -> tuple[float, float]:
@@ -76,8 +82,8 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
         at = cursors[0] if attempt % 2 else cursors[1]  # two steps are held, these are not
         began = time.perf_counter()
         ray.get(feeder.open.remote(_LAUNCH, (attempt, 0), at))
-        taken = ray.get(feeder.get.remote(_LAUNCH, (attempt, 0), _step(at), 0, 1, _BATCH))
-        assert isinstance(taken, BatchSlice), taken
+        taken = ray.get(feeder.get.remote(_LAUNCH, (attempt, 0), (_step(at),), 0, 1, _BATCH))
+        assert isinstance(taken, tuple), taken
         first.append(time.perf_counter() - began)
     return statistics.median(first), statistics.median(again)
 
@@ -88,21 +94,42 @@ def measure(corpus: Corpus) -> dict[str, float]:
     feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=1)
     try:
         first, again = _first_and_again(feeder)
+    finally:
+        ray.kill(feeder)
+    return {"feeder_first_batch_s": first, "replay_ms": again * 1e3, **_speed(spec)}
+
+
+def _speed(spec: DataSpec) -> dict[str, float]:
+    """Of one epoch, from the first steps on, when the pipeline runs."""
+    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=_REPLAY_BYTES)
+    try:
         consumers = [Consumer.remote(feeder, rank) for rank in range(_CONSUMERS)]
-        ran = ray.get([each.run.remote(10) for each in consumers])
+        running = [each.run.remote(1) for each in consumers]
+        stats = ray.get(feeder.stats.remote())
+        while stats.next_sample < _WARM_STEPS * _BATCH:
+            stats = ray.get(feeder.stats.remote())
+            time.sleep(0.05)
+        before = cpu_s_of(stats.pid)
+        ran = ray.get(running)
+        used, end = cpu_s_of(stats.pid) - before, ray.get(feeder.stats.remote()).next_sample
     finally:
         ray.kill(feeder)
     began, ended = min(each[0] for each in ran), max(each[1] for each in ran)
     return {
-        "feeder_first_batch_s": first,
-        "replay_ms": again * 1e3,
         "feeder_tokens_per_s": ran[0][2] / (ended - began),
+        "feeder_tokens_per_cpu_s": (end - stats.next_sample) * _SEQ_LEN / used,
     }
+
+
+def cpu_s_of(pid: int) -> float:
+    """CPU seconds of a process and its threads, so far."""
+    fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
     folder, num_bytes, num_documents = sys.argv[1:]
-    ray.init(num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    ray.init("local", num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     try:
         found = measure(
             Corpus(folder=Path(folder), num_bytes=int(num_bytes), num_documents=int(num_documents))

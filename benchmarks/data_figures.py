@@ -53,15 +53,15 @@ def _spec(corpus: Corpus, **changes: Any) -> DataSpec:
     return prepare_data(as_data_job(corpus.job(**changes)))
 
 
-def _feed(spec: DataSpec, max_bytes: int | None = None) -> Figures:
-    """Reads, parses, encodes, packs, and takes the arrays of the only rank, to the end or about that far."""
+def _feed(spec: DataSpec) -> Figures:
+    """Reads, parses, encodes, packs, and takes the arrays of the only rank, to the end."""
     view = GenerationView(
         attempt=1, generation=1, rank=0, world_size=1, members=(), host="", port=0, parent=None,
         source_rank=None, point=None, cursor=None, step=0, launch="",
     )  # fmt: skip
     began, cursor, feed = cpu_s(), Cursor(), InProcessFeed(spec)
     feed.open(view, cursor)
-    while max_bytes is None or cursor.consumed_tokens * 3 < max_bytes:
+    while True:
         step = next_range(cursor.consumed_samples, cursor.consumed_tokens, _BATCH, _SEQ_LEN)
         assert step is not None, "there is no stop"
         taken = feed.get(step, 0, 1, 1, cursor)
@@ -83,8 +83,10 @@ def parquet(corpus: Corpus) -> Figures:
 
 
 def fallback(corpus: Corpus) -> Figures:
-    """The same with `tokenizers` as encoder, as far as the bare encoder's text goes."""
-    return _feed(_spec(corpus, encoder="tokenizers"), _SLOW_BYTES)
+    """The same with `tokenizers` as encoder, of one file, about the text of the bare encoder: to its end, for
+    what is read ahead of a stop would be counted.
+    """
+    return _feed(_spec(corpus, encoder="tokenizers", files="part-0000.jsonl"))
 
 
 def open_stream_256(corpus: Corpus) -> Figures:

@@ -112,11 +112,31 @@ def epochraft(folder: Path) -> Found:
     return begun, sum(len(ids) for batch in chain for ids in batch["input_ids"])
 
 
+def torchtitan(folder: Path) -> Found:
+    """The text dataset of torchtitan, which packs by itself, over HF datasets' streaming."""
+    import datasets
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan.hf_datasets import DatasetConfig, text_datasets
+
+    text_datasets.DATASETS["lines"] = DatasetConfig(
+        path="",
+        loader=lambda _: datasets.load_dataset(
+            "json", data_files=_files(folder), split="train", streaming=True
+        ),
+        sample_processor=lambda sample: sample["text"],
+    )
+    tokenizer = HuggingFaceTokenizer(tokenizer_path=str(folder / "tokenizer"))
+    begun = _cpu_s()
+    stream = text_datasets.HuggingFaceTextDataset("lines", None, tokenizer, SEQ_LEN)
+    return begun, sum(len(sample["input"]) for sample, _ in stream)
+
+
 PEERS: dict[str, Callable[[Path], Found]] = {
     "datasets": datasets_streaming,
     "torchdata": torchdata_nodes,
     "grain": grain,
     "epochraft": epochraft,
+    "torchtitan": torchtitan,
 }
 
 if __name__ == "__main__":

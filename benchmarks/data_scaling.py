@@ -29,7 +29,7 @@ from orchestrator.config.schema import parse_config
 from orchestrator.data.feed.feeder import start_feeder
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.records import BatchSlice, Cursor, StepRange
+from orchestrator.records import Cursor, StepRange
 
 FILE_BYTES, WINDOW_BYTES = 8 << 20, 4 << 20
 VOCAB_SIZE, TOKENIZER_BYTES = 16_000, 4 << 20
@@ -107,9 +107,10 @@ def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, l
                 num_tokens=STEP_SAMPLES * SEQ_LEN,
                 seq_len=SEQ_LEN,
             )
-            found = ray.get(feeder.get.remote(launch, (1, 1), step, 0, STEP_SAMPLES, 1))
-            if not isinstance(found, BatchSlice):
+            found = ray.get(feeder.get.remote(launch, (1, 1), (step,), 0, STEP_SAMPLES, 1))
+            if not isinstance(found, tuple):
                 raise RuntimeError(f"the feeder answers {found}")
+            (found,) = found
             if not began:
                 began, first = time.monotonic(), found.cursor.consumed_tokens
             cursor = found.cursor
@@ -145,7 +146,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         corpus = make_corpus(Path(folder) / "corpus", arguments.megabytes * 1_000_000)
-        ray.init(num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+        ray.init(
+            "local", num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False
+        )
         try:
             figures = measure(corpus, arguments.repeats, arguments.encoder)
         finally:

@@ -13,13 +13,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, load_config
     from orchestrator.data.loading.sample_stream import SampleStream
-    from orchestrator.errors import OrchestratorError
+    from orchestrator.errors import BadDocument, OrchestratorError
     from orchestrator.launch.api import RunResult, open_stream, plan, train
     from orchestrator.monitor.run import Run
     from orchestrator.monitor.run import open_run as open  # noqa: A004  the public name is orchestrator.open
     from orchestrator.monitor.submitted import runs, submit
 
 _HOMES = {
+    "BadDocument": "errors",
     "JobConfig": "config.schema",
     "load_config": "config.schema",
     "OrchestratorError": "errors",
@@ -34,6 +35,7 @@ _HOMES = {
     "train": "launch.api",
 }
 __all__ = [
+    "BadDocument",
     "JobConfig",
     "OrchestratorError",
     "Run",

@@ -47,6 +47,12 @@ class BadDocumentError(DataError):
     """
 
 
+class BadDocument(Exception):
+    """For `data.transforms` to raise: the document that they were given is bad, its text says why, and
+    `data.on_bad_document` says what becomes of it. Any other exception stops the run.
+    """
+
+
 class DataIdentityError(RefusedError):
     """The data or the tokenizer differ from what the run was started with."""
 

@@ -191,6 +191,10 @@ class SourceCursor:
     how many of that window's packs were taken: `packs`, of `pack_seq_len` positions each (0 where none was),
     whose tokens have digest `prefix_digest`. Counts rise when all packs of the window are taken.
     `unpacked_documents` had no target, `long_documents` were longer than a sample and skipped.
+
+    A record may give several documents (`data.transforms`): `output` is the number of the one at hand, and
+    counts are of documents as they come out. `filtered_documents` are those that a transform dropped,
+    `held_out_documents` the records of `data.holdout`.
     """
 
     epoch: int = 0
@@ -211,6 +215,8 @@ class SourceCursor:
     pack_seq_len: int = 0
     unpacked_documents: int = 0
     long_documents: int = 0
+    filtered_documents: int = 0
+    held_out_documents: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,10 +257,10 @@ class Cursor:
 
     def drawn_from(self, sources: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """(samples, positions) drawn from each of these sources, all that the run has had."""
-        if not self.mixture and len(sources) == 1:
-            return {sources[0]: (self.drawn_samples, self.consumed_tokens + self.skipped_tokens)}
-        if not self.mixture and len(self.sources) == 1:  # the others come in now
-            return {name: (0, 0) for name in sources} | self.drawn_from(tuple(self.sources))
+        if not self.mixture and len(self.sources) <= 1:
+            only = next(iter(self.sources), sources[0])  # others come in now
+            drawn = self.drawn_samples, self.consumed_tokens + self.skipped_tokens
+            return {name: drawn if name == only else (0, 0) for name in sources}
         none = MixtureShare(weight=0)
         shares = {name: self.mixture.get(name, none) for name in sources}
         return {name: (share.samples, share.tokens) for name, share in shares.items()}
@@ -306,8 +312,8 @@ class StepRecord:
 # ------------------------------------------------------------ data
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowTask:
-    """What a slot of the pipeline is: window `window` of this block of this source, from `record` and `piece`
-    on: what lies before was trained. A stream in one process reads on to the block's end.
+    """What a slot of the pipeline is: window `window` of this block of this source, from `record`, `output`
+    and `piece` on: what lies before was trained. A stream in one process reads on to the block's end.
     """
 
     source: str
@@ -316,18 +322,19 @@ class WindowTask:
     window: int = 0
     record: int = 0
     piece: int = 0
+    output: int = 0
 
 
 # kinds of entries in a TokenChunk
-PIECE, EMPTY, BAD = 0, 1, 2
+PIECE, EMPTY, BAD, FILTERED, HELD_OUT = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenChunk:
     """Consecutive pieces of one window, tokenized, in order: at most about 1 M tokens.
 
-    The entry arrays have one item per piece, empty document or bad document. `last_piece[i]` is 1 where entry
-    i ends its document.
+    The entry arrays have one item per piece, and per document of which there is none: empty, bad, dropped by
+    a transform, held out. `last_piece[i]` is 1 where entry i ends its document.
     """
 
     source: str
@@ -338,18 +345,29 @@ class TokenChunk:
     record: Int32Array  # (num_entries,) position of the record in the window's order
     piece: Int32Array  # (num_entries,) number of the piece in its document
     num_tokens: Int32Array  # (num_entries,)
-    kind: Int32Array  # (num_entries,) PIECE, EMPTY or BAD
+    kind: Int32Array  # (num_entries,) PIECE, EMPTY, BAD, FILTERED or HELD_OUT
     last_piece: Int32Array  # (num_entries,)
     special_texts: Int32Array  # (num_entries,) special tokens written out in the text
     file: Int32Array  # (num_entries,) number of the record's file in the manifest
     place: Int64Array  # (num_entries,) byte offset of the record in it, in a Parquet file the row
     loss: BoolArray | None = None  # (num_tokens,) False: the token is no target; None: all are
+    # (num_entries,) number of the document among those that its record gives; None: each gives one
+    output: Int32Array | None = None
     bad_reasons: tuple[str, ...] = ()  # one per BAD entry: file, byte offset, line, reason
     encoder_differences: tuple[
         str, ...
     ] = ()  # documents that the two libraries encoded differently (journalled)
     ends_window: bool
     ends_block: bool
+
+    @property
+    def outputs(self) -> Int32Array:
+        """(num_entries,) `output`, also where each record gives one document."""
+        return self.record * 0 if self.output is None else self.output
+
+    def output_of(self, entry: int) -> int:
+        """The same of one entry."""
+        return 0 if self.output is None else int(self.output[entry])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,7 @@ ON_RAY = {
 
 # the tests that start processes by tests/forked.py: together they need its server once
 FORKED = {
+    "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
@@ -217,6 +218,13 @@ def python_is(program: str) -> Iterator[None]:
     """What this process starts as `python`."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(sys, "executable", program)
+        yield
+
+
+@pytest.fixture
+def begun_warm(warm: str) -> Iterator[None]:
+    """What this process starts as `python` has all imported when it begins."""
+    with python_is(warm):
         yield
 
 

@@ -2,11 +2,11 @@
 server that has: a worker of Ray takes 2 CPU seconds to start instead of 9.
 
 `python -m tests.warm_python SOCKET` is the server. `launcher` writes a program that stands where Ray and the
-driver look for `python`: what begins a worker, tries a model, is a command of ours, a notebook's kernel, or a
-script that says that it may be forked (`-X forked SCRIPT`, or `-X forked-with-ray SCRIPT`), it passes on to
-the server, and all else to the real Python. Ray reads its environment when it is imported: those that need it
-are forked from one process for each such environment. What is no worker gets the signals of the program that
-passed it on, and ends when that does.
+driver look for `python`: what begins a worker, tries a model, makes an export, is a command of ours, a
+notebook's kernel, or a script that says that it may be forked (`-X forked SCRIPT`, or `-X forked-with-ray
+SCRIPT`), it passes on to the server, and all else to the real Python. Ray reads its environment when it is
+imported: those that need it are forked from one process for each such environment. What is no worker gets the
+signals of the program that passed it on, and ends when that does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MODULES = (
     "orchestrator.data.feed.opening",
     "orchestrator.data.packing.stream",
     "orchestrator.launch.api",
+    "orchestrator.launch.exports",
     "orchestrator.launch.remote_membership",
     "orchestrator.monitor.audit",
     "orchestrator.torchrun.run",
@@ -58,7 +59,7 @@ RAY_MODULES = (
     "ray.data",
     "ray.train.torch",
 )
-TRIAL = ["-P", "-m", "orchestrator.trainer.trial"]
+MODULES_RUN = (["-P", "-m", "orchestrator.trainer.trial"], ["-P", "-m", "orchestrator.launch.exports"])
 COMMAND, KERNEL = ["-m", "orchestrator.cli.commands"], ["-m", "ipykernel_launcher"]
 SCRIPT, RAY_SCRIPT = ["-X", "forked"], ["-X", "forked-with-ray"]
 PROGRAMS = (COMMAND, KERNEL, SCRIPT, RAY_SCRIPT)
@@ -72,7 +73,8 @@ LAUNCHER = f"""#!{{python}} -IS
 import _signal, _socket, marshal, os, sys
 words = sys.argv[1:]
 program = words[:2] in {PROGRAMS}
-if not program and words[:3] != {TRIAL} and not (words and os.path.basename(words[0]) in {(WORKER, SETUP)}):
+worker = words and os.path.basename(words[0]) in {(WORKER, SETUP)}
+if not program and not worker and words[:3] not in {MODULES_RUN}:
     os.execv({{python!r}}, [{{python!r}}, *words])
 link = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
 link.connect({{address!r}})
@@ -149,7 +151,7 @@ def serve(address: str) -> None:
 def _needs_ray(words: list[str]) -> bool:
     if words[:2] == COMMAND:
         return words[2:3] == ["train"]
-    return words[:3] != TRIAL and words[:2] not in (KERNEL, SCRIPT)
+    return words[:3] not in MODULES_RUN and words[:2] not in (KERNEL, SCRIPT)
 
 
 def _settings(environment: dict[str, str]) -> Settings:
@@ -218,7 +220,7 @@ def _become(task: dict[str, Any], files: list[int], link: socket.socket) -> None
         if words[:2] in PROGRAMS:
             _obey(words, link)
         else:
-            (_try_model if words[:3] == TRIAL else _work_for_ray)(words)
+            (_run_module if words[:3] in MODULES_RUN else _work_for_ray)(words)
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -256,7 +258,7 @@ def _obey(words: list[str], link: socket.socket) -> None:
         runpy.run_path(words[2], run_name="__main__")
 
 
-def _try_model(words: list[str]) -> None:
+def _run_module(words: list[str]) -> None:
     sys.path[0:1] = os.environ["PYTHONPATH"].split(os.pathsep)
     runpy.run_module(words[2], run_name="__main__", alter_sys=True)
 

@@ -23,7 +23,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "pin": ('runs/quickstart 00000100-a0001-g0001 --why "before the loss spike"',),
     "unpin": ("runs/quickstart 00000100-a0001-g0001",),
     "verify": ("runs/quickstart", "runs/quickstart --resume"),
-    "audit": ("runs/quickstart", "runs/quickstart --steps 100:250"),
+    "audit": (
+        "runs/quickstart",
+        "runs/quickstart --steps 100:250",
+        "runs/quickstart --processes 8 --reference",
+    ),
     "samples": ("runs/quickstart --step 120", "runs/quickstart --step 120 --text"),
     "rewind": ("runs/quickstart --to 00000100-a0001-g0001", "runs/quickstart --step 120 --yes"),
     "fork": (

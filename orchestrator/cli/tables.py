@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.monitor.orphans import Pruned
-from orchestrator.monitor.view import skipped_lines
+from orchestrator.monitor.view import left_out_lines, skipped_lines
 from orchestrator.planning.resume_plan import ResumePlan
 
 
@@ -157,7 +157,8 @@ def audit_lines(report: Mapping[str, Any]) -> list[str]:
     if report["exactly_once"] is None:
         return ["nothing is trained yet, so there is nothing to compare"]
     not_shown = [f"not verified: {text}" for text in report["not_shown"]]
-    not_shown = [*skipped_lines(report["skipped_documents"]), *not_shown]
+    left_out = left_out_lines(report["left_out_documents"])
+    not_shown = [*skipped_lines(report["skipped_documents"]), *left_out, *not_shown]
     if report["exactly_once"]:
         final, repeated = report["final_up_to_step"], report["repeated_files"]
         later = "" if report["all_final"] else "; later ones may still be replaced"

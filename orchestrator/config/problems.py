@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from orchestrator.config.text import Path, Problem, Reading, dotted, value_at
 
+_CODE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _NUMBER = re.compile(r"^[-+]?[0-9.]+([eE][-+]?[0-9]+)?$")
 
 
@@ -278,6 +279,18 @@ def _loss_of_texts(sources: list[Any]) -> str | None:
     return None
 
 
+def _code_paths(sources: list[Any]) -> str | None:
+    """Sources that are Python code name it."""
+    for source in sources:
+        path = source.get("path") if isinstance(source, dict) and source.get("format") == "python" else None
+        if path is not None and not (isinstance(path, str) and _CODE.match(path)):
+            return (
+                f"has format: python and path={_show(path)}, which names no function; give one as "
+                "package.module:function"
+            )
+    return None
+
+
 def _local(path: str | None) -> str | None:
     if path is None or "://" not in path:
         return None
@@ -394,6 +407,7 @@ _RULES = (
     _Between(fields=("data.sources",), check=_weights),
     _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
     _Between(fields=("data.sources",), check=_loss_of_texts),
+    _Between(fields=("data.sources",), check=_code_paths),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),
     _Between(fields=("model.init_from",), check=_local),

@@ -35,11 +35,16 @@ FormatName = Literal[
     "webdataset",
     "mds",
     "cbor",
+    "python",
 ]
 FORMAT_NAMES: tuple[str, ...] = get_args(FormatName)
 
 # The text of a token, never a word that may be meant for true or false.
 TokenText = Annotated[str, Field(pattern="[^A-Za-z]")]
+
+# A function of a module.
+FUNCTION = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+FunctionName = Annotated[str, Field(pattern=FUNCTION)]
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$"
 
@@ -98,9 +103,11 @@ class SourceConfig(_Section):
     name: Annotated[str, same("letters, digits, `.`, `_`, `-`, not starting with `.`", pattern=NAME)]
     """Name of the source; part of the order's key."""
     path: Annotated[str | tuple[str, ...], same("a path or glob, or a list of them", min_length=1)]
-    """File, folder or glob, or a list of them, relative to the current directory."""
+    """File, folder or glob, or a list of them, relative to the current directory; of format `python` the
+    `package.module:function` that returns the records.
+    """
     format: Annotated[FormatName, same(_one_of(FORMAT_NAMES))]
-    """What the files are: a document is a record, in `lines` a line, in `text` a file."""
+    """What the files are: a document is a record, in `lines` a line, in `text` a file; `python`: no files."""
     content: Annotated[Literal["text", "chat", "prompt"], same("text, chat or prompt")] = "text"
     """What a record holds: a text, the messages of a chat, or a prompt with its completion."""
     text_field: Annotated[str, same("the name of a field", min_length=1)] = "text"
@@ -119,6 +126,12 @@ class SourceConfig(_Section):
     """Share in the mixture of several sources; null for all: by the sources' bytes."""
     max_epochs: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
     """Passes over this source; null: `data.num_epochs`."""
+    transforms: Annotated[
+        tuple[FunctionName, ...] | None, same("a list of package.module:function, or null")
+    ] = None
+    """Functions between its records and their tokens; null: `data.transforms`, a list takes their place."""
+    holdout: Annotated[float | None, same("a number >= 0 and < 1, or null", ge=0, lt=1)] = None
+    """Share of its records that is held out; null: `data.holdout`."""
 
 
 class DataConfig(_Section):
@@ -128,7 +141,15 @@ class DataConfig(_Section):
         tuple[SourceConfig, ...],
         same("a list of {name, path, format, text_field, weight, max_epochs}", min_length=1),
     ]
-    """The sources: name, path or glob, format, content, the fields that hold it, weight, max_epochs."""
+    """The sources: name, path or glob, format, content, the fields that hold it, weight, max_epochs,
+    transforms, holdout.
+    """
+    transforms: Annotated[tuple[FunctionName, ...], same("a list of package.module:function")] = ()
+    """Functions that a document passes between its record and its tokens, in this order: each makes of it a
+    document, several, or none.
+    """
+    holdout: Annotated[float, same("a number >= 0 and < 1", ge=0, lt=1)] = 0.0
+    """Share of the records that is never trained; `open_stream(part="holdout")` reads it."""
     tokenizer: Annotated[str, same("a local folder or a hub name", min_length=1)]
     """Tokenizer: a local folder or a hub name; its content is frozen with the run."""
     shuffle: Annotated[Literal["block", "none"], same("block or none")] = "block"
@@ -214,7 +235,7 @@ class ModelConfig(_Section):
     """Local folder in transformers' format with safetensors to start from."""
     factory: Annotated[
         str | None,
-        same("package.module:function, or null", pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"),
+        same("package.module:function, or null", pattern=FUNCTION),
     ] = None
     """`package.module:function` that returns the model; before a new run it is called once on torch's meta
     device.

@@ -395,7 +395,9 @@ def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Se
     if not num_steps and not points:
         return ""
     left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
-    left += [f"{len(points)} resume points, {points[0]} to {points[-1]}"] if points else []
+    if points:
+        several = f"{len(points)} resume points, {points[0]} to {points[-1]}"
+        left.append(several if len(points) > 1 else f"resume point {points[0]}")
     return (
         f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
         "they are, but nothing is continued from there"
@@ -472,10 +474,11 @@ def decide(
 
 
 def begin_launch(
-    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec, drawn: Skip | None = None
 ) -> tuple[Attempt, ResumePlan]:
     """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
-    run.json, `data` the job's data.
+    run.json, `data` the job's data. What is to be skipped is `drawn` if that was drawn at the point which it
+    continues; else it is drawn here.
 
     Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
     begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
@@ -507,7 +510,8 @@ def begin_launch(
         raise RefusedError("\n".join(plan.refusals))
     skip = None
     if asked.request is not None and point is not None:
-        skip = draw_skip(config, data.made_by(plan.encoders), point, asked.request)
+        there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
+        skip = drawn if there else draw_skip(config, data.made_by(plan.encoders), point, asked.request)
         point = moved(point, skip)
     point = here.moved(point)
     if data.unwritten:  # before the claim says that they are read

@@ -5,14 +5,21 @@ It writes nothing; `preparing` freezes what it found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import DataRecord, FrozenData
 from orchestrator.data.later_lists import listed_as
-from orchestrator.data.settings import StreamSettings, limits_of, mixture_of, wanted_of
+from orchestrator.data.settings import (
+    StreamSettings,
+    limits_of,
+    mixture_of,
+    transforms_of,
+    wanted_of,
+    with_transforms,
+)
 from orchestrator.data.source_notes import notes_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
@@ -20,9 +27,10 @@ from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, rea
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_VERSION
 from orchestrator.data.tokens.encoder import TOKENIZERS, choose_encoder, installed_encoders
-from orchestrator.data.tokens.masked import plain_text
+from orchestrator.data.tokens.masked import plain_text, require_masks
 from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
+from orchestrator.data.transforms import TransformRef, find_transform
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.manifests import FIRST, first_sources
@@ -31,7 +39,7 @@ from orchestrator.planning.order import ORDER_VERSION
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-__all__ = ["choose", "first_start", "identity_of", "reads_chats", "with_ids"]
+__all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 
 # The encoders are compared on so many of the run's own documents, and so much of each, at the first start.
 _SAMPLE_DOCUMENTS = 64
@@ -42,7 +50,8 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     """The data as they are found; nothing is written. Raises as `prepare_data`."""
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files, reads_chats(config))
-    settings = with_ids(config, settings, facts)
+    refs = find_transforms(config)
+    settings = with_transforms(config, with_ids(config, settings, facts), refs)
     plans, paths, notes = [], dict[str, tuple[str, ...]](), list[str]()
     for source in config.data.sources:
         found = listed_as(source, settings.fragment_bytes, settings.window_bytes).now()
@@ -61,6 +70,7 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         manifests={plan.source: plan.manifest.digest for plan in plans},
         paths={name: found[0] for name, found in paths.items()},
         more_paths={name: found[1:] for name, found in paths.items() if found[1:]},
+        transforms={name: ref.source for name, ref in refs.items()},
     )
     return DataSpec(
         plans=tuple(plans),
@@ -71,7 +81,7 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         tokenizer_folder=None,
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=identity_of(config, facts.digest, encoder, [plan.manifest for plan in plans], plans),
+        run_identity=identity_of(config, facts.digest, encoder, [p.manifest for p in plans], plans, refs),
         mixture=mixture_of(config, {plan.source: plan.manifest.num_bytes for plan in plans}),
         max_epochs=limits_of(config),
         notes=(*facts.notes, *notes, *compared),
@@ -135,8 +145,9 @@ def identity_of(
     encoder: EncoderChoice,
     now: Sequence[Manifest],
     plans: Sequence[SourcePlan],
+    transforms: Mapping[str, TransformRef],
 ) -> RunIdentity:
-    """What must stay the same, of a job that finds its files as `now`."""
+    """What must stay the same, of a job that finds its files and transforms so."""
     settings = stream_settings(config.flat())
     for plan in plans:
         settings[f"data.sources.{plan.source}.fragments_per_block"] = str(plan.fragments_per_block)
@@ -149,7 +160,14 @@ def identity_of(
         encoder_version=encoder.version,
         settings=settings,
         manifests={manifest.source: manifest.digest for manifest in now},
+        transforms={name: ref.source for name, ref in transforms.items()},
     )
+
+
+def find_transforms(config: JobConfig) -> dict[str, TransformRef]:
+    """All sources' transforms by name, as they are now. Raises `ConfigError` if one cannot be imported."""
+    names = dict.fromkeys(name for of in transforms_of(config).values() for name in of)
+    return {name: find_transform(name) for name in names}
 
 
 def reads_chats(config: JobConfig) -> bool:
@@ -158,6 +176,10 @@ def reads_chats(config: JobConfig) -> bool:
 
 
 def with_ids(config: JobConfig, settings: StreamSettings, facts: TokenizerFacts) -> StreamSettings:
-    """The settings with the ids that stand around a document."""
+    """The settings with the ids that stand around a document. Raises `ConfigError` for a tokenizer that lacks
+    one, or cannot read what the sources hold.
+    """
+    content = {source.name: source.content for source in config.data.sources}
+    require_masks(config.data.tokenizer, facts.model, content)
     bos, eos = ids_around(config.data.tokenizer, facts, config.data.bos, config.data.eos)
     return replace(settings, bos_id=bos, eos_id=eos)

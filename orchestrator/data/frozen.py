@@ -31,7 +31,7 @@ class DataRecord:
 
     `tokenizer` is the name as it was given; digests are blake3. The maps are keyed by source. `paths` are
     absolute; runs that were started before they were recorded have none. `more_paths` are those after the
-    first, where a source has several.
+    first, where a source has several. `transforms` are `planning.identity`'s.
     """
 
     version: int = VERSION
@@ -45,6 +45,7 @@ class DataRecord:
     manifests: dict[str, str]
     paths: dict[str, str] = field(default_factory=dict)
     more_paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    transforms: dict[str, str] = field(default_factory=dict)
 
     def paths_of(self, source: str) -> tuple[str, ...]:
         """The absolute paths that the source's files were listed by; none where they were not recorded."""

@@ -6,12 +6,19 @@ It decides nothing about resuming: it says what the job finds (`DataSpec.identit
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.data.first_start import choose, first_start, identity_of, reads_chats, with_ids
+from orchestrator.data.first_start import (
+    choose,
+    find_transforms,
+    first_start,
+    identity_of,
+    reads_chats,
+    with_ids,
+)
 from orchestrator.data.frozen import (
     TOKENIZER_FOLDER,
     DataRecord,
@@ -25,7 +32,15 @@ from orchestrator.data.frozen import (
     write_later,
 )
 from orchestrator.data.later_lists import Refreshing, later_plan, listed_as
-from orchestrator.data.settings import StreamSettings, limits_of, mixture_of, settings_of, wanted_of
+from orchestrator.data.settings import (
+    StreamSettings,
+    limits_of,
+    mixture_of,
+    settings_of,
+    transforms_of,
+    wanted_of,
+    with_transforms,
+)
 from orchestrator.data.source_notes import notes_of
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.manifest import Manifest
@@ -33,6 +48,7 @@ from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import GIGATOKEN, installed_version
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch
+from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.manifests import (
@@ -60,7 +76,8 @@ def prepare_data(config: JobConfig, folder: Path | None = None, reading: Reading
 
     Without a folder nothing is written. Raises `ConfigError` for missing files or a missing or unfit
     tokenizer, `DataError` for unreadable files, `DataIdentityError` (with both values) if files are gone or
-    changed since their list was frozen and `resume.accept_changed` is not set.
+    changed since their list was frozen and `resume.accept_changed` is not set. A module of `data.transforms`
+    that cannot be imported is a `ConfigError`, too.
     """
     settings = settings_of(config)
     frozen = None if folder is None else read_frozen(folder)
@@ -94,7 +111,10 @@ def prepare_trained(config: JobConfig, folder: Path, sources: tuple[SourceLists,
     paths = {source.name: source.path for source in config.data.sources}
     lists = {each.name: _trained_lists(folder, frozen, each, paths.get(each.name)) for each in sources}
     plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
-    return _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans)
+    refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
+    if {name for of in transforms_of(config).values() for name in of} - refs.keys():
+        refs = {**find_transforms(config), **refs}  # of sources that came later
+    return _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans, refs)
 
 
 def _trained_lists(
@@ -196,6 +216,7 @@ def _from_frozen(
     config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData, reading: Reading
 ) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
+    refs = find_transforms(config)  # that they are the run's, who compares identities sees
     lists, plans, now = dict[str, dict[str, SourcePlan]](), list[SourcePlan](), list[Manifest]()
     notes, unwritten, bases = list[str](), list[LaterList](), dict[str, str]()
     for source in config.data.sources:
@@ -226,7 +247,7 @@ def _from_frozen(
                     "goes on from this list; restore the file"
                 )
             lists[source.name][of.begun_with] = later_plan(folder, begun, bases.get(begun.manifest.base))
-    spec = _frozen_spec(config, settings, folder, frozen.record, facts, reading.sources, lists, plans)
+    spec = _frozen_spec(config, settings, folder, frozen.record, facts, reading.sources, lists, plans, refs)
     encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
         choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
@@ -234,7 +255,7 @@ def _from_frozen(
     windows = [note for plan in spec.plans for note in notes_of(plan, settings)]
     return replace(
         spec,
-        run_identity=identity_of(config, asked, encoder, now, spec.plans),
+        run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
         notes=(*facts.notes, *notes, *windows),
         unwritten=tuple(unwritten),
         refreshing=_refreshing(config, folder, settings, bases),
@@ -270,8 +291,10 @@ def _frozen_spec(
     sources: tuple[SourceLists, ...],
     lists: dict[str, dict[str, SourcePlan]],
     plans: Sequence[SourcePlan],
+    transforms: Mapping[str, TransformRef],
 ) -> DataSpec:
     """What was frozen, with the files where the plans say."""
+    settings = with_transforms(config, settings, transforms)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
     manifests = [plan.manifest for plan in plans]
     spec = DataSpec(
@@ -283,7 +306,7 @@ def _frozen_spec(
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=identity_of(config, facts.digest, encoder, manifests, plans),
+        run_identity=identity_of(config, facts.digest, encoder, manifests, plans, transforms),
         max_epochs=limits_of(config),
     )
     return replace(spec, mixture=mixture_of(config, spec.num_bytes))

@@ -6,7 +6,7 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,14 @@ from orchestrator.planning.mixture import whole_weights
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
+from orchestrator.data.transforms import TransformRef
+
 # data rule 7: a document's tokens are those of its pieces, cut at a border found in the last sixteenth.
 PIECE_BYTES = 1 << 20
 CUT_SHARE = 16
 # A chunk has at most about so many tokens.
 CHUNK_TOKENS = 1 << 20
-# One document in so many is encoded by both libraries while running.
+# One document in so many is encoded by both libraries while running, and transformed twice.
 CHECK_ONE_IN = 1000
 # From so many records on, the share of bad ones is judged at the end of each window.
 BAD_SHARE_RECORDS = 1000
@@ -34,8 +36,9 @@ class StreamSettings:
     `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
     conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
     `last` or `all`. `pack_mode` and `long_document` are those of the configuration's `pack`; `seq_len` is
-    that of the samples, which `concat` need not know. `piece_bytes` and `chunk_tokens` differ from the
-    defaults in tests only.
+    that of the samples, which `concat` need not know. `transforms` and `holdout` (the share of records that
+    is held out) are by source, none where it has none; the stream is that of all other records, or with
+    `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in tests only.
     """
 
     seed: int = 0
@@ -55,6 +58,9 @@ class StreamSettings:
     pack_mode: str = "concat"
     seq_len: int = 0
     long_document: str = "stop"
+    transforms: dict[str, tuple[TransformRef, ...]] = field(default_factory=dict)
+    holdout: dict[str, float] = field(default_factory=dict)
+    held_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +75,7 @@ class MixtureSettings:
 
 
 def settings_of(config: JobConfig) -> StreamSettings:
-    """What the configuration says, without the ids that its tokenizer gives."""
+    """What the configuration says, without its transforms and the ids that its tokenizer gives."""
     data = config.data
     return StreamSettings(
         seed=data.seed,
@@ -85,6 +91,7 @@ def settings_of(config: JobConfig) -> StreamSettings:
         pack_mode=config.pack.mode,
         seq_len=config.pack.seq_len,
         long_document=config.pack.long_document,
+        holdout={s.name: data.holdout if s.holdout is None else s.holdout for s in data.sources},
     )
 
 
@@ -93,6 +100,20 @@ def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
     names = tuple(source.name for source in config.data.sources)
     refresh = frozenset(names if config.data.refresh == "epoch" else ())
     return Wanted(names=names, restart=frozenset(restart), refresh=refresh)
+
+
+def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:
+    """The names of each source's transforms, its own or those of all."""
+    data = config.data
+    return {s.name: data.transforms if s.transforms is None else s.transforms for s in data.sources}
+
+
+def with_transforms(
+    config: JobConfig, settings: StreamSettings, refs: Mapping[str, TransformRef]
+) -> StreamSettings:
+    """The settings with each source's transforms, which are found in `refs` by their names."""
+    names = transforms_of(config).items()
+    return replace(settings, transforms={source: tuple(refs[n] for n in of) for source, of in names if of})
 
 
 def mixture_of(config: JobConfig, num_bytes: Mapping[str, int]) -> MixtureSettings | None:

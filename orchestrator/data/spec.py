@@ -19,7 +19,7 @@ from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.tokens.chunks import tokenize_block
 from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
-from orchestrator.errors import DataIdentityError
+from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
 from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, content_settings
 from orchestrator.planning.manifests import FIRST, SourceLists, order_of
@@ -75,7 +75,10 @@ class DataSpec:
             settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
             settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
         manifests = {plan.source: plan.manifest.digest for plan in self.plans}
-        return replace(frozen, settings=settings, manifests=manifests)
+        # those of sources that came later, or were taken away, are as the job has them
+        now = self.run_identity.transforms
+        transforms = {name: frozen.transforms.get(name, identity) for name, identity in now.items()}
+        return replace(frozen, settings=settings, manifests=manifests, transforms=transforms)
 
     def identity(self) -> RunIdentity:
         """What must stay the same, as this job finds it: files and tokenizer as they are now."""
@@ -163,6 +166,30 @@ class DataSpec:
         settings = replace(self.settings, num_epochs=None)
         return replace(self, settings=settings, max_epochs=dict.fromkeys(self.max_epochs))
 
+    def held_out(self) -> DataSpec:
+        """The hold-out (`data.holdout`): of every source that has one, all that is held out, once, in the
+        order of the first epoch. Raises `RefusedError` if no source has one.
+        """
+        kept = tuple(plan for plan in self.plans if self.settings.holdout.get(plan.source))
+        if not kept:
+            raise RefusedError(
+                "nothing is held out: data.holdout is 0, and so it is for each source; only a new run can "
+                "hold records out (another run.name)"
+            )
+        mixture = None
+        if self.mixture is not None and len(kept) > 1:
+            weights = {plan.source: self.mixture.weights[plan.source] for plan in kept}
+            mixture = replace(self.mixture, weights=weights, on_end="drop")
+        identity = self.run_identity
+        return replace(
+            self,
+            plans=kept,
+            settings=replace(self.settings, held_out=True, num_epochs=1),
+            run_identity=replace(identity, settings={**identity.settings, "part": '"holdout"'}),
+            mixture=mixture,
+            max_epochs={},
+        )
+
     def tasks_from(self, cursor: Cursor, source: str | None = None) -> Iterator[WindowTask]:
         """A source's block tasks from a cursor on, over all its epochs; endless without a limit. None: that
         of the only one.
@@ -177,6 +204,7 @@ class DataSpec:
             block=start.block,
             window=start.window,
             record=start.record,
+            output=start.output,
             # the earlier pieces are read once more where the cursor can show whether they are the same
             piece=0 if start.earlier_digest else start.piece,
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator import html_text
 from orchestrator.config.redaction import command_line
@@ -119,7 +119,9 @@ def _launch(
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
-            with starting.claimed(store, job, spec, newest, fault_plan, command=command) as (attempt, plan):
+            with starting.claimed(
+                store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
+            ) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt)
                 with (
                     dashboard_beside(job, folder, progress),
@@ -194,6 +196,7 @@ def open_stream(
     *,
     rank: int = 0,
     world_size: int = 1,
+    part: Literal["train", "holdout"] = "train",
 ) -> SampleStream:
     """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
     this process, no cluster; or, for a training loop of your own, a rank's batches of them.
@@ -204,13 +207,15 @@ def open_stream(
     `world_size` gets of each step, made ahead in a thread. Both have `state_dict()` and `load_state_dict()`;
     a state may be given as `cursor`, too, and opens under any world size, batch size and seq_len.
 
+    `part="holdout"`: instead of what is trained the records of `data.holdout`, each once, for an evaluation.
+
     The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are not
     looked at: it goes on to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor or a
-    state of other data, `RefusedError` for a rank that there is not.
+    state of other data, `RefusedError` for a rank or a hold-out that there is not.
     """
     from orchestrator.data.loading.sample_stream import SampleStream
 
-    return SampleStream(as_data_job(config, overrides), cursor, rank, world_size)
+    return SampleStream(as_data_job(config, overrides), cursor, rank, world_size, part)
 
 
 def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> str:

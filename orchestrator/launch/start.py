@@ -81,7 +81,7 @@ from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.planning.skipping import SkipDecision
+from orchestrator.planning.skipping import Skip, SkipDecision
 from orchestrator.records import Cursor, StepRecord
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
@@ -200,11 +200,12 @@ def missing_run(store: RunStore, pieces: Sequence[str]) -> str:
 def look_before_start(
     store: RunStore, job: JobConfig, spec: DataSpec, watched: Callable[[], int]
 ) -> ResumePlan:
-    """`look_ahead` for a start: one that would train verifies the point when it has claimed. One that has
-    nothing left to train verifies it here, for nobody else would, and only when nobody is at work on the run
-    any more, as `watched` (of `watching`) says: what another launch still trains has not reached its end.
+    """`look_ahead` for a start: one that would train draws what is to be skipped, so that data that end in it
+    are refused here, and verifies the point when it has claimed. One that has nothing left to train verifies
+    it here, for nobody else would, and only when nobody is at work on the run any more, as `watched` (of
+    `watching`) says: what another launch still trains has not reached its end.
     """
-    plan = look_ahead(store, job, spec)
+    plan = look_ahead(store, job, spec, draw=True)
     if not reached(plan):
         return plan
     watched()
@@ -305,7 +306,8 @@ def _with_drawn_skip(
         refusals = (*found.refusals, f"{job.run.run_uri}: {error}")
         return replace(found, action="refuse", refusals=refusals)
     seconds = time.monotonic() - began
-    return replace(found, skip=replace(found.skip, tokens=skip.tokens, cursor=skip.end, seconds=seconds))
+    drawn = replace(found.skip, tokens=skip.tokens, cursor=skip.end, seconds=seconds)
+    return replace(found, skip=drawn, drawn=skip)
 
 
 @contextmanager
@@ -372,10 +374,12 @@ def claimed(
     fault_plan: str = "",
     process: Process | None = None,
     command: str = "",
+    drawn: Skip | None = None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
     `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive;
-    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`.
+    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`; `drawn` is
+    what `look_before_start` drew.
 
     Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
     ends the attempt; afterwards whoever keeps the journal says its end.
@@ -389,7 +393,7 @@ def claimed(
     why = first if not watched else RESUME if not _rewinds(job) else REWIND
     with claiming(store, run.id, watched + 1, why, process) as made:
         hook(fault_plan)("claim_made", -1, -1)
-        attempt, plan = begin_launch(store, job, made, run, spec)
+        attempt, plan = begin_launch(store, job, made, run, spec, drawn)
         yield replace(attempt, command=command), plan
 
 

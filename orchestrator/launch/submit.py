@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.job_server import STOP_WAIT, JobServer, JobStatus
 from orchestrator.config.schema import load_config
+from orchestrator.data.sources.formats import format_of
 from orchestrator.errors import BusyError, ConfigError
 from orchestrator.launch.start import run_folder
 
@@ -108,6 +109,8 @@ def _not_in_the_copy(job: JobConfig, config: Path, folder: Path) -> Iterable[str
     """
     named = [("CONFIG", str(config)), ("model.pretrained", job.model.pretrained or "")]
     for source in job.data.sources:
+        if not format_of(source.format).has_files:
+            continue
         paths = (source.path,) if isinstance(source.path, str) else source.path
         named += [(f"data.sources: {source.name}", path) for path in paths]
     if job.data.tokenizer.startswith("."):  # else it may be the name of a hub's

@@ -51,7 +51,8 @@ def audit_history(
     those of which the run's frozen list has more than one path (older versions made such lists): each token
     of the stream was trained once, their documents were not.
     `skipped_documents` counts, by source, the bad documents that the audited steps passed; None where there
-    is a difference, or nothing to compare.
+    is a difference, or nothing to compare. `left_out_documents` counts those that transforms dropped
+    (`filtered`) and the records that are held out (`held_out`).
     `skipped_samples` are those that an attempt was told to leave out before one of the audited steps
     (`resume.data: skip`): they are drawn as the claim says, end where it says, and are compared with no
     record. What an epoch is shown to have held they belong to; `not_shown` says that they were not trained.
@@ -90,6 +91,7 @@ def audit_history(
         "not_shown": not_shown,
         "repeated_files": repeated,
         "skipped_documents": found.skipped_documents() if wanted and first is None else None,
+        "left_out_documents": found.left_out_documents() if wanted and first is None else None,
         "skipped_samples": [_skip_row(at) for at in found.passed],
         "reference": found.reference(spec, seen) if how.by_reference and first is None else None,
     }

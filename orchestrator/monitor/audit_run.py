@@ -63,7 +63,18 @@ class StepsCompared:
         """How many bad documents of each source the wanted steps passed."""
         found = dict.fromkeys((name for name, _ in self.sources), 0)
         for (name, _), source in self.sources.items():
-            found[name] += source.bad_documents
+            found[name] += source.end.bad_documents - source.before_wanted.bad_documents
+        return found
+
+    def left_out_documents(self) -> dict[str, dict[str, int]]:
+        """How many documents of each source transforms dropped, and how many are held out, that the wanted
+        steps passed.
+        """
+        found = {name: {"filtered": 0, "held_out": 0} for name, _ in self.sources}
+        for (name, _), source in self.sources.items():
+            end, begin = source.end, source.before_wanted
+            found[name]["filtered"] += end.filtered_documents - begin.filtered_documents
+            found[name]["held_out"] += end.held_out_documents - begin.held_out_documents
         return found
 
     def reference(self, spec: DataSpec, seen: Survey) -> dict[str, Any]:
@@ -139,8 +150,8 @@ class AuditRun:
                 ) from interrupt
             for task, result in zip(tasks, results, strict=True):
                 assert isinstance(result, EpochChecksum), "files make sums"
-                key = task.source, task.epoch, task.encoder
-                sums[key] = sums[key] + result
+                at = task.source, task.epoch, task.encoder
+                sums[at] = sums[at] + result
         return epochs_verdict(self._spec, found.sources, sums)
 
     def _run(self, tasks: list[Any], what: str, unit: str, total: int) -> list[Found]:

@@ -45,7 +45,7 @@ class FilesTask:
     """To sum up the documents of these files of the list that an epoch of a source reads, encoded so."""
 
     source: str
-    epoch: int
+    epoch: int  # transforms draw anew in each, and it may have a list of its own
     encoder: EncoderChoice
     files: range
 
@@ -60,7 +60,7 @@ Found = StepsFound | EpochChecksum
 def carry_out(spec: DataSpec, task: Task, done: Done) -> Found:
     """What the task asks for. Raises as the stream and its files do."""
     if isinstance(task, FilesTask):
-        return checksum_files(spec, task.encoder, task.source, task.files, task.epoch, done)
+        return checksum_files(spec, task.encoder, task.source, task.epoch, task.files, done)
     walk = PartWalk(spec, task.part, by_reference=task.by_reference)
     difference = next(walk.differences(done), None)
     stretches = walk.stretches() if difference is None else {}

@@ -42,7 +42,7 @@ class EpochRecords:
             self._close()
             self._block = -1
         self._intervals += later._intervals
-        self._note(later._twice)
+        self._keep_least(later._twice)
         if later._held:
             self.add(later._block, np.concatenate(later._held))
 
@@ -74,10 +74,10 @@ class EpochRecords:
         if self._first is None and not self._intervals:
             self._first = (self._block, records)
             return
-        self._note(_repeated(records))
+        self._keep_least(_repeated(records))
         self._intervals += _intervals(records)
 
-    def _note(self, twice: tuple[int, int] | None) -> None:
+    def _keep_least(self, twice: tuple[int, int] | None) -> None:
         self._twice = _least(self._twice, twice)
 
 

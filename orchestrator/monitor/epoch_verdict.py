@@ -29,10 +29,10 @@ class JoinedSource:
 
     begin: SourceCursor
     end: SourceCursor
+    before_wanted: SourceCursor  # where the first step that was asked for begins
     totals: EpochTotals = field(default_factory=EpochTotals)
     ends_data: bool = False
     fault: str | None = None
-    bad_documents: int = 0
     differences: tuple[EncodingDifference, ...] = ()
     restarted: bool = False
 
@@ -50,10 +50,10 @@ class JoinedSource:
         return cls(
             begin=stretches[0].begin,
             end=end,
+            before_wanted=stretches[0].before_wanted,
             totals=totals,
             ends_data=bool(walked) and walked[-1].ends_data,
             fault=next((stretch.fault for stretch in walked if stretch.fault), None),
-            bad_documents=end.bad_documents - stretches[0].bad_documents_before,
             differences=tuple(one for stretch in walked for one in stretch.differences),
             restarted=restarted,
         )
@@ -97,9 +97,10 @@ def files_needed(spec: DataSpec, sources: JoinedSources) -> list[EpochFiles]:
 
 
 def _files(spec: DataSpec, source: str, epoch: int) -> EpochFiles:
-    """By the first epoch that has the same list."""
-    lists = spec.lists_of(source)
-    first = next(each for each in range(epoch + 1) if lists.version(each) == lists.version(epoch))
+    """By the first epoch that has the same list, if transforms do not draw anew in each."""
+    lists, first = spec.lists_of(source), epoch
+    if not spec.settings.transforms.get(source):
+        first = next(each for each in range(epoch + 1) if lists.version(each) == lists.version(epoch))
     return source, first, _encoder(spec, source, epoch)[0]
 
 

@@ -92,6 +92,8 @@ SOURCES: Table = {
     "documents": ("documents", "read"),
     "empty": ("documents", "of these, without text"),
     "bad": ("documents", "of these, skipped as unreadable"),
+    "unpacked": ("documents", "of these, without a target, in no sample of whole documents"),
+    "long": ("documents", "of these, longer than a sample and skipped"),
 }
 SAMPLES: Table = {
     "index": ("", "of the sample in the stream, from 0"),
@@ -123,6 +125,7 @@ WHOLE = frozenset(
         *("attempt", "generation", "step", "generations", "first_step", "last_step", "trained", "aside"),
         *("consumed_samples", "consumed_tokens", "target_tokens", "peak_memory_bytes", "bytes"),
         *("world_size", "global_batch_size", "seq_len", "samples", "tokens", "documents", "empty", "bad"),
+        *("unpacked", "long"),
         *("epoch", "block", "num_blocks"),
         *("index", "document", "place", "line", "first_token", "end_token"),
     )

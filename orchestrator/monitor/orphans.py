@@ -29,9 +29,7 @@ class Pruned:
     why: str = field(default="", compare=False)
 
 
-def prune(
-    store: RunStore, orphans: Mapping[str, str], by: str, run_id: str, dry_run: bool
-) -> list[Pruned]:
+def prune(store: RunStore, orphans: Mapping[str, str], by: str, run_id: str, dry_run: bool) -> list[Pruned]:
     """Deletes `orphans` (with why each is one), oldest first, each COMMIT first; those that are pinned or
     another run's stay.
 

@@ -32,6 +32,7 @@ class EncodingDifference:
 
     source: str
     at: Place
+    output: int  # number of the document among those that its record gives
     piece: int
     file: int  # number in the manifest
     place: int  # of the record in the file: byte, or row
@@ -73,7 +74,9 @@ class ReferenceEncoding:
             yield chunk
 
     def _compare(self, mine: _Piece, other: _Piece) -> None:
-        assert (mine.at, mine.piece) == (other.at, other.piece), "both streams have the same pieces"
+        assert (mine.at, mine.output, mine.piece) == (other.at, other.output, other.piece), (
+            "both streams have the same pieces"
+        )
         if mine.tokens.tobytes() == other.tokens.tobytes():
             return
         encoder = encoder_at(self._spec.encoders, self._source, mine.at)
@@ -91,6 +94,7 @@ class ReferenceEncoding:
             EncodingDifference(
                 source=self._source,
                 at=mine.at,
+                output=mine.output,
                 piece=mine.piece,
                 file=mine.file,
                 place=mine.place,
@@ -103,6 +107,7 @@ class ReferenceEncoding:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
     at: Place
+    output: int
     piece: int
     is_last: bool
     is_text: bool
@@ -114,12 +119,15 @@ class _Piece:
 def _pieces(chunks: Iterable[TokenChunk]) -> Iterator[_Piece]:
     for chunk in chunks:
         borders = pairwise([0, *np.cumsum(chunk.num_tokens, dtype=np.int64).tolist()])
-        names = ("record", "piece", "kind", "last_piece", "file", "place")
+        names = ("record", "outputs", "piece", "kind", "last_piece", "file", "place")
         columns = [getattr(chunk, name).tolist() for name in names]
-        for (start, stop), record, piece, kind, last, file, place in zip(borders, *columns, strict=True):
+        for (start, stop), record, output, piece, kind, last, file, place in zip(
+            borders, *columns, strict=True
+        ):
             if kind == PIECE:
                 yield _Piece(
                     at=(chunk.epoch, chunk.block, chunk.window, record),
+                    output=output,
                     piece=piece,
                     is_last=last == 1,
                     is_text=chunk.loss is None,
@@ -146,10 +154,10 @@ def reference_report(
     """
     packed = spec.settings.pack_mode != "concat"
     last = {source: _last_of(end, packed) for source, end in ends.items()}
-    each = {(one.source, one.at, one.piece): one for one in found if one.at <= last[one.source]}
-    documents: dict[tuple[str, Place], EncodingDifference] = {}
-    for (source, at, _), one in sorted(each.items()):
-        documents.setdefault((source, at), one)
+    each = {(one.source, one.at, one.output, one.piece): one for one in found if one.at <= last[one.source]}
+    documents: dict[tuple[str, Place, int], EncodingDifference] = {}
+    for (source, at, output, _), one in sorted(each.items()):
+        documents.setdefault((source, at, output), one)
     others, known = list[str](), 0
     for one in documents.values():
         manifest = spec.plan_of(one.source, one.at[0]).manifest

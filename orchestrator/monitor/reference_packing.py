@@ -19,6 +19,8 @@ from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.records import (
     BAD,
     EMPTY,
+    FILTERED,
+    HELD_OUT,
     PIECE,
     BoolArray,
     Int32Array,
@@ -28,6 +30,15 @@ from orchestrator.records import (
 )
 
 NO_TARGET, NO_DOCUMENT, NO_TOKEN = -100, -1, 0
+# What a cursor counts of a source.
+_COUNTS = (
+    "documents",
+    "empty_documents",
+    "bad_documents",
+    "filtered_documents",
+    "held_out_documents",
+    "special_texts",
+)
 _BEFORE = -(1 << 62)  # the position of what began before the first chunk
 
 
@@ -54,8 +65,8 @@ class _Held:
 
     chunk: TokenChunk
     begin: int  # position of its first token; that of the cursor with which the stream was opened is 0
-    passed: Int64Array  # (4,) documents, empty and bad ones, special texts
-    epoch_passed: Int64Array  # (4,) the same at the epoch's beginning
+    passed: Int64Array  # (6,) what `_passed` counts
+    epoch_passed: Int64Array  # (6,) the same at the epoch's beginning
     begins_epoch: bool  # no token of the epoch came before
 
     @property
@@ -77,12 +88,10 @@ class ReferencePacker:
         self._pieces = np.full(1, _BEFORE, np.int64)
         self._held: deque[_Held] = deque()
         self._earlier = _EarlierPieces(cursor)
-        self._passed = np.array(
-            [cursor.documents, cursor.empty_documents, cursor.bad_documents, cursor.special_texts], np.int64
-        )
+        self._passed = np.array([getattr(cursor, name) for name in _COUNTS], np.int64)
         self._epoch, self._epoch_passed = cursor.epoch, self._passed
-        place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token)
-        self._epoch_has_tokens = place != (0, 0, 0, 0, 0)
+        place = (cursor.block, cursor.window, cursor.record, cursor.output, cursor.piece, cursor.token)
+        self._epoch_has_tokens = any(place)
         self._to_skip = cursor.token
 
     def samples(self, num_tokens: int, seq_len: int) -> Samples:
@@ -142,12 +151,13 @@ class ReferencePacker:
         held = self._holding(0)
         chunk, inside = held.chunk, self._position - held.begin
         if held.begins_epoch and inside == 0:
-            return _cursor((chunk.epoch, 0, 0, 0, 0), 0, "", held.epoch_passed, (0, ""))
+            return _cursor((chunk.epoch, 0, 0, 0, 0, 0), 0, "", held.epoch_passed, (0, ""))
         ends = np.cumsum(chunk.num_tokens, dtype=np.int64)
         entry = int(np.searchsorted(ends, inside, side="right"))
         begin = int(ends[entry] - chunk.num_tokens[entry])
         digest = _digest(chunk.tokens[begin:inside]) if inside > begin else ""
-        place = (chunk.epoch, chunk.block, chunk.window, int(chunk.record[entry]), int(chunk.piece[entry]))
+        document = (int(chunk.record[entry]), chunk.output_of(entry), int(chunk.piece[entry]))
+        place = (chunk.epoch, chunk.block, chunk.window, *document)
         earlier = self._earlier.number_and_digest if place[-1] else (0, "")
         return _cursor(place, inside - begin, digest, held.passed + _passed(chunk, entry), earlier)
 
@@ -210,7 +220,8 @@ class ReferencePacker:
         if num and (len(chunk.tokens) < num or _digest(chunk.tokens[:num]) != at.prefix_digest):
             found = _digest(chunk.tokens[:num])
             raise DataIdentityError(
-                f"the cursor names token {num} of record {at.record}, piece {at.piece} (source "
+                f"the cursor names token {num} of record {at.record}, document {at.output} of it, piece "
+                f"{at.piece} (source "
                 f"{chunk.source}, epoch {at.epoch}, block {at.block}, window {at.window}), but the {num} "
                 f"tokens before it had digest {at.prefix_digest} and now have {found}; the data, the "
                 "tokenizer or the encoder are not those that the run was trained with"
@@ -243,9 +254,10 @@ class _EarlierPieces:
         if not self._to_find:
             return chunk
         at = self._cursor
-        entries = 0
+        entries, outputs = 0, chunk.outputs
         while entries < len(chunk.kind) and (
-            chunk.record[entries] == at.record and chunk.piece[entries] < at.piece
+            (chunk.record[entries], outputs[entries]) == (at.record, at.output)
+            and chunk.piece[entries] < at.piece
         ):
             entries += 1
         tokens = int(chunk.num_tokens[:entries].sum())
@@ -263,6 +275,7 @@ class _EarlierPieces:
             )
         names = ("record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file", "place")
         left: dict[str, Any] = {name: getattr(chunk, name)[entries:] for name in names}
+        left["output"] = outputs[entries:]
         loss = None if chunk.loss is None else chunk.loss[tokens:]
         return replace(chunk, tokens=chunk.tokens[tokens:], loss=loss, **left)
 
@@ -299,12 +312,11 @@ def _from(begins: Int64Array, position: int) -> Int64Array:
 
 
 def _passed(chunk: TokenChunk, entry: int) -> Int64Array:
-    """(4,) documents, empty and bad ones, and special texts before an entry."""
+    """(6,) what `_COUNTS` names, before an entry."""
     kind = chunk.kind[:entry]
     whole = (kind == PIECE) & (chunk.last_piece[:entry] == 1)
-    return np.array(
-        [whole.sum(), (kind == EMPTY).sum(), (kind == BAD).sum(), chunk.special_texts[:entry].sum()], np.int64
-    )
+    others = [int((kind == each).sum()) for each in (EMPTY, BAD, FILTERED, HELD_OUT)]
+    return np.array([whole.sum(), *others, chunk.special_texts[:entry].sum()], np.int64)
 
 
 def _digest(tokens: Int32Array) -> str:
@@ -312,26 +324,24 @@ def _digest(tokens: Int32Array) -> str:
 
 
 def _cursor(
-    place: tuple[int, int, int, int, int],
+    place: tuple[int, int, int, int, int, int],
     token: int,
     prefix_digest: str,
     passed: Int64Array,
     earlier: tuple[int, str],
 ) -> SourceCursor:
-    documents, empty, bad, special = passed.tolist()
-    epoch, block, window, record, piece = place
+    epoch, block, window, record, output, piece = place
+    counts: dict[str, Any] = dict(zip(_COUNTS, passed.tolist(), strict=True))
     return SourceCursor(
         epoch=epoch,
         block=block,
         window=window,
         record=record,
+        output=output,
         piece=piece,
         token=token,
         prefix_digest=prefix_digest,
-        documents=documents,
-        empty_documents=empty,
-        bad_documents=bad,
-        special_texts=special,
         earlier_tokens=earlier[0],
         earlier_digest=earlier[1],
+        **counts,
     )

@@ -18,7 +18,17 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.monitor.reference_packing import NO_DOCUMENT, NO_TARGET, NO_TOKEN, Samples
 from orchestrator.planning.order import order_key
-from orchestrator.records import BAD, EMPTY, PIECE, BoolArray, Int32Array, SourceCursor, TokenChunk
+from orchestrator.records import (
+    BAD,
+    EMPTY,
+    FILTERED,
+    HELD_OUT,
+    PIECE,
+    BoolArray,
+    Int32Array,
+    SourceCursor,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +37,8 @@ class Stretch:
 
     tokens: Int32Array  # inputs, and the label of the last one
     loss: BoolArray  # like tokens: whether each is a target
+    document: int  # number among the window's documents
+    first_token: int  # of the document
 
     @property
     def size(self) -> int:
@@ -46,15 +58,16 @@ class WindowContent:
 def content_of(chunks: list[TokenChunk], seq_len: int, long_document: str) -> WindowContent:
     """Of a whole window. Raises `DataError` for a document that is too long under `stop`."""
     stretches, without_target, too_long = list[Stretch](), 0, 0
-    for tokens, loss in _documents(chunks):
+    for number, (tokens, loss) in enumerate(_documents(chunks)):
         if not loss[1:].any():
             without_target += 1
         elif len(tokens) <= seq_len + 1:
-            stretches.append(Stretch(tokens=tokens, loss=loss))
+            stretches.append(Stretch(tokens=tokens, loss=loss, document=number, first_token=0))
         elif long_document == "split":
             for at in range(0, len(tokens) - 1, seq_len):
                 here = slice(at, at + seq_len + 1)
-                stretches.append(Stretch(tokens=tokens[here], loss=loss[here]))
+                part, mask = tokens[here], loss[here]
+                stretches.append(Stretch(tokens=part, loss=mask, document=number, first_token=at))
         elif long_document == "skip":
             too_long += 1
         else:
@@ -222,6 +235,8 @@ class ReferenceWindows:
             documents=begin.documents + int(((kinds == PIECE) & (last == 1)).sum()),
             empty_documents=begin.empty_documents + int((kinds == EMPTY).sum()),
             bad_documents=begin.bad_documents + int((kinds == BAD).sum()),
+            filtered_documents=begin.filtered_documents + int((kinds == FILTERED).sum()),
+            held_out_documents=begin.held_out_documents + int((kinds == HELD_OUT).sum()),
             special_texts=begin.special_texts + sum(int(chunk.special_texts.sum()) for chunk in chunks),
         )
         window = _Window(begin=begin, end=end, chunks=chunks, packs=[])

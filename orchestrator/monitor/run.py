@@ -34,8 +34,8 @@ from orchestrator.monitor.orphans import Pruned, prune, release
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
-from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, not_watched, view_of
-from orchestrator.records import StepRecord
+from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, not_watched, view_of
+from orchestrator.records import Cursor, StepRecord
 from orchestrator.resume.export_files import export_states
 from orchestrator.resume.fates import point_fates
 from orchestrator.resume.pins import Hold
@@ -593,7 +593,7 @@ class Run:
         end, names = None if number is None else store.read_end(number), store.point_names()
         marked = store.quarantined()
         point = self._newest_point(parent, [name for name in names if name not in marked])
-        budgets = parent.budgets if parent is not None else None
+        budgets, cursor = parent.budgets if parent is not None else None, self._cursor(point)
         return AttemptFacts(
             number=number,
             outcome=end.outcome if end else "",
@@ -604,7 +604,8 @@ class Run:
             stop_samples=budgets.stop_samples if budgets else None,
             alive=False if end else alive,
             watched_s=watch_s,
-            skipped=self._skipped(point),
+            skipped=None if cursor is None else {n: at.bad_documents for n, at in cursor.sources.items()},
+            left_out=None if cursor is None else left_out(cursor),
             quarantined=tuple(name for name in names if name in marked),
             resumes=number is not None and store.read_claim(number).why == RESUME,
         )
@@ -625,13 +626,12 @@ class Run:
             lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted | self._store.deletions()
         return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
 
-    def _skipped(self, point: str | None) -> dict[str, int] | None:
-        """How many documents each source skipped up to a point; None if it does not say."""
+    def _cursor(self, point: str | None) -> Cursor | None:
+        """That of a point; None if it does not say."""
         try:
-            cursor = self._store.read_point(point).cursor if point is not None else None
+            return self._store.read_point(point).cursor if point is not None else None
         except ResumePointError:
             return None  # damaged, or deleted meanwhile
-        return {name: at.bad_documents for name, at in cursor.sources.items()} if cursor else None
 
     def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
         from orchestrator.config.schema import in_todays_fields, nested, parse_config

@@ -28,7 +28,7 @@ class SourceStretch:
 
     begin: SourceCursor
     end: SourceCursor
-    bad_documents_before: int  # before the first step that was asked for
+    before_wanted: SourceCursor  # where the first step that was asked for begins
     up_to_end: EpochTotals = field(default_factory=EpochTotals)
     at_end: EpochTotals = field(default_factory=EpochTotals)
     ends_data: bool = False
@@ -50,6 +50,7 @@ class SourceWalk:
         source: str,
         begin: SourceCursor,
         packer: type[ReferencePacker],
+        windows: type[ReferenceWindows] = ReferenceWindows,
         by_reference: bool = False,
     ) -> None:
         """`by_reference`: each document is encoded by `tokenizers`, too."""
@@ -65,9 +66,9 @@ class SourceWalk:
             self.packer = packer(self._trained.watch(chunks), self.begin)
         else:
             self._trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
-            self.packer = ReferenceWindows(self._trained.watch(chunks), self.begin, spec.settings)
+            self.packer = windows(self._trained.watch(chunks), self.begin, spec.settings)
         self._walked = False
-        self.bad_documents_before = 0
+        self.before_wanted = SourceCursor()  # where the first step that is asked for begins
 
     def take(self, num_tokens: int, seq_len: int) -> tuple[Samples, str | None]:
         """Its next samples, and what is wrong with them in themselves."""
@@ -88,7 +89,7 @@ class SourceWalk:
         at.
         """
         end = self.place()
-        common = {"begin": self.begin, "end": end, "bad_documents_before": self.bad_documents_before}
+        common = {"begin": self.begin, "end": end, "before_wanted": self.before_wanted}
         if not self._walked:
             return SourceStretch(**common)  # type: ignore[arg-type]
         self._trained.border(end)
@@ -96,7 +97,7 @@ class SourceWalk:
         ends_data = may_be_last and not at_border(end) and self.packer.ends_epoch()
         fault = self._trained.end()
         return SourceStretch(
-            **common,  # type: ignore[arg-type]
+            **common,
             up_to_end=up_to_end,
             at_end=self._trained.checksums.take(),
             ends_data=ends_data,

@@ -21,6 +21,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.audit import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
+from orchestrator.monitor.tracing_windows import TracingWindows
 from orchestrator.records import Int32Array
 
 _LINES = ("jsonl", "lines")  # formats with a record per line
@@ -33,23 +34,21 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     compressed files, rows), `epoch`, `first_token` and `end_token` within the document's tokens (the end is
     not included; None where they are not known), `begins` and `ends`: whether the stretch has the document's
     first and last token; with `text`, the stretch's tokens decoded. These are input tokens; the last label is
-    the token after them. `matches`: the journal's digest of the step is that of these samples; `difference`
-    says what is not so, and there may be no samples then.
+    the token after them. Where whole documents are packed (`bestfit`, `pad`), each document, or stretch of
+    one that is too long, has a last label of its own: the token at `end_token`. It is the document's last
+    token where the stretch `ends`, and its text then has it; `tokens` of a sample are those of its documents,
+    without padding. `matches`: the journal's digest of the step is that of these samples; `difference` says
+    what is not so, and there may be no samples then.
 
     Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
     told to go on with changed files and they differ.
     """
-    if spec.settings.pack_mode != "concat":
-        raise RefusedError(
-            f"the documents of a sample are named for pack.mode=concat, this run has "
-            f"pack.mode={spec.settings.pack_mode}; open_stream gives its samples, with document ids"
-        )
     records = seen.lineage.records
     wanted = find_steps(records, step)
     if len(wanted) != 1:
         raise RefusedError(f"{step!r} names {len(wanted)} steps; name one, e.g. 250 or a2:250")
     (index,) = wanted
-    walk = Walk(spec, seen, records, index, packer=TracingPacker)
+    walk = Walk(spec, seen, records, index, packer=TracingPacker, windows=TracingWindows)
     difference = next(walk.differences(wanted), None)
     name = step_name(records, index)
     found = list(_samples(spec, walk, text)) if difference is None or difference["step"] == name else []
@@ -71,29 +70,35 @@ def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]
     passed = dict.fromkeys((source.name for source in spec.sources), 0)
     for number, (source, num_tokens) in enumerate(step.turns):
         packer = walk.packer(source)
-        assert isinstance(packer, TracingPacker), "the walk was begun with it"
+        assert isinstance(packer, (TracingPacker, TracingWindows)), "the walk was begun with them"
         stretches = packer.stretches(passed[source], passed[source] + num_tokens)
         passed[source] += num_tokens
-        tokens = step.samples.input_ids[number]
+        inputs = step.samples.input_ids[number]
+        documents = [_document(spec.plan_of(source, each.epoch).manifest, each) for each in stretches]
+        if decode is not None:
+            labels = step.samples.labels[number] if isinstance(packer, TracingWindows) else None
+            for document, stretch in zip(documents, stretches, strict=True):
+                document["text"] = decode(_tokens(inputs, labels, stretch))
         yield {
             "index": step.first_index + number,
             "source": source,
-            "tokens": num_tokens,
-            "documents": [
-                _document(spec.plan_of(source, each.epoch).manifest, each, tokens, decode)
-                for each in stretches
-            ],
+            "tokens": sum(stretch.num_tokens for stretch in stretches),
+            "documents": documents,
         }
 
 
-def _document(
-    manifest: Manifest,
-    stretch: Stretch,
-    tokens: Int32Array,
-    decode: Callable[[Int32Array], str] | None,
-) -> dict[str, Any]:
+def _tokens(inputs: Int32Array, labels: Int32Array | None, stretch: Stretch) -> Int32Array:
+    """The stretch's tokens in a sample; with `labels` also the last one of a document that ends there, which
+    is an input nowhere.
+    """
+    stop = stretch.begin + stretch.num_tokens
+    tokens = inputs[stretch.begin : stop]
+    return tokens if labels is None or not stretch.ends else np.append(tokens, labels[stop - 1])
+
+
+def _document(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
     first, num = stretch.first_token, stretch.num_tokens
-    found: dict[str, Any] = {
+    return {
         "file": manifest.path(stretch.file),
         "unit": format_of(manifest.format).unit,
         "place": stretch.place,
@@ -105,9 +110,6 @@ def _document(
         "begins": stretch.begins,
         "ends": stretch.ends,
     }
-    if decode is not None:
-        found["text"] = decode(tokens[stretch.begin : stretch.begin + num])
-    return found
 
 
 def _line(manifest: Manifest, stretch: Stretch) -> int | None:

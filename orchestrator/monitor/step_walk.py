@@ -28,14 +28,17 @@ class Walk:
         records: tuple[StepRecord, ...],
         first: int,
         packer: type[ReferencePacker] = ReferencePacker,
+        windows: type[ReferenceWindows] = ReferenceWindows,
     ) -> None:
-        """`first`: the first record that is asked for. `packer` makes the samples."""
+        """`first`: the first record that is asked for. `packer` makes the samples, `windows` those of whole
+        documents.
+        """
         assert records == seen.lineage.records, "the history's own"
-        self._spec, self._seen, self._first, self._packer = spec, seen, first, packer
+        self._spec, self._seen, self._first, self._packers = spec, seen, first, (packer, windows)
         self._walk = self._over(range(first, first))
 
     def _over(self, wanted: range) -> PartWalk:
-        return PartWalk(self._spec, history_of(self._spec, self._seen).part(wanted), self._packer)
+        return PartWalk(self._spec, history_of(self._spec, self._seen).part(wanted), *self._packers)
 
     def differences(self, wanted: range) -> Iterator[dict[str, Any]]:
         """Of the wanted steps, which begin with the first; see `PartWalk.differences`. Raises

@@ -23,6 +23,7 @@ class Stretch:
 
     file: int  # number in the manifest
     place: int  # of the record in the file: byte, or row
+    output: int  # number of the document among those that its record gives
     epoch: int
     begin: int  # the first position, counted from the first of the positions that were asked for
     num_tokens: int
@@ -77,6 +78,7 @@ class TracingPacker(ReferencePacker):
                 here = Stretch(
                     file=int(chunk.file[entry]),
                     place=int(chunk.place[entry]),
+                    output=chunk.output_of(entry),
                     epoch=chunk.epoch,
                     begin=first - start,
                     num_tokens=end - first,
@@ -102,15 +104,15 @@ class TracingPacker(ReferencePacker):
 
 
 def _document(chunk: TokenChunk, entry: int) -> tuple[int, ...]:
-    return (chunk.epoch, chunk.block, chunk.window, int(chunk.record[entry]))
+    return (chunk.epoch, chunk.block, chunk.window, int(chunk.record[entry]), chunk.output_of(entry))
 
 
 def _is_last(chunk: TokenChunk, entry: int) -> bool:
     """Whether no token of the entry's document follows the entry's: pieces may have none."""
-    record = chunk.record[entry]
+    document = _document(chunk, entry)
     while not chunk.last_piece[entry]:
         entry += 1
-        if entry == len(chunk.record) or chunk.record[entry] != record or chunk.num_tokens[entry]:
+        if entry == len(chunk.record) or _document(chunk, entry) != document or chunk.num_tokens[entry]:
             return False
     return True
 
@@ -120,6 +122,7 @@ def _joined(one: Stretch, more: Stretch) -> Stretch:
     return Stretch(
         file=one.file,
         place=one.place,
+        output=one.output,
         epoch=one.epoch,
         begin=one.begin,
         num_tokens=one.num_tokens + more.num_tokens,

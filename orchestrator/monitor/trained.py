@@ -79,8 +79,8 @@ class TrainedTokens:
         return None
 
     def border(self, at: SourceCursor) -> None:
-        """Counts the records before that of the cursor `at`, which names the last target, as far as they are
-        not counted: a stretch that begins with `at` counts this record and what follows.
+        """Counts the documents before that of the cursor `at`, which names the last target, as far as they
+        are not counted: a stretch that begins with `at` counts this document and what follows.
         """
         while self._chunks:
             entries = _entries_before(self._chunks[0], at)
@@ -152,15 +152,16 @@ class TrainedTokens:
             )
 
     def _document_starts(self, chunk: TokenChunk) -> npt.NDArray[np.int8]:
-        """(num_tokens,) 1 where another record's tokens begin than those before."""
+        """(num_tokens,) 1 where another document's tokens begin than those before."""
         filled = chunk.num_tokens > 0
         starts = np.zeros(len(chunk.tokens), np.int8)
         if filled.any():
-            records = chunk.record[filled]
-            first = (chunk.epoch, chunk.block, chunk.window, int(records[0]))
-            another = np.concatenate([[first != self._document], records[1:] != records[:-1]])
+            records, outputs = chunk.record[filled], chunk.outputs[filled]
+            first = (chunk.epoch, chunk.block, chunk.window, int(records[0]), int(outputs[0]))
+            other = (records[1:] != records[:-1]) | (outputs[1:] != outputs[:-1])
+            another = np.concatenate([[first != self._document], other])
             starts[(np.cumsum(chunk.num_tokens) - chunk.num_tokens)[filled]] = another
-            self._document = (*first[:3], int(records[-1]))
+            self._document = (*first[:3], int(records[-1]), int(outputs[-1]))
         return starts
 
 
@@ -169,11 +170,12 @@ def _place(chunk: TokenChunk) -> tuple[int, int, int]:
 
 
 def _entries_before(chunk: TokenChunk, at: SourceCursor) -> int:
-    """How many of its entries belong to records before the cursor's."""
+    """How many of its entries belong to documents before the cursor's."""
     here, there = _place(chunk), (at.epoch, at.block, at.window)
     if here != there:
         return len(chunk.kind) if here < there else 0
-    return int(np.searchsorted(chunk.record, at.record))
+    same = (chunk.record == at.record) & (chunk.outputs < at.output)
+    return int(((chunk.record < at.record) | same).sum())
 
 
 def _cut(chunk: TokenChunk, entry: int) -> tuple[TokenChunk, TokenChunk]:
@@ -184,6 +186,7 @@ def _cut(chunk: TokenChunk, entry: int) -> tuple[TokenChunk, TokenChunk]:
     def part(entries: slice, tokens: slice) -> TokenChunk:
         columns: dict[str, Any] = {name: getattr(chunk, name)[entries] for name in names}
         loss = None if chunk.loss is None else chunk.loss[tokens]
+        columns["output"] = chunk.outputs[entries]
         return replace(chunk, tokens=chunk.tokens[tokens], loss=loss, **columns)
 
     return part(slice(0, entry), slice(0, at)), part(slice(entry, None), slice(at, None))

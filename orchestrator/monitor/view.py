@@ -26,7 +26,10 @@ from orchestrator.monitor.verdict import (
     Standing,
     verdict,
 )
+from orchestrator.records import Cursor
 from orchestrator.resume.points import parse_point_name
+
+LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +38,9 @@ class AttemptFacts:
     its end, "" without one. `point` is the newest resume point of the history, `points` how many there are.
     `stop_tokens` and `stop_samples` are the run's budgets, None where there is no limit. `alive`: whether the
     attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched. `skipped` counts
-    the documents that were skipped up to that point, by source; None if that is not known. `missing` is what
-    is seen to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
+    the documents that were skipped up to that point, by source; None if that is not known. `left_out` counts
+    those that transforms dropped (`filtered`) and that are held out (`held_out`). `missing` is what is seen
+    to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
     `quarantined`: the points that are marked as damaged, of which none is `point`. `resumes`: the attempt was
     claimed by a start that continues that point.
     """
@@ -51,6 +55,7 @@ class AttemptFacts:
     alive: bool | None
     watched_s: float
     skipped: Mapping[str, int] | None = None
+    left_out: LeftOut | None = None
     missing: tuple[str, ...] = ()
     has_no_point: bool = True
     quarantined: tuple[str, ...] = ()
@@ -61,7 +66,8 @@ class AttemptFacts:
 class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
-    step. `skipped_documents` are those up to `newest_point`, by source. `missing` names what is seen to be
+    step. `skipped_documents` and `left_out_documents` (`filtered` by transforms, `held_out`) are those up to
+    `newest_point`, by source. `missing` names what is seen to be
     gone of the run's folder (`monitor.missing`); `quarantined` are the points that are marked as damaged, of
     which none counts as `newest_point`.
     """
@@ -92,6 +98,7 @@ class RunView:
     last_fault_at: str | None
     reason: str
     skipped_documents: Mapping[str, int] | None
+    left_out_documents: LeftOut | None
     missing: tuple[str, ...]
     quarantined: tuple[str, ...]
 
@@ -160,6 +167,7 @@ def view_of(
         last_fault_at=fault.time if fault else None,
         reason=facts.reason,
         skipped_documents=facts.skipped,
+        left_out_documents=facts.left_out,
         missing=facts.missing,
         quarantined=facts.quarantined,
     )
@@ -221,6 +229,26 @@ def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[s
         f"{before}{number:,} document{'' if number == 1 else 's'} of source {source} "
         f"{'was' if number == 1 else 'were'} skipped (data.on_bad_document=skip)"
         for source, number in (skipped or {}).items()
+        if number
+    ]
+
+
+def left_out(cursor: Cursor) -> dict[str, dict[str, int]]:
+    """What transforms dropped, and what is held out, up to a cursor."""
+    return {
+        name: {"filtered": at.filtered_documents, "held_out": at.held_out_documents}
+        for name, at in cursor.sources.items()
+    }
+
+
+def left_out_lines(left_out: LeftOut | None, before: str = "") -> list[str]:
+    """The same of documents that transforms dropped, and of records that are held out."""
+    words = {"filtered": "dropped by data.transforms", "held_out": "held out (data.holdout)"}
+    return [
+        f"{before}{number:,} document{'' if number == 1 else 's'} of source {source} "
+        f"{'was' if number == 1 else 'were'} {words[kind]}"
+        for source, counts in (left_out or {}).items()
+        for kind, number in counts.items()
         if number
     ]
 

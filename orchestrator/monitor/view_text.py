@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator import html_text
 from orchestrator.monitor.verdict import STILL_S
-from orchestrator.monitor.view import RunView, skipped_lines
+from orchestrator.monitor.view import RunView, left_out_lines, skipped_lines
 
 
 def status_lines(view: RunView) -> list[str]:
@@ -27,6 +27,7 @@ def status_lines(view: RunView) -> list[str]:
     if view.quarantined:
         lines.append(f"  damaged     {', '.join(view.quarantined)}: quarantined, and not counted")
     lines += skipped_lines(view.skipped_documents, "  skipped     ")
+    lines += left_out_lines(view.left_out_documents, "  left out    ")
     if view.last_fault is not None:
         lines.append(f"  last fault  {view.last_fault}  {moment(view.last_fault_at, None)}")
     return lines
@@ -68,5 +69,5 @@ def status_html(view: RunView) -> str:
         ("quarantined", ", ".join(view.quarantined)),
         ("last fault", view.last_fault),
     ]
-    skipped = html_text.lines(skipped_lines(view.skipped_documents))
-    return html_text.page(f"{view.run}: {view.verdict}", html_text.facts(pairs), skipped)
+    left_out = [*skipped_lines(view.skipped_documents), *left_out_lines(view.left_out_documents)]
+    return html_text.page(f"{view.run}: {view.verdict}", html_text.facts(pairs), html_text.lines(left_out))

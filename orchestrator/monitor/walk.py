@@ -6,7 +6,7 @@ It knows neither run nor processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
 from orchestrator.records import Cursor, Int32Array, MixtureShare, SourceCursor, StepRecord
 
+_COUNTED = ("documents", "special_texts")  # what counts in a source's cursor, and does not begin anew
 _RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time
 
 
@@ -56,11 +57,16 @@ class PartWalk:
         spec: DataSpec,
         part: HistoryPart,
         packer: type[ReferencePacker] = ReferencePacker,
+        windows: type[ReferenceWindows] = ReferenceWindows,
         by_reference: bool = False,
     ) -> None:
-        """`packer` makes the samples; `by_reference`: `tokenizers` encodes each document, too."""
+        """`packer` makes the samples, `windows` those of whole documents; `by_reference`: `tokenizers`
+        encodes each document, too.
+        """
         self._spec, self._part, self._begin = spec, part, part.begin
-        self._open = partial(SourceWalk, spec, packer=packer, by_reference=by_reference)
+        self._open = partial(
+            SourceWalk, spec, packer=packer, windows=windows, by_reference=by_reference
+        )
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
         self._sources = {
@@ -85,11 +91,11 @@ class PartWalk:
         part = self._part
         samples, tokens = self._begin.consumed_samples, self._begin.consumed_tokens
         for index in range(part.first, part.wanted.stop):
-            record = part.record(index)
+            record, self.newest = part.record(index), None
             num_samples, num_tokens = record.consumed_samples - samples, record.consumed_tokens - tokens
             if index == part.wanted.start:
                 for source in self._sources.values():
-                    source.bad_documents_before = source.place().bad_documents
+                    source.before_wanted = source.place()
             if reason := self._follow(part.lists[record.attempt], index):
                 yield Difference(index=index, reason=reason)
                 return
@@ -104,9 +110,7 @@ class PartWalk:
                 yield Difference(index=index, reason=turns)
                 return  # what follows it stands at no place of the stream
             found, wrong = self._samples(turns, part.seq_lens[record.attempt, record.generation])
-            self.newest = WalkedStep(
-                first_index=samples + self._begin.skipped_samples, turns=turns, samples=found[1]
-            )
+            self.newest = WalkedStep(first_index=samples + self._skipped[0], turns=turns, samples=found[1])
             differs = self._difference(index, samples, num_tokens, found)
             samples, tokens = record.consumed_samples, record.consumed_tokens
             if index < part.wanted.start:
@@ -132,17 +136,14 @@ class PartWalk:
             if first is None:
                 continue
             if index <= self._part.wanted.start:
-                walk.bad_documents_before = at.bad_documents
+                walk.before_wanted = at
             self._closed[source.name, self._start(source.name, at)] = walk.stretch(may_be_last=True)
-            anew = SourceCursor(
-                epoch=first,
-                documents=at.documents,
-                empty_documents=at.empty_documents,
-                bad_documents=at.bad_documents,
-                special_texts=at.special_texts,
-            )
+            counts = {
+                name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)
+            }
+            anew = SourceCursor(epoch=first, **counts)
             self._sources[source.name] = self._open(source.name, anew)
-            self._sources[source.name].bad_documents_before = at.bad_documents
+            self._sources[source.name].before_wanted = anew
         return None
 
     def _start(self, source: str, at: SourceCursor) -> int:
@@ -196,6 +197,11 @@ class PartWalk:
             mixture=self._mixture.shares if self._mixture is not None else {},
         )
 
+    def _others(self, active: Collection[str]) -> bool:
+        """Whether something was trained of a source that is not read any more."""
+        gone = (walk for name, walk in self._sources.items() if name not in active)
+        return any(walk.place() != SourceCursor() for walk in gone)
+
     def _shares(self, samples: int, tokens: int) -> Mapping[str, MixtureShare]:
         """The mixture's counts by now. While there was one source, all was drawn from it."""
         if self._mixture is not None:
@@ -210,7 +216,7 @@ class PartWalk:
         """(source, positions) of each of the step's samples, or why there are no such samples."""
         seq_len = self._part.seq_lens[record.attempt, record.generation]
         active = self._part.lists[record.attempt].active
-        if len(active) > 1 or self._mixture is not None or self._begin.mixture:
+        if len(active) > 1 or self._mixture is not None or self._begin.mixture or self._others(active):
             if num_tokens < 1 or not 0 < num_samples <= num_tokens:
                 return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
             rule = self._part.rules[record.attempt]

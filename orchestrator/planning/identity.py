@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -32,6 +32,8 @@ CONTENT_SETTINGS = {
     "chat": ("content", "messages_field", "loss"),
     "prompt": ("content", "prompt_field", "completion_field", "loss"),
 }
+# What becomes of a source's records: its own, else that of `data`.
+RECORD_SETTINGS = ("transforms", "holdout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,8 @@ class RunIdentity:
     contents and decides. The encoder is the first one (`planning.encoders`). `settings` maps dotted paths
     (and `data.sources.<name>.<field>`) to canonical JSON text; `manifests` maps each source's name to the
     digest of its frozen manifest (their order, by which sources are numbered, stands in manifest/data.json).
+    `transforms` maps the name of each of `data.transforms` to the blake3 of its module's source, and its
+    `VERSION`.
     """
 
     format_version: int
@@ -52,6 +56,7 @@ class RunIdentity:
     encoder_version: str
     settings: dict[str, str]
     manifests: dict[str, str]
+    transforms: dict[str, str] = field(default_factory=dict)
 
 
 def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
@@ -60,8 +65,12 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
     if flat["pack.mode"] != "concat":  # which has no use for it, and is what older runs have
         settings["pack.long_document"] = _canonical(flat["pack.long_document"])
     for source in flat["data.sources"]:
-        for field in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
-            settings[f"data.sources.{source['name']}.{field}"] = _canonical(source[field])
+        for name in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
+            settings[f"data.sources.{source['name']}.{name}"] = _canonical(source[name])
+        for name in RECORD_SETTINGS:
+            own = source.get(name)
+            if value := flat[f"data.{name}"] if own is None else own:  # older runs have none
+                settings[f"data.sources.{source['name']}.{name}"] = _canonical(value)
     return settings
 
 
@@ -99,6 +108,7 @@ def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) ->
             "keep the tokenizer, or start a new run under another run.name"
         )
     refusals += _compare_settings(old.settings, new.settings)
+    refusals += _compare_transforms(old.transforms, new.transforms)
     refusals += _compare_manifests(old.manifests, new.manifests, accept_changed)
     return tuple(refusals)
 
@@ -110,6 +120,16 @@ def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[st
         "keep the value, or start a new run under another run.name"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
+    ]
+
+
+def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Of those that both have: which ones they are, the settings say."""
+    return [
+        f"the module of the transform {name} had source {old[name]} when the run was started, and has "
+        f"{new[name]} now; put it back as it was, or start a new run under another run.name"
+        for name in sorted(old.keys() & new.keys())
+        if old[name] != new[name]
     ]
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from orchestrator.records import Cursor, SourceCursor
 
 FIRST = ""
+# What a place counts, and what does not begin anew with its source.
+_COUNTED = ("documents", "special_texts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,11 +179,6 @@ def moved(sources: tuple[SourceLists, ...], cursor: Cursor) -> Cursor:
         newest = source.spans[-1]
         if at is not None and source.span(at.epoch).start != newest.start:
             begin = next(span.begin for span in source.spans if span.start == newest.start)
-            places[source.name] = SourceCursor(
-                epoch=begin,
-                documents=at.documents,
-                empty_documents=at.empty_documents,
-                bad_documents=at.bad_documents,
-                special_texts=at.special_texts,
-            )
+            counts = {name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)}
+            places[source.name] = SourceCursor(epoch=begin, **counts)
     return replace(cursor, sources=places)

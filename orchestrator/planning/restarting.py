@@ -180,9 +180,7 @@ def source_changes(
             files: tuple[int | None, int | None] = (files_before, files_now),
         ) -> None:
             found.append(
-                SourceChange(
-                    source=of, change=change, epoch=first, files_before=files[0], files_now=files[1]
-                )
+                SourceChange(source=of, change=change, epoch=first, files_before=files[0], files_now=files[1])
             )
 
         if was is None:

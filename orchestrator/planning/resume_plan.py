@@ -28,7 +28,7 @@ from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
-from orchestrator.planning.skipping import SkipDecision
+from orchestrator.planning.skipping import Skip, SkipDecision
 from orchestrator.records import Cursor, StateKey, encode
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ class ResumePlan:
 
     `lr_before` and `lr_after` are the learning rates at the point's place in the schedule, under the point's
     configuration and the new one; for a start, `lr_after` is that of the first step. Not part of the JSON are
-    `budgets`, which go into the claim, `encoders`, who encoded until now, and `encoder`, who does from the
-    next whole document on (None: the run is not begun, and nobody has chosen). `notes` are sentences: how the
+    `budgets`, which go into the claim, `encoders`, who encoded until now, `encoder`, who does from the
+    next whole document on (None: the run is not begun, and nobody has chosen), and `drawn`, what a claim says
+    of `skip` (None: not drawn). `notes` are sentences: how the
     batch lies on the workers, what another number of them means, what is special about the data. `rewind`
     says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
     data are not known), `skip` what is left out after the point (`cursor` is the point's own), `lists` what
@@ -107,11 +108,12 @@ class ResumePlan:
     skip_note: str = ""
     lists: tuple[SourceChange, ...] = ()
     restart_note: str = ""
+    drawn: Skip | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note"):
+        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note", "drawn"):
             del document[inner]
         return {**document, "notes": list(self.all_notes)}
 

@@ -129,7 +129,10 @@ def _lead(
             rendezvous.publish("decision", None)
             progress.say(f"done: {starting.stop_is_reached(plan)}")
             return None
-        with starting.claimed(store, job, spec, watched, fault_plan, command=command) as (attempt, plan):
+        with starting.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
+            attempt,
+            plan,
+        ):
             recorder = RankZeroRecorder(store, attempt, job, progress.say, fault_plan)
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, rendezvous.world_size, total)

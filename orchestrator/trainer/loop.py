@@ -50,6 +50,8 @@ from orchestrator.trainer.step_summary import RankContribution, StepSummary
 from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
+# A feed is told of so many coming steps; it fetches as many as it likes.
+_STEPS_AHEAD = 8
 LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 
 
@@ -215,10 +217,21 @@ class _Trainer:
             batch = self._feed.get(step, view.rank, view.world_size, micro, self._state.cursor)
         self._membership.phase(STEP)
         self._waited_s = time.monotonic() - began
-        coming = None if batch.end_of_data or batch.step.num_samples == 0 else self._next_range(batch.cursor)
-        if coming is not None:
+        ends = batch.end_of_data or batch.step.num_samples == 0
+        if not ends and (coming := self._coming_ranges(batch.cursor)):
             self._feed.prefetch(coming, view.rank, view.world_size, micro)
         return batch
+
+    def _coming_ranges(self, cursor: Cursor) -> list[StepRange]:
+        """The next steps, to the stop, as long as the data do not end; some of them."""
+        found = list[StepRange]()
+        while len(found) < _STEPS_AHEAD and (step := self._next_range(cursor)) is not None:
+            found.append(step)
+            cursor = Cursor(
+                consumed_samples=cursor.consumed_samples + step.num_samples,
+                consumed_tokens=cursor.consumed_tokens + step.num_tokens,
+            )
+        return found
 
     def _step(self, group: Group, batch: BatchSlice) -> int:
         """Trains and applies the step; gives the summary's control. `TrainingError`: it must not be

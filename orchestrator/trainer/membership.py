@@ -124,8 +124,10 @@ class Feed(Protocol):
         this rank's. Idempotent.
         """
 
-    def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
-        """This slice will probably be asked for next; never blocks and never fails."""
+    def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
+        """The slices of these steps will probably be asked for next, in this order; the feed fetches as many
+        of them as it likes. Never blocks and never fails.
+        """
 
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,14 @@ import pytest
 
 from orchestrator.cli.commands import main
 from tests.launch.test_replay import contents, example  # noqa: F401  a fixture
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """What a shell starts in the background begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
@@ -35,7 +44,7 @@ def interrupt_at(patch: pytest.MonkeyPatch, place: str, call: int) -> None:
     ("command", "place", "call", "line"),
     [
         ("verify example", "orchestrator.monitor.verifying:Verifying._row", 0, ": `verify RUN --resume`"),
-        ("audit example", "orchestrator.monitor.audit:Walk._difference", 3, ""),
+        ("audit example", "orchestrator.monitor.walk:PartWalk._difference", 3, ": 3 of 12 steps, up to"),
         ("export example out", "orchestrator.storage.files:Storage.create", 0, ""),
         ("replay example --step 9", "orchestrator.launch.replay:_Walk._step", 0, ": nothing of it is left"),
         ("watch example", "orchestrator.monitor.run:Run._view", 0, ": the run is as it was"),

@@ -15,7 +15,8 @@ def report(final: int | None, all_final: bool = False) -> dict[str, Any]:
         "exactly_once": True, "samples": 560, "tokens": 71_680, "steps": 70, "attempts": 1,
         "first_step": "1", "last_step": "70", "final_up_to_step": final, "all_final": all_final,
         "first_difference": None,
-        "not_shown": [], "repeated_files": 0, "skipped_documents": None,
+        "not_shown": [], "repeated_files": 0, "skipped_documents": None, "reference": None,
+        "left_out_documents": None,
     }  # fmt: skip
 
 

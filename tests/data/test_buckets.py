@@ -271,10 +271,10 @@ def test_paths_of_several_storages_are_refused(s3: str, monkeypatch: pytest.Monk
     for name in ("one", "two"):
         ask("PUT", f"{s3}/{name}", {})
         put(f"s3://{name}", "a.jsonl", b"{}")
-    assert "lie in several buckets, s3://one and s3://two" in refusal(["s3://one", "s3://two"])
+    assert "lie in several buckets: s3://one and s3://two" in refusal(["s3://one", "s3://two"])
     assert "/here is a path of this machine and others are URIs" in refusal(["s3://one", "/here"])
-    assert "this is neither" in refusal("ftp://host/d")
-    assert "this is neither" in refusal("s3://")
+    assert "this is none of them" in refusal("ftp://host/d")
+    assert "this is none of them" in refusal("s3://")
 
 
 @contextmanager
@@ -349,7 +349,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_stream_from_a_bucket_is_that_of_the_same_files_in_a_folder(
     bucket: str, tmp_path: Path, tiny_config: Make, kind: str
 ) -> None:
-    write_corpus(tmp_path / "here", some_texts(60, lines=kind != "lines"), kind)
+    write_corpus(tmp_path / "here", some_texts(24, lines=kind != "lines"), kind)
     for path in sorted((tmp_path / "here").iterdir()):
         put(bucket, f"corpus/{path.name}", path.read_bytes())
     local = job(tiny_config, tmp_path / "here", kind, num_epochs=2)

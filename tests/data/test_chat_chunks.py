@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers, trainers
 
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.documents import Conversation, Document, Prompted
@@ -58,13 +59,15 @@ def spec(
     return replace(small, tokenizer=examine(name, fetch(name), chat=True).model)
 
 
-def chunks(spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0) -> list[TokenChunk]:
+def chunks(
+    spec: DataSpec, made: Sequence[Document], record: int = 0, piece: int = 0, output: int = 0
+) -> list[TokenChunk]:
     plan, settings = spec.plans[0], spec.settings
     encoders = Encoders(spec.tokenizer, spec.encoders, settings.special_tokens_in_text)
     (window,) = read_windows(plan, settings, 0, 0)
     ordered = Documents(window, plan, settings, 0)
     ordered.made = made
-    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece)
+    task = WindowTask(source=plan.source, epoch=0, block=0, record=record, piece=piece, output=output)
     return list(tokenize_records(task, window, ordered, plan, encoders, settings))
 
 
@@ -145,6 +148,28 @@ def test_special_tokens_that_a_chat_spells_are_counted_or_stop(tmp_path: Path, t
     stop = spec(tmp_path / "s", tiny_config, documents, shuffle="none", special_tokens_in_text="stop")
     with pytest.raises(DataError, match=r"line 1: 3 special tokens of the tokenizer stand in the text"):
         chunks(stop, documents)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [chat("Hello you", "who  is \n\n it?"), Prompted(prompt="Hello you", completion=" who  is it")],
+)
+def test_a_difference_between_the_encoders_is_reported_of_chats_and_prompts_too(
+    document: Document, tmp_path: Path, tiny_config: Make
+) -> None:
+    made = spec(tmp_path, tiny_config, [document], shuffle="none")
+    assert not any(chunk.encoder_differences for chunk in chunks(made, [document]))
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["Hello you, who  is it"] * 3, trainer)
+    name = saved(tmp_path / "no regex, which gigatoken does not heed", tokenizer, CHATML_TAGGED)
+    other = replace(made, tokenizer=examine(name, fetch(name), chat=True).model)
+    found = chunks(other, [document])
+    (difference,) = [text for chunk in found for text in chunk.encoder_differences]
+    assert "line 1: gigatoken" in difference
+    assert "those of tokenizers" in difference
 
 
 def test_what_is_learnt_is_part_of_the_runs_identity(tmp_path: Path, tiny_config: Make) -> None:

@@ -197,7 +197,7 @@ def test_the_encoder_is_renewed_and_gives_the_same_ids(
     first = [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS]
     ((kept,),) = fast._idle.values()  # one object for all of them
     assert kept.encoded_bytes > 100
-    monkeypatch.setattr(fast, "RENEW_BYTES", 100)
+    monkeypatch.setattr(fast._Built, "is_worn", lambda self: self.encoded_bytes > 100)
     assert [encoder.encode([text * 3])[0].tolist() for text in ADVERSARIAL_TEXTS] == first
     assert kept not in [built for idle in fast._idle.values() for built in idle]
 

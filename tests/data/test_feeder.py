@@ -81,6 +81,11 @@ def following(cursor: Cursor, num_samples: int, seq_len: int = SEQ_LEN) -> StepR
     )
 
 
+def coming(cursor: Cursor, num_samples: int, seq_len: int) -> list[StepRange]:
+    after = following(cursor, num_samples, seq_len)
+    return [replace(after, first_sample=after.first_sample + n * num_samples) for n in range(4)]
+
+
 def train(
     feeds: Sequence[Any],
     cursor: Cursor,
@@ -99,7 +104,7 @@ def train(
         step = following(cursor, num_samples, seq_len)
         parts = [feed.get(step, rank, len(feeds), MICRO, cursor) for rank, feed in enumerate(feeds)]
         for rank, feed in enumerate(feeds):
-            feed.prefetch(following(parts[0].cursor, num_samples, seq_len), rank, len(feeds), MICRO)
+            feed.prefetch(coming(parts[0].cursor, num_samples, seq_len), rank, len(feeds), MICRO)
         taken += [sample for part in parts for sample in stacked(part)]
         assert (
             len({(part.step, part.step_digest, part.step_targets, part.end_of_data) for part in parts}) == 1
@@ -301,7 +306,9 @@ def test_committed_steps_are_forgotten_and_what_lies_behind_is_answered_by_reope
     train([feed], cursor, 9, num_samples=8)
     ray.get(actor.committed.remote(525))
     assert stats_of(actor).first_sample_held == 525
-    answer = ray.get(actor.get.remote(launch, stats_of(actor).generation, following(cursor, 8), 0, 1, MICRO))
+    answer = ray.get(
+        actor.get.remote(launch, stats_of(actor).generation, (following(cursor, 8),), 0, 1, MICRO)
+    )
     assert isinstance(answer, Reopen)
     taken, _ = train([feed], cursor, 1, num_samples=8)
     assert_stream(taken, samples[501:509])
@@ -418,7 +425,7 @@ def test_who_decodes_up_to_a_cursor_for_hours_does_not_stand_still_until_nothing
 
         await wake()
         waiting = asyncio.create_task(
-            feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)  # type: ignore[arg-type]
+            feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)  # type: ignore[arg-type]
         )
         for _ in range(100):
             now += 599.0
@@ -447,12 +454,12 @@ def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_e
         assert await feeder.read(1, 0, task, None)
         assert not await feeder.read(1, 0, task, 1)
         assert await feeder.slot(1, 1) is None, "the run is over"
-        return await feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)
+        return await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)
 
     async def open_behind_the_data() -> object:
         feeder = FeederWithoutPipeline("launch", pinned(spec), 1, 0)
         await feeder.open("launch", (1, 1), Cursor(sources={"stdlib": SourceCursor(block=999)}))
-        return await feeder.get("launch", (1, 1), following(Cursor(), 8), 0, 1, MICRO)
+        return await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)
 
     for what in (read_twice, open_behind_the_data):
         assert isinstance(asyncio.run(what()), DataIdentityError)

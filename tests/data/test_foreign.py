@@ -18,6 +18,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.config.schema import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.tokens.adversarial import ADVERSARIAL_TEXTS
 from orchestrator.data.tokens.encoder import Encoder, choose_encoder
@@ -26,6 +27,7 @@ from orchestrator.data.tokens.tokenizer_files import examine, fetch, ids_around
 from orchestrator.errors import ConfigError
 from orchestrator.records import Cursor
 from tests.data.making import job, some_texts, write_corpus
+from tests.data.test_chat import CHATML_TAGGED
 
 Make = Callable[..., dict[str, Any]]
 CL100K = (
@@ -152,6 +154,38 @@ def test_another_encoder_than_its_own_is_refused_where_it_differs(spm_models: di
         choose_encoder(facts.model, "gigatoken", "text", [])
     with pytest.raises(ConfigError, match=r"special_tokens_in_text=parse: sentencepiece encodes"):
         choose_encoder(facts.model, "auto", "parse", [])
+
+
+@pytest.mark.parametrize(
+    ("content", "record"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x"}]}),
+        ("prompt", {"prompt": "Hi", "completion": "x"}),
+    ],
+)
+def test_chats_and_prompts_need_a_tokenizer_json_that_encodes_and_a_start_says_so(
+    content: str,
+    record: dict[str, Any],
+    spm_models: dict[str, bytes],
+    tmp_path: Path,
+    tiny_config: Make,
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text(json.dumps(record) + "\n")
+    source = {"name": "made", "path": str(tmp_path / "data"), "format": "jsonl", "content": content}
+    for kind, exact in (("unigram", False), ("bpe", True)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "tokenizer.model").write_bytes(spm_models[kind])
+        (folder / "chat_template.jinja").write_text(CHATML_TAGGED)
+        config = parse_config(tiny_config({"data.sources": [source], "data.tokenizer": str(folder)}))
+        if exact:
+            assert len(next(prepare_data(config).chunks(Cursor())).tokens)
+            continue
+        said = rf"data.sources made \({content}\): .*data.tokenizer={folder}: it is encoded by sentencepiece"
+        with pytest.raises(ConfigError, match=said):
+            prepare_data(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])

@@ -22,6 +22,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.manifest import FileRow, Files, Manifest, freeze
 from orchestrator.data.spec import DataSpec
+from orchestrator.planning import record_keys
 from orchestrator.planning.digest import batch_digest, sample_digest, token_hasher
 from orchestrator.planning.order import ORDER_VERSION, block_at, window_order
 from orchestrator.records import Cursor, SourceCursor, StepRange
@@ -32,6 +33,8 @@ Make = Callable[..., dict[str, Any]]
 
 BLOCKS = [5, 4, 9, 6, 1, 2, 0, 7, 8, 3]
 RECORDS = [3, 6, 4, 2, 7, 5, 0, 1]
+HELD_OUT = [0, 1, 36, 43, 48, 53]
+SEEDS = (0x53286B8F3B633E30, 0xCF7096926B02236)
 SAMPLE_DIGEST = 0x992EF2E732D3F638
 STEP_DIGEST = 0xC1702674829709B2
 MANIFEST = "a0148bdd18fded892fe5002464158603c95c791bdbcd7beec3233fa07dd71bff"
@@ -53,6 +56,14 @@ def test_the_order_of_blocks_and_records() -> None:
     assert ORDER_VERSION == 1
     assert [block_at(7, "web", 0, p, 10, "block") for p in range(10)] == BLOCKS
     assert window_order([(0, 0, 4), (1, 0, 4)], 7, "web", 2, "block").tolist() == RECORDS
+
+
+def test_what_is_held_out_and_the_seeds_of_records() -> None:
+    assert record_keys.VERSION == 1
+    key, bound = record_keys.holdout_key("web", "a/b.jsonl"), record_keys.holdout_bound(0.1)
+    assert [place for place in range(60) if record_keys.is_held_out(place, key, bound)] == HELD_OUT
+    seed = record_keys.record_seed(77, record_keys.transform_key(7, "web", 2, "a/b.jsonl"))
+    assert (seed, record_keys.document_seed(9, 1, 2)) == SEEDS
 
 
 def test_the_digest_of_a_sample() -> None:

@@ -8,12 +8,15 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.config.schema import parse_config
 from orchestrator.data.preparing import prepare_data
+from orchestrator.data.sources.file_facts import look_at
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.errors import ConfigError, DataIdentityError
@@ -78,6 +81,42 @@ def test_a_file_that_only_links_lead_to_keeps_its_first_path(tree: Path, tmp_pat
     assert listing.others == {"l2.jsonl": "l1.jsonl"}
     (tmp_path / "other name").symlink_to(tree)
     assert list_files("s", str(tmp_path / "other name"), "jsonl").names == listing.names
+
+
+def test_facts_of_files_are_those_that_stat_gives_also_where_numbers_are_unsigned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(150):
+        (tmp_path / f"{i:03d}").write_bytes(b"x" * i)
+    (tmp_path / "070").unlink()
+    (tmp_path / "071").unlink()
+    (tmp_path / "071").mkdir()
+    names = [f"{i:03d}" for i in range(150)]
+    found = look_at(str(tmp_path), names)
+    assert {i: type(error) for i, error in found.errors.items()} == {70: FileNotFoundError}
+    for i, name in enumerate(names):
+        if i != 70:
+            status = (tmp_path / name).stat()
+            facts = (found.modes[i], found.devices[i], found.numbers[i], found.sizes[i], found.mtimes_ns[i])
+            assert facts == (
+                status.st_mode,
+                status.st_dev,
+                status.st_ino,
+                status.st_size,
+                status.st_mtime_ns,
+            )
+    assert np.flatnonzero(~found.regular).tolist() == [70, 71]
+    real = os.stat
+
+    def unsigned(path: str) -> Any:
+        status = real(path)
+        facts = {name: getattr(status, name) for name in ("st_mode", "st_dev", "st_size", "st_mtime_ns")}
+        return SimpleNamespace(st_ino=(1 << 64) - 1 - status.st_size, **facts)
+
+    monkeypatch.setattr(os, "stat", unsigned)
+    whole = look_at(str(tmp_path), names)
+    assert whole.numbers[:3].tolist() == [(1 << 63) - 1 - i for i in range(3)]
+    assert list(whole.errors) == [70]
 
 
 def test_a_file_taken_once_of_several_paths_is_told(tmp_path: Path, tiny_config: Make) -> None:

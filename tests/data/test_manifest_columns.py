@@ -21,6 +21,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.data.sources import file_rows
 from orchestrator.data.sources.changes import changes_since
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.sources.fragments import (
@@ -176,6 +177,15 @@ def test_lists_that_were_stored_as_rows_open_with_the_same_digest(
         assert again == manifest
         assert list(again.files) == rows == [again.files[i] for i in range(len(rows))]
         assert again.digest == manifest.digest
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text('a/"\\\x1f\x7fé\u2028', max_size=5), max_size=14), st.integers(0, 1 << 62))
+def test_any_names_give_the_digest_of_their_rows(paths: list[str], size: int) -> None:
+    rows = [FileRow(path=p, bytes=size >> i, mtime_ns=i, probe=f"{i:016x}") for i, p in enumerate(paths)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_rows, "_STRETCH", 3)
+        assert Files.of(rows).digest("jsonl", "text") == digest_of_rows("jsonl", rows)
 
 
 def test_no_number_overflows_where_files_are_large() -> None:

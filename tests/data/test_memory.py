@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import columns, compressed, line_records, readers
 from orchestrator.data.sources import windows as sources
@@ -24,7 +27,7 @@ from orchestrator.data.sources.fragments import SourcePlan, plan_source
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.manifest import freeze
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
-from orchestrator.data.tokens import chunks
+from orchestrator.data.tokens import chunk_writer
 from orchestrator.errors import BadDocumentError
 from orchestrator.records import EMPTY, Cursor
 from tests.data.making import job, plain, samples, spec_of
@@ -79,23 +82,28 @@ def numbered(num: int, size: int) -> list[str]:
     return [(f"{i} " * (size // 2))[:size] for i in range(num)]
 
 
-LARGE_GROUPS: dict[str, tuple[Any, dict[str, Any]]] = {
+# the column is made when its test begins
+LARGE_GROUPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "many rows": (
-        numbered(60_000, 1000),
+        lambda: numbered(60_000, 1000),
         {"use_dictionary": False, "data_page_size": 1 << 16, "compression": "NONE"},
     ),
     "large rows": (
-        numbered(60, MB),
+        lambda: numbered(60, MB),
         {"use_dictionary": False, "data_page_size": 1 << 16, "write_batch_size": 1},
     ),
-    "equal rows": ([t for t in numbered(4, MB // 8) for _ in range(500)], {}),
-    "a dictionary": (pa.array([t for t in numbered(4, MB // 2) for _ in range(30)]).dictionary_encode(), {}),
+    "equal rows": (lambda: [t for t in numbered(4, MB // 8) for _ in range(125)], {}),
+    "a dictionary": (
+        lambda: pa.array([t for t in numbered(4, MB // 2) for _ in range(30)]).dictionary_encode(),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", LARGE_GROUPS)
 def test_a_row_group_is_never_held_whole(kind: str, tmp_path: Path, pool: pa.MemoryPool) -> None:
-    column, options = LARGE_GROUPS[kind]
+    make, options = LARGE_GROUPS[kind]
+    column = make()
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=1 << 30, **options)
     plan, settings = plan_of(tmp_path, "parquet"), StreamSettings(window_bytes=4 * MB)
     assert plan.num_fragments == 1
@@ -235,9 +243,40 @@ def test_documents_without_tokens_do_not_gather_in_a_chunk(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     spec = spec_of(job(tiny_config, tmp_path, window_bytes=1 << 20, fragment_bytes=1 << 20))
     before = plain(samples(spec, 16))
-    monkeypatch.setattr(chunks, "_BATCH_ENTRIES", 20)
-    monkeypatch.setattr(chunks, "_CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(chunk_writer, "_BATCH_ENTRIES", 20)
+    monkeypatch.setattr(chunk_writer, "_CHUNK_ENTRIES", 100)
     found = list(spec.chunks(Cursor()))
     assert sum(int((chunk.kind == EMPTY).sum()) for chunk in found) == 2940
     assert max(len(chunk.record) for chunk in found) <= 100
     assert plain(samples(spec, 16)) == before
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+from orchestrator.data.tokens import fast
+
+fast.MAX_GROWTH_BYTES = int(sys.argv[2])
+encoder = fast.FastTokenizer(Path(sys.argv[1]).read_text(), parse=False)
+encoder.encode(["a"])
+LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a word is letters alone
+before = most = fast._resident_bytes()
+for number in range(100):
+    words = (hex(100_000_000 + number * 10_000 + word)[2:].translate(LETTERS) for word in range(10_000))
+    encoder.encode([" ".join(words)])
+    most = max(most, fast._resident_bytes())
+print(most - before)
+"""
+
+
+def test_words_that_never_come_again_do_not_pile_up_in_the_encoder(tmp_path: Path) -> None:
+    train_tokenizer(["some text to begin with"], 300, tmp_path / "tokenizer")
+
+    def growth(limit: int) -> int:
+        """Bytes by which 1,000,000 distinct words make a process grow."""
+        arguments = [str(tmp_path / "tokenizer" / "tokenizer.json"), str(limit)]
+        ended = subprocess.run([sys.executable, "-c", GROWTH, *arguments], capture_output=True, check=True)
+        return int(ended.stdout)
+
+    assert growth(16 * MB) < 48 * MB
+    assert growth(1 << 40) > 64 * MB, "else this shows nothing"

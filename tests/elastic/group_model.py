@@ -136,9 +136,15 @@ class Result:
 def search(rules: Rules, limit: int = 1_000_000) -> Result:
     """Visits every state within the bounds, breadth first, so that a trace found is a shortest one."""
     start = first_world(rules)
-    came: dict[int, tuple[int, str] | None] = {}
     first, alike = identity_of(start)
-    came[first] = None
+    try:
+        return _visited(start, first, alike, rules, limit)
+    finally:
+        start.machine.forget()
+
+
+def _visited(start: World, first: int, alike: list[int], rules: Rules, limit: int) -> Result:
+    came: dict[int, tuple[int, str] | None] = {first: None}
     todo: deque[tuple[int, World, list[int]]] = deque([(first, start, alike)])
     while todo:
         known, world, alike = todo.popleft()

@@ -43,6 +43,12 @@ class SharedRendezvous:
         """A machine of the same search."""
         return shared(machine, self._known)
 
+    def forget(self) -> None:
+        """Ends the search: its machines lead to one another, and only looking for garbage would find them."""
+        for machine in self._known.values():
+            machine._after.clear()
+        self._known.clear()
+
 
 def shared(machine: Rendezvous, known: dict[Hashable, SharedRendezvous]) -> SharedRendezvous:
     """The one of `known` in the state of `machine`, which nobody else may change from now on."""

@@ -55,6 +55,7 @@ def test_the_link_is_shown_once_and_the_page_ends_with_the_run(
     assert not any(found[2] in line for line in shown.log), "a log file is read by others"
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_a_page_that_cannot_be_served_is_a_warning(
     job: JobConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

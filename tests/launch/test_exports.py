@@ -67,6 +67,7 @@ def test_every_nth_committed_point_is_due_however_they_come_together() -> None:
     assert (one_by_one, since) == due(list("123456789"), 3, 0) == (["3", "6", "9"], 0)
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_points_that_are_committed_meanwhile_are_exported_and_counted_over_launches(
     store: RunStore, save: Save
 ) -> None:
@@ -92,6 +93,7 @@ def test_points_that_are_committed_meanwhile_are_exported_and_counted_over_launc
     assert whole(store) == [name(2, 2), name(4, 3)]
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_an_export_that_fails_is_said_and_the_next_is_made(store: RunStore, save: Save) -> None:
     said: list[str] = []
     with exporting(store, 1, 1, said.append):

@@ -1,4 +1,7 @@
-"""Any step of a run once more: on the example run, which changed its batch size and was rewound."""
+"""Any step of a run once more: on the example run, which changed its batch size and was rewound.
+
+Another CPU may add in another order: what must come out to the bit is asked of the same run trained here.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import replay as replaying
 from orchestrator.storage.files import Storage
 from orchestrator.trainer.model import loss_sum
+from tests.torchrun.ranks import Ranks
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "format1"
+LIMIT_S = 240.0
 SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]
 
 
@@ -28,6 +33,37 @@ SAVED = ["00000006-a0002-g0001", "00000008-a0003-g0001", "00000010-a0003-g0001"]
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy in the current folder; `example` is the run."""
     shutil.copytree(FOLDER, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy" / "example"
+
+
+@pytest.fixture(scope="module")
+def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's folder with the run trained by this machine, in as many attempts."""
+    folder = tmp_path_factory.mktemp("made") / "copy"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("example"))
+    larger = "train.global_batch_size=6"
+    for number, words in enumerate(
+        (
+            ["train.max_steps=6"],
+            [larger, "train.max_steps=8", "resume.keep_latest=2"],
+            [larger, "train.max_steps=10", "resume.keep_latest=4", f"resume.from={SAVED[0]}"],
+        )
+    ):
+        logs = folder.parent / f"attempt-{number}"
+        logs.mkdir()
+        rank = Ranks(folder, logs, 1, ["job.yaml", *words])
+        try:
+            assert rank.end(LIMIT_S) == [0], rank.said()
+        finally:
+            rank.kill()
+    return folder
+
+
+@pytest.fixture
+def trained_here(made_here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that run, in the current folder."""
+    shutil.copytree(made_here, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     return tmp_path / "copy" / "example"
 
@@ -48,45 +84,47 @@ def digests(run: Path) -> dict[str, str]:
     return {row["name"]: row["weights_digest"] for row in orchestrator.open(run).list_points()}
 
 
-def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_bit(example: Path) -> None:
-    before, threads = contents(example), torch.get_num_threads()
-    found = orchestrator.open(example).replay(9)
+def test_a_step_between_points_is_trained_again_and_its_record_comes_out_to_the_bit(
+    trained_here: Path,
+) -> None:
+    before, threads = contents(trained_here), torch.get_num_threads()
+    found = orchestrator.open(trained_here).replay(9)
     assert (found.from_point, found.steps_compared, found.first_difference) == (SAVED[1], 1, None)
     assert (found.expected_digest, found.equal) == (None, None), "the run recorded none there"
-    assert contents(example) == before
+    assert contents(trained_here) == before
     assert torch.get_num_threads() == threads
 
 
 def test_three_attempts_with_another_batch_size_are_gone_through_from_the_first_weights(
-    example: Path,
+    trained_here: Path,
 ) -> None:
-    recorded = digests(example)
+    recorded = digests(trained_here)
     for point in SAVED:
-        damage(example, point)
-    found = orchestrator.open(example).replay(10)
+        damage(trained_here, point)
+    found = orchestrator.open(trained_here).replay(10)
     assert found.from_point is None
     assert (found.steps_compared, found.first_difference) == (12, None)
     assert found.expected_digest == found.weights_digest == recorded[SAVED[2]]
     assert found.equal is True
     # the label 6 occurs twice
     with pytest.raises(RefusedError, match="step 6 occurs 2 times .* give a number of tokens"):
-        orchestrator.open(example).replay(6)
-    found = orchestrator.open(example).replay(tokens=576)
+        orchestrator.open(trained_here).replay(6)
+    found = orchestrator.open(trained_here).replay(tokens=576)
     assert (found.step, found.weights_digest, found.equal) == (6, recorded[SAVED[0]], True)
 
 
 def test_a_record_that_does_not_come_out_again_is_the_first_difference(
-    example: Path, capsys: pytest.CaptureFixture[str]
+    trained_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (segment,) = (example / "journal" / "a0003").iterdir()
+    (segment,) = (trained_here / "journal" / "a0003").iterdir()
     records = [json.loads(line) for line in segment.read_text().splitlines()]
     for record in records:
         if record["kind"] == "step" and record["step"] == 9:
             record["loss"] += 1e-9
     segment.write_text("".join(json.dumps(record) + "\n" for record in records))
-    damage(example, SAVED[2])
+    damage(trained_here, SAVED[2])
     with pytest.raises(SystemExit) as ended:
-        main(["replay", str(example), "--step", "10", "--json"])
+        main(["replay", str(trained_here), "--step", "10", "--json"])
     assert ended.value.code == 1
     document = json.loads(capsys.readouterr().out)
     assert (document["equal"], document["steps_compared"], document["from_point"]) == (True, 2, SAVED[1])

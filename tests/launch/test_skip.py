@@ -16,8 +16,10 @@ import pytest
 import orchestrator
 from orchestrator.cli.tables import plan_lines
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.coordinator import attempt as coordinator_attempt
 from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
 from orchestrator.data.feed.local_feed import InProcessFeed
+from orchestrator.data.packing import skipping as data_skipping
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
@@ -62,7 +64,9 @@ class SkippingRun:
         spec = starting.prepare(job, self.folder, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
-        with starting.claimed(self.store, job, spec, newest) as (attempt, plan):
+        looked = starting.look_before_start(self.store, job, spec, lambda: newest)
+        assert not starting.reached(looked)
+        with starting.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
             starting.freeze(job, self.folder, spec, attempt)
             starting.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
@@ -149,8 +153,7 @@ def run(mapping: dict[str, Any]) -> SkippingRun:
     return SkippingRun(mapping)
 
 
-@pytest.fixture
-def mixed(tmp_path: Path, tiny_config: Make) -> SkippingRun:
+def mixture(tmp_path: Path, tiny_config: Make, **pack: Any) -> SkippingRun:
     """Three sources of different sizes; one that ends is dropped."""
     sources = []
     for i, name in enumerate(("books", "code", "web")):
@@ -159,7 +162,18 @@ def mixed(tmp_path: Path, tiny_config: Make) -> SkippingRun:
         sources.append({"name": name, "path": folder, "format": "jsonl", "weight": (0.3, 0.2, 0.5)[i]})
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.on_end": "drop"}
     shape = {"train.global_batch_size": BATCH, "pack.seq_len": SEQ_LEN, "train.max_steps": 1000}
-    return SkippingRun(tiny_config({"data.sources": sources, **small, **shape}))
+    packed = {f"pack.{name}": value for name, value in pack.items()}
+    return SkippingRun(tiny_config({"data.sources": sources, **small, **shape, **packed}))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, tiny_config: Make) -> SkippingRun:
+    return mixture(tmp_path, tiny_config)
+
+
+@pytest.fixture(params=["bestfit", "pad"])
+def packed(request: pytest.FixtureRequest, tmp_path: Path, tiny_config: Make) -> SkippingRun:
+    return mixture(tmp_path, tiny_config, mode=request.param, long_document="split")
 
 
 def test_steps_are_skipped_at_the_points_shape_and_all_that_follows_is_the_stream(run: SkippingRun) -> None:
@@ -255,10 +269,27 @@ def test_a_skip_to_the_end_of_the_data_or_beyond_is_refused_with_both_numbers(ru
         refusal = run.plan(f"resume.skip_samples={number}").refusals[0]
         assert text in refusal
         assert f"the data hold {left:,} from there on" in refusal
-    with pytest.raises(RefusedError, match=f"the data hold {left:,}"):
-        run.begin(f"resume.skip_samples={left}")
+        with pytest.raises(RefusedError, match=f"the data hold {left:,}"):
+            run.begin(f"resume.skip_samples={number}")
+    assert run.store.claim_numbers() == [1], "refused before anything is claimed"
     assert run.begin(f"resume.skip_samples={left - 1}").skip is not None
     assert run.begin(f"resume.skip_samples={left + 1}", "data.num_epochs=2").skip is not None
+
+
+def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: SkippingRun) -> None:
+    first, second = run.launch(2), run.launch(3)
+    spec = starting.prepare(run.job(), run.folder, freeze=False)
+
+    def job(point: StateKey) -> JobConfig:
+        return run.job(f"resume.from={point.point_name}", "resume.skip_samples=5")
+
+    looked = starting.look_before_start(run.store, job(first), spec, lambda: 2)
+    assert looked.drawn is not None
+    assert looked.drawn.begin == run.store.read_point(first.point_name).cursor
+    with starting.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
+        assert attempt.skip is not None
+    assert attempt.skip.begin == run.store.read_point(second.point_name).cursor
+    assert attempt.skip.end.skipped_samples == 5
 
 
 def test_a_restarted_coordinator_stands_after_what_its_launch_skips(run: SkippingRun) -> None:
@@ -380,6 +411,55 @@ def test_several_sources_are_skipped_by_the_points_weights_and_go_on_by_the_jobs
     assert found["exactly_once"], found["first_difference"]
     (skipped,) = found["skipped_samples"]
     assert (skipped["first_index"], skipped["samples"]) == (24, 16)
+
+
+def test_packs_of_several_sources_are_skipped_and_the_audit_follows(packed: SkippingRun) -> None:
+    weights = ("data.sources.0.weight=0.1", "data.sources.1.weight=0.6")
+    packed.launch(6)
+    second = packed.launch(3, *weights, "resume.skip_steps=3")
+    packed.launch(1, *weights)
+    packed.launch(1000, *weights, f"resume.from={second.point_name}", "resume.skip_samples=7")
+    found = packed.audit()
+    assert found["exactly_once"], found["first_difference"]
+    rows = [(row["attempt"], row["first_index"], row["samples"]) for row in found["skipped_samples"]]
+    assert rows == [(2, 24, 12), (4, 48, 7)]
+    lineage = orchestrator.open(packed.folder).records()
+    assert found["samples"] == lineage[-1].consumed_samples
+    assert found["tokens"] == SEQ_LEN * found["samples"], "positions, padding included"
+    told = [text for text in found["not_shown"] if text.startswith("that every token was trained: ")]
+    assert len(told) == 2
+    assert not any("completeness" in text for text in found["not_shown"]), "all that was read is shown"
+    for steps, passed in ((":6", 0), ("7:9", 1), ("8:9", 0), ("9:10", 1), ("10:", 1), ("12:", 0)):
+        part = packed.audit(steps)
+        assert part["exactly_once"], (steps, part["first_difference"])
+        assert len(part["skipped_samples"]) == passed, steps
+
+
+def the_skipped_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_attempt, "moved", lambda point, skip: point)
+
+
+def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = data_skipping.draw_past
+
+    def wrong(spec: Any, cursor: Cursor, num_samples: int, seq_len: int) -> data_skipping.Passed:
+        asked, short = (right(spec, cursor, num, seq_len) for num in (num_samples, num_samples - 1))
+        tokens, samples = asked.cursor.skipped_tokens, asked.cursor.skipped_samples
+        end = replace(short.cursor, skipped_tokens=tokens, skipped_samples=samples)
+        return replace(asked, cursor=end)
+
+    monkeypatch.setattr(data_skipping, "draw_past", wrong)
+
+
+@pytest.mark.parametrize("plant", [the_skipped_are_trained, one_pack_too_few_is_passed])
+def test_packs_that_come_again_after_a_skip_are_found(
+    packed: SkippingRun, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    packed.launch(5)
+    plant(monkeypatch)
+    packed.launch(3, "resume.skip_steps=2")
+    assert packed.audit()["first_difference"]["step"] == "6"
+    assert packed.audit(":5")["exactly_once"]
 
 
 def test_a_source_that_ends_among_the_skipped_samples_is_dropped_there(mixed: SkippingRun) -> None:

@@ -50,6 +50,12 @@ def test_an_override_with_spaces_and_quotes_arrives_as_it_was_given(folder: Path
     assert words[-1] == override
 
 
+def test_a_source_that_is_code_is_no_file_that_the_copy_could_lack() -> None:
+    source = "{name: a, path: 'my.module:records', format: python}"
+    made = submission("job.yaml", [f"data.sources=[{source}]"], folder=".", token="1")
+    assert "my.module:records" in made.entrypoint
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [

@@ -32,7 +32,7 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import line_records
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.sources.listing import list_files
-from orchestrator.data.tokens import chunks
+from orchestrator.data.tokens import chunk_writer
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
@@ -340,11 +340,11 @@ def the_last_id_is_not_eos(ids: Any, lengths: Any, first: Any, last: Any, settin
     return tokens, wrapped
 
 
-readers_range, chunks_wrap = line_records.read_range, chunks._wrap
+readers_range, chunks_wrap = line_records.read_range, chunk_writer._wrap
 WRONG = [
     (sources, "block_at", a_block_twice, "epoch 0 held the record at"),
     (line_records, "read_range", a_line_lost_at_each_border, "the files hold"),
-    (chunks, "_wrap", the_last_id_is_not_eos, "the files hold"),
+    (chunk_writer, "_wrap", the_last_id_is_not_eos, "the files hold"),
 ]
 
 

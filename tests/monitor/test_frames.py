@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from orchestrator.errors import RefusedError
 from orchestrator.monitor import frames
 from orchestrator.monitor.run import Run
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples/format1/example"
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/format1"
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    return orchestrator.open(EXAMPLE)
+def run() -> Iterator[Run]:
+    """The job names its data from the folder it was started in."""
+    with contextlib.chdir(EXAMPLE):
+        yield orchestrator.open("example")
 
 
 def table_of(run: Run, name: str) -> Any:

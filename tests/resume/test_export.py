@@ -59,7 +59,9 @@ def test_transformers_opens_an_export_whole_and_says_the_same_to_the_bit(name: s
     state = state_of(config)
     point = commit(store, config, state, world_size=3)
     exported = export_point(store, point.name, tmp_path / "out")
-    model = opened(tmp_path / "out", attn_implementation=state.model.config._attn_implementation)
+    attention = state.model.config._attn_implementation
+    # kept keys lie elsewhere in memory, and some CPUs then add in another order
+    model = opened(tmp_path / "out", attn_implementation=attention, use_cache=False)
     assert torch.equal(logits(model), logits(state.model))
     state.model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "theirs"))

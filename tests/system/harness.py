@@ -80,9 +80,10 @@ class Job:
         return [record.loss for record in self.run.records()]
 
 
-def assert_exactly_once(job: Job) -> None:
+def assert_exactly_once(job: Job, left_out: Mapping[int, tuple[int, int]] | None = None) -> None:
     """Every step of the effective history trained exactly the samples that the reference stream has there,
-    each once, in order.
+    each once, in order. `left_out` are (samples, tokens) that were skipped on purpose, by how many samples
+    had been trained before.
 
     The reference reads, orders, tokenizes and cuts by itself; only a sample's digest is the project's own
     function.
@@ -91,15 +92,19 @@ def assert_exactly_once(job: Job) -> None:
     shapes = {start.id: start.seq_len for start in seen.journal.generations}
     records = seen.lineage.records
     assert records, "nothing was trained"
-    stream = _reference_stream(job, records[-1].consumed_tokens + 1)
-    samples = position = 0
+    left_out = left_out or {}
+    all_tokens = records[-1].consumed_tokens + sum(tokens for _, tokens in left_out.values())
+    stream = _reference_stream(job, all_tokens + 1)
+    samples = position = skipped = passed = 0
     for record in records:
         length, digests = shapes[record.attempt, record.generation], 0
+        more = left_out.get(samples, (0, 0))
+        skipped, passed = skipped + more[0], passed + more[1]
         while position < record.consumed_tokens:
-            run = stream[position : min(position + length, record.consumed_tokens) + 1]
+            run = stream[position + passed : min(position + length, record.consumed_tokens) + passed + 1]
             ids, labels, documents = next(reference.cut(run, length))
             arrays = (np.array(values, np.int32) for values in (ids, labels, documents))
-            digests += sample_digest(samples, 0, length, *arrays)
+            digests += sample_digest(samples + skipped, 0, length, *arrays)
             samples, position = samples + 1, position + len(run) - 1
         assert samples == record.consumed_samples, (
             f"step {record.step} ends at sample {record.consumed_samples}, the reference at {samples}"

@@ -1,4 +1,6 @@
-"""A run on several sources, one with loss masks, through kills and changes of shape and weights."""
+"""A run on several sources, one with loss masks, one that is code, with transforms and a hold-out, through
+kills and changes of shape and weights.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from orchestrator.records import Cursor
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus
+from tests.data.test_transforms import HERE, told_texts
 from tests.system.harness import Job
 
 pytestmark = [pytest.mark.system, pytest.mark.chaos]
@@ -24,13 +27,14 @@ pytestmark = [pytest.mark.system, pytest.mark.chaos]
 
 def sources(folder: Path, weights: tuple[float, ...]) -> list[dict[str, Any]]:
     if not (folder / "web").exists():
-        write_corpus(folder / "web", some_texts(900), "jsonl.gz", num_files=2)
-        write_corpus(folder / "books", some_texts(400), "parquet")
+        write_corpus(folder / "web", told_texts(800, 60), "jsonl.gz", num_files=2)
         asked = [{"prompt": f"{i}?", "completion": text} for i, text in enumerate(some_texts(200, 30))]
         (folder / "asked.jsonl").write_text("\n".join(json.dumps(each) for each in asked))
     return [
-        {"name": "web", "path": str(folder / "web"), "format": "jsonl", "weight": weights[0]},
-        {"name": "books", "path": str(folder / "books"), "format": "parquet", "weight": weights[1]},
+        {"name": "web", "path": str(folder / "web"), "format": "jsonl", "weight": weights[0]}
+        | {"transforms": [f"{HERE}:as_told", f"{HERE}:half"]},
+        {"name": "books", "path": "tests.data.code_sources:books", "format": "python", "weight": weights[1]}
+        | {"holdout": 0.1},
         {"name": "asked", "path": str(folder / "asked.jsonl"), "format": "jsonl", "content": "prompt"}
         | {"weight": weights[2], "max_epochs": 2},
     ]
@@ -40,6 +44,7 @@ def test_a_mixture_is_trained_exactly_once_through_kills_and_changes_of_shape_an
     llama: Job, cluster: Any, tmp_path: Path
 ) -> None:
     first: dict[str, Any] = {"data__sources": sources(tmp_path, (0.5, 0.3, 0.2)), "data__on_end": "drop"}
+    first |= {"data__on_bad_document": "skip", "data__max_bad_share": 1.0}
     first |= {"train__global_batch_size": 16}
     plan = llama.faults().kill("summary_received", step=5, rank=1)
     begun = llama.train(plan, **first, train__max_steps=20)
@@ -71,3 +76,5 @@ def test_a_mixture_is_trained_exactly_once_through_kills_and_changes_of_shape_an
     assert cursor.consumed_tokens == gone_on.consumed_tokens
     found = orchestrator.open(llama.run.uri).audit()
     assert found["exactly_once"], found
+    assert found["left_out_documents"]["web"]["filtered"] > 20
+    assert found["left_out_documents"]["books"]["held_out"] > 5

@@ -78,12 +78,13 @@ def test_attempts_of_other_shapes_are_trained_in_turn(
     shutil.copytree(EXAMPLE, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     run = orchestrator.open("example")
-    recorded = run.list_points()[-1]["weights_digest"]
     for point in Path("example/points").iterdir():
         (point / "COMMIT").write_text("{}")
+    # another CPU than that which trained the example may add in another order: one process here is asked
+    alone = run.replay(10)
     found = run.replay(10, to_point="again/example", overrides=["cluster.num_workers=2"])
-    assert (found.from_point, found.steps_compared, found.first_difference) == (None, 12, None)
-    assert found.weights_digest == recorded
+    assert (found.from_point, found.steps_compared) == (None, 12)
+    assert (found.weights_digest, found.first_difference) == (alone.weights_digest, alone.first_difference)
     made = orchestrator.open("again/example")
     assert made.audit()["exactly_once"] is True
     assert [record.step for record in made.records()] == [record.step for record in run.records()]

@@ -118,7 +118,9 @@ def test_ranks_that_this_machine_cannot_hold_are_refused_before_anything_is_writ
     assert not Path(job.config().run.run_uri).exists()
 
 
-def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tmp_path: Path) -> None:
+def test_a_killed_group_continues_with_a_skip_on_another_world_batch_and_length(
+    job: Job, tmp_path: Path
+) -> None:
     # points are committed one after the other: that of step 4 is there when this one's turn comes
     plan = job.faults().kill("votes_complete", step=8)
     with ranks(tmp_path, 3, job.config(), plan) as group:
@@ -129,8 +131,10 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     assert last_end(job) == ("no end", 1)
     assert [row["step"] for row in job.run.list_points()] == [4]
 
-    # under torchrun two ranks, 6 × 16 tokens from the 1024 that the point holds, and a stop on request
+    # under torchrun two ranks, which leave out two of the point's steps of 8 × 32 tokens, then 6 × 16 from
+    # the 1024 that it holds on, and a stop on request
     other = {"train__global_batch_size": 6, "pack__seq_len": 16, "train__max_steps": 100_000}
+    other |= {"resume__skip_steps": 2}
     torchrun = start(job, tmp_path, 2, **other)
     watch = when_step(job, 14, torchrun.terminate)
     _, err = end(torchrun)
@@ -141,6 +145,7 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
     assert (stopped["attempt"], stopped["seq_len"], stopped["global_batch_size"]) == (2, 16, 6)
     assert (stopped["world_size"], stopped["healthy"]) == (2, True)
     assert stopped["consumed_tokens"] == job.run.records()[-1].consumed_tokens
+    assert "skipped 16 samples (512 tokens) after" in err
 
     # one rank and the first shape again, with a budget that is no multiple of anything
     budget = stopped["consumed_tokens"] + 1500
@@ -149,8 +154,11 @@ def test_a_killed_group_continues_on_another_world_batch_and_length(job: Job, tm
         assert ended(group) == [0], group.said()
     assert job.run.records()[-1].consumed_tokens == budget
     assert last_end(job) == ("done", 3)
-    assert_exactly_once(job)
-    assert job.run.audit()["attempts"] == 3
+    assert_exactly_once(job, left_out={32: (16, 512)})
+    report = job.run.audit()
+    assert report["attempts"] == 3
+    left_out = [(row["attempt"], row["first_index"], row["samples"]) for row in report["skipped_samples"]]
+    assert left_out == [(2, 32, 16)]
 
     # three ranks, two and one have trained these steps, with two shapes: one worker trains them again
     for record in Random(9).sample(job.run.records(), 5):

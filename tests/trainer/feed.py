@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ class FormulaFeed:
     def open(self, view: GenerationView, cursor: Cursor) -> None:
         """Nothing to prepare."""
 
-    def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
+    def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
         """Nothing to fetch."""
 
     def get(

@@ -207,6 +207,7 @@ def test_a_model_that_cannot_attend_within_documents_is_refused(made, text: str)
     assert "pack.document_attention=false" in str(error.value)
 
 
+@pytest.mark.usefixtures("begun_warm")
 def test_a_start_refuses_such_a_model_before_anything_runs(tiny_config) -> None:
     factory = {"config": None, "factory": "tests.trainer.test_document_attention:InputIdsOnly"}
     for pack, refused in (

@@ -23,6 +23,9 @@ MIXTRAL = {"model_type": "mixtral", **SMALL, "num_local_experts": 4, "num_expert
 TIED = {**LLAMA, "tie_word_embeddings": True}
 
 
+pytestmark = pytest.mark.usefixtures("begun_warm")  # models are tried
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> None:
     transformers.logging.set_verbosity_error()

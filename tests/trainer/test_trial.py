@@ -44,15 +44,16 @@ def test_a_model_that_can_be_built_is_tried_without_its_weights(config):
     assert try_model(with_model(config=config)) == ModelFacts(num_embeddings=VOCABULARY)
 
 
-def test_a_process_without_torch_stays_without_it():
+def test_a_process_without_torch_stays_without_it(warm):
     program = (
-        "import json, sys; from orchestrator.config.schema import parse_config; "
+        "import json, sys; sys.executable = sys.argv.pop(1); "
+        "from orchestrator.config.schema import parse_config; "
         "from orchestrator.trainer.trial import try_model; "
         "print(try_model(parse_config(json.load(sys.stdin))).num_embeddings, "
         "[m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     )
     given = json.dumps(with_model(config=LLAMA).to_json())
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, warm]
     ended = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == f"{VOCABULARY} []"
 

@@ -27,11 +27,11 @@ from orchestrator.data.feed.remote_feed import RayFeed, Reopen
 from orchestrator.data.feed.replay import HeldStep
 from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
+from orchestrator.data.packing.step_samples import StepShare
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, FeedError, FencedError, OrchestratorError
 from orchestrator.paused_gc import paused_gc
-from orchestrator.planning.batches import rank_samples
-from orchestrator.records import BatchSlice, Cursor, StepRange, TokenChunk, WindowTask
+from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
 
 __all__ = ["FeedNotes", "Feeder", "FeederStats", "RayFeed", "Reopen", "feeder_name", "start_feeder"]
 
@@ -48,6 +48,9 @@ SLOTS_PER_DATASET = 256
 _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
+# Shares that are there are answered together up to this: through Ray's object store an answer costs the
+# feeder over a millisecond, whatever its size.
+TOGETHER_BYTES = 1 << 20
 
 
 class Feeder:
@@ -116,13 +119,14 @@ class Feeder:
         self,
         launch: str,
         generation: tuple[int, int],
-        step: StepRange,
+        steps: tuple[StepRange, ...],
         rank: int,
         world_size: int,
         micro_batch_size: int,
-    ) -> BatchSlice | Reopen | OrchestratorError:
-        """The rank's share of `step`, or of what the data still has of it; waits for it. `Reopen` if it lies
-        before what is held.
+    ) -> tuple[StepShare, ...] | Reopen | OrchestratorError:
+        """The rank's share of the first of `steps`, or of what the data still has of it; waits for it. With
+        it come those of the following ones that need no waiting, about `TOGETHER_BYTES` in all. `Reopen` if
+        the first lies before what is held.
 
         An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
         long, `FencedError` for another launch.
@@ -131,20 +135,25 @@ class Feeder:
             return self._fenced(launch)
         began, waited = self._now(), False
         async with self._changed:
-            while (found := self._find(generation, step)) is None:
+            while (found := self._find(generation, steps[0])) is None:
                 waited = True
                 if not await self._await_change(began):
-                    found = self._stalled(step)
+                    found = self._stalled(steps[0])
                     break
-        if not isinstance(found, HeldStep):
-            return found
+            if not isinstance(found, HeldStep):
+                return found
+            mine = (rank, world_size, micro_batch_size)
+            shares = [found.samples.share(*found.samples_of(*mine))]
+            for step in steps[1:]:
+                if sum(share.nbytes for share in shares) >= TOGETHER_BYTES or shares[-1].end_of_data:
+                    break
+                more = self._there(step, steps[0])
+                if more is None:
+                    break
+                shares.append(more.samples.share(*more.samples_of(*mine)))
         self._waits += waited
         self._wait_s += self._now() - began
-        samples = found.samples
-        start, stop = rank_samples(
-            samples.step.first_sample, samples.step.num_samples, micro_batch_size, rank, world_size
-        )
-        return samples.slice(start, stop)
+        return tuple(shares)
 
     async def committed(self, consumed_samples: int) -> None:
         """A point at `consumed_samples` is committed: steps before it will not be asked for again."""
@@ -289,6 +298,16 @@ class Feeder:
                 f"{run.steps.first_sample} on and goes on with {next_sample}",
             )
         return None
+
+    def _there(self, step: StepRange, first: StepRange) -> HeldStep | None:
+        """The step, if it is held or can be drawn at once; its caller is given those from `first` on."""
+        run = self._run
+        assert run is not None, "the step before it was given"
+        held = run.steps.find(step.first_sample)
+        if held is not None:
+            return held if held.asked == step else None
+        follows = step.first_sample == run.steps.next_cursor.consumed_samples
+        return self._draw(run, step) if follows and run.steps.has_room_ahead(first.first_sample) else None
 
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
         wanted = run.wants

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from orchestrator.data.feed.replay import HeldStep, ReplayBuffer
 from orchestrator.data.packing.samples import draw_step
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
-from orchestrator.planning.batches import rank_samples
 from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange, TokenChunk
 
 # Chunks of about a million tokens that wait for the packer.
@@ -77,7 +76,7 @@ class InProcessFeed:
         if self._stream is None or not self._steps.serves(cursor):
             self._reopen(cursor)
 
-    def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
+    def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
         """Nothing to ask for: the thread reads ahead by itself."""
 
     def get(
@@ -91,11 +90,7 @@ class InProcessFeed:
             if self._stream is None or self._steps.next_cursor != cursor:
                 self._reopen(cursor)
             held = self._draw(step)
-        samples = held.samples
-        start, stop = rank_samples(
-            samples.step.first_sample, samples.step.num_samples, micro_batch_size, rank, world_size
-        )
-        return samples.slice(start, stop)
+        return held.samples.slice(*held.samples_of(rank, world_size, micro_batch_size))
 
     def close(self) -> None:
         """Ends the reading threads."""

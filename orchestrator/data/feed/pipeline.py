@@ -55,6 +55,7 @@ _ROW = pa.schema(
         *((name, pa.list_(pa.string())) for name in _TEXTS),
         *((name, pa.large_binary()) for name in _ARRAYS),
         ("loss", pa.large_binary()),  # a byte for each token, null where all are targets
+        ("output", pa.large_binary()),  # null where each record gives one document
     ]
 )
 
@@ -169,6 +170,7 @@ def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
     values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
     values["loss"] = [None if chunk.loss is None else memoryview(_bytes(chunk.loss, "?"))]
+    values["output"] = [None if chunk.output is None else memoryview(_bytes(chunk.output, "<i4"))]
     return pa.table({"slot": [slot], **values}, schema=_ROW)
 
 
@@ -190,7 +192,9 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
     texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
     mask = row["loss"][0].as_buffer()
     loss = None if mask is None else np.frombuffer(mask, np.bool_)
-    return slot, TokenChunk(**scalars, **arrays, **texts, loss=loss)
+    numbers = row["output"][0].as_buffer()
+    output = None if numbers is None else np.frombuffer(numbers, "<i4")
+    return slot, TokenChunk(**scalars, **arrays, **texts, loss=loss, output=output)
 
 
 def _configure(num_cpus: float) -> None:

@@ -1,15 +1,16 @@
-"""The rank's side of the feeder: `Feed` of the training loop over remote calls, one step ahead, through a
+"""The rank's side of the feeder: `Feed` of the training loop over remote calls, some steps ahead, through a
 restart of the feeder.
 
-It knows no pipeline and no packing, so that a training process loads neither.
+It knows no pipeline and no packer, so that a training process loads neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from orchestrator.records import BatchSlice, Cursor, GenerationView, StepRange
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes
+    from orchestrator.data.packing.step_samples import StepShare
 
 # A killed feeder is back after about a second; a lost machine takes as long as Ray needs to notice.
 AWAY_LIMIT_S = 120.0
@@ -29,8 +31,10 @@ UNRESPONSIVE_S = 60.0
 # A feeder that dies so often over one step dies because of it.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
+# The next slices are asked for when fewer are here: one step is enough for an answer to come.
+_ENOUGH_HELD = 2
 
-_Request = tuple[StepRange, int, int, int]
+_Rank = tuple[int, int, int]  # rank, world size, micro-batch size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +79,9 @@ class RayFeed:
     def __init__(self, feeder: Any, launch: str, away_limit_s: float = AWAY_LIMIT_S) -> None:
         self._feeder, self._launch, self._away_limit_s = feeder, launch, away_limit_s
         self._generation = (0, 0)
-        self._ahead: tuple[_Request, Any] | None = None
+        self._rank: _Rank = (0, 1, 1)  # whose shares the following are
+        self._held: dict[StepRange, StepShare] = {}  # by what was asked, in the order of the steps
+        self._ahead: tuple[tuple[StepRange, ...], Any] | None = None  # what is asked for
 
     def open(self, view: GenerationView, cursor: Cursor) -> None:
         """A new generation, which goes on at `cursor`. Returns at once; the feeder opens in the background.
@@ -86,12 +92,15 @@ class RayFeed:
         # `get`
         self._feeder.open.remote(self._launch, self._generation, cursor)
 
-    def prefetch(self, step: StepRange, rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Asks for the slice that will probably be wanted next. Never blocks; a failure shows in the `get`
-        for it.
+    def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
+        """Asks for the slices that will probably be wanted next, unless two of them are here or they are
+        asked for already. Never blocks; a failure shows in the `get` for them.
         """
-        request = (step, rank, world_size, micro_batch_size)
-        self._ahead = (request, self._ask(request))
+        self._serve((rank, world_size, micro_batch_size))
+        missing = tuple(step for step in steps if step not in self._held)
+        asked = self._ahead is not None and self._ahead[0][:1] == missing[:1]
+        if missing and not asked and len(steps) - len(missing) < _ENOUGH_HELD:
+            self._ahead = (missing, self._ask(missing))
 
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
@@ -103,9 +112,14 @@ class RayFeed:
         feeder answers, and `RuntimeError` if this rank's generation is over for the others and its samples
         are gone.
         """
-        request = (step, rank, world_size, micro_batch_size)
+        self._serve((rank, world_size, micro_batch_size))
+        share = self._held.pop(step, None)
+        if share is not None:
+            return share.slice()
+        self._held.clear()  # of steps before it, or of another place
         ahead, self._ahead = self._ahead, None
-        answer = ahead[1] if ahead is not None and ahead[0] == request else self._ask(request)
+        steps, answer = ahead if ahead is not None and ahead[0][0] == step else ((step,), None)
+        answer = answer or self._ask(steps)
         deaths = 0
         while True:
             try:
@@ -123,15 +137,23 @@ class RayFeed:
                     ) from error
                 self._await_feeder(error)
             else:
-                if isinstance(reply, BatchSlice):
-                    return _own(reply)
+                if isinstance(reply, tuple):
+                    first: StepShare = reply[0]
+                    self._held.update(zip(steps[1:], reply[1:], strict=False))
+                    return first.slice()
                 if isinstance(reply, OrchestratorError):
                     raise reply
                 self._reopen(reply, step, cursor)
-            answer = self._ask(request)
+            answer = self._ask(steps)
 
-    def _ask(self, request: _Request) -> Any:
-        return self._feeder.get.remote(self._launch, self._generation, *request)
+    def _serve(self, rank: _Rank) -> None:
+        """What is here or asked for is dropped if it is not this rank's."""
+        if rank != self._rank:
+            self._rank, self._ahead = rank, None
+            self._held.clear()
+
+    def _ask(self, steps: tuple[StepRange, ...]) -> Any:
+        return self._feeder.get.remote(self._launch, self._generation, steps, *self._rank)
 
     def _reopen(self, reply: Reopen, step: StepRange, cursor: Cursor) -> None:
         if reply.generation > self._generation:
@@ -168,14 +190,3 @@ class RayFeed:
             f"no feeder of launch {self._launch} answered for {self._away_limit_s:.0f} s ({last}); "
             "start the same command again: it continues from the newest resume point"
         ) from last
-
-
-def _own(reply: BatchSlice) -> BatchSlice:
-    """The slice with arrays of its own: those that Ray hands out are read-only and keep its object store
-    filled.
-    """
-    arrays = {
-        name: getattr(reply, name).copy()
-        for name in ("source_numbers", "input_ids", "labels", "document_ids")
-    }
-    return replace(reply, **arrays)

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from orchestrator.data.packing.step_samples import StepSamples
+from orchestrator.planning.batches import rank_samples
 from orchestrator.records import Cursor, StepRange
 
 # However small the limit, these stay: the step being trained and the one fetched ahead of it.
@@ -25,6 +26,11 @@ class HeldStep:
     asked: StepRange
     before: Cursor
     samples: StepSamples
+
+    def samples_of(self, rank: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:
+        """A rank's part of it: [start, stop)."""
+        step = self.samples.step
+        return rank_samples(step.first_sample, step.num_samples, micro_batch_size, rank, world_size)
 
     @property
     def end(self) -> int:
@@ -80,6 +86,19 @@ class ReplayBuffer:
         there.
         """
         return cursor == self._next or any(held.before == cursor for held in self._steps)
+
+    def has_room_ahead(self, first_sample: int) -> bool:
+        """Whether one more step, as large as the newest, may be drawn before it is waited for; its caller is
+        given those from `first_sample` on. With these, and the one before them, which another rank may still
+        have to ask for, it must fit into half of the limit. The other half is for going back.
+        """
+        ahead = 0
+        for held in reversed(self._steps):
+            ahead += held.samples.nbytes
+            if held.before.consumed_samples < first_sample:
+                break
+        newest = self._steps[-1].samples.nbytes if self._steps else 0
+        return ahead + newest <= self._limit_bytes // 2
 
     def committed(self, consumed_samples: int) -> None:
         """Drops the steps that end at or before a committed point: nothing goes back before it while the

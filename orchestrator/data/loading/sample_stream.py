@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.data.loading.drawing import Drawing
 from orchestrator.data.loading.loader import Loader
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
 Place = Cursor | Mapping[str, Any] | None
+Part = Literal["train", "holdout"]
 
 
 class SampleStream:
@@ -29,10 +30,19 @@ class SampleStream:
     next sample, whoever takes it. Not for several threads.
     """
 
-    def __init__(self, config: JobConfig, at: Place = None, rank: int = 0, world_size: int = 1) -> None:
-        """Raises `RefusedError` for a rank that the world size does not have, and as `prepare_data` and
-        `Drawing` do.
+    def __init__(
+        self,
+        config: JobConfig,
+        at: Place = None,
+        rank: int = 0,
+        world_size: int = 1,
+        part: Part = "train",
+    ) -> None:
+        """Raises `RefusedError` for a rank that the world size does not have, or a hold-out that there is
+        not, and as `prepare_data` and `Drawing` do.
         """
+        if part not in ("train", "holdout"):
+            raise RefusedError(f"part={part!r}: there are train and holdout; nothing is read")
         if not (_is_int(rank) and _is_int(world_size) and 0 <= rank < world_size):
             raise RefusedError(
                 f"rank={rank!r} of world_size={world_size!r}: a rank is a whole number from 0 to "
@@ -41,7 +51,8 @@ class SampleStream:
         _require_one_list(config, at)
         self._config, self._rank, self._world_size = config, rank, world_size
         # what prepares the data reads them; every other place in them is opened without that
-        self._prepared = prepare_data(_with_any_encoder(config) if isinstance(at, Mapping) else config)
+        prepared = prepare_data(_with_any_encoder(config) if isinstance(at, Mapping) else config)
+        self._prepared = prepared.held_out() if part == "holdout" else prepared
         self._open(at)
 
     def _open(self, at: Place) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from orchestrator.data.packing.chunk_order import ChunkOrder
 from orchestrator.data.packing.runs import Run
-from orchestrator.data.packing.segments import Before, Counts, Segment, without_entries
+from orchestrator.data.packing.segments import Before, Counts, Segment, counts_at, without_entries
 from orchestrator.data.packing.unfinished import UnfinishedDocument
 from orchestrator.data.settings import StreamSettings
 from orchestrator.errors import DataIdentityError
@@ -111,9 +111,8 @@ class Packer:
         self._start: SourceCursor | None = start  # until its first chunk has come
         self._segments: deque[Segment] = deque()
         self._fed = 0  # tokens fed since the opening
-        counts = (start.documents, start.empty_documents, start.bad_documents, start.special_texts)
-        self._counts: Counts = counts  # after what is fed
-        self._epoch_counts: Counts = counts  # at the beginning of the epoch that is fed
+        self._counts: Counts = counts_at(start)  # after what is fed
+        self._epoch_counts = self._counts  # at the beginning of the epoch that is fed
         self._document, self._token_document = 0, -1  # numbers of the last entry's and the last token's
         self._follower = _Follower(start)
         self._reasons: tuple[str, ...] = ()  # of bad documents that are passed
@@ -210,6 +209,8 @@ class Packer:
         if start is None or not start.earlier_digest:
             return chunk
         earlier = (chunk.record == start.record) & (chunk.piece < start.piece)
+        if chunk.output is not None:
+            earlier &= chunk.output == start.output
         num = len(earlier) if earlier.all() else int(earlier.argmin())
         self._follower.unfinished.add(chunk.tokens[: int(chunk.num_tokens[:num].sum())])
         if num and num == len(earlier) and not chunk.ends_window:
@@ -228,14 +229,17 @@ class Packer:
         that were trained.
         """
         start, self._start = self._start, None
-        if start is None or (start.record, start.piece, start.token) == (0, 0, 0):
+        if start is None or (start.record, start.output, start.piece, start.token) == (0, 0, 0, 0):
             return 0
         if not len(chunk.num_tokens):
             raise self._not_reproduced(start, "the window has no such record")
         record, piece, num = int(chunk.record[0]), int(chunk.piece[0]), int(chunk.num_tokens[0])
-        if (record, piece) != (start.record, start.piece) or num <= start.token:
+        output = chunk.output_of(0)
+        found = (record, output, piece)
+        if found != (start.record, start.output, start.piece) or num <= start.token:
+            document = f"document {output} of it, " if output else ""
             raise self._not_reproduced(
-                start, f"the files give {num} tokens for record {record}, piece {piece} there"
+                start, f"the files give {num} tokens for record {record}, {document}piece {piece} there"
             )
         digest = token_hasher(chunk.tokens[: start.token]).hexdigest()
         if start.token and digest != start.prefix_digest:
@@ -247,10 +251,11 @@ class Packer:
         return start.token
 
     def _not_reproduced(self, start: SourceCursor, found: str) -> DataIdentityError:
+        document = f"document {start.output} of it, " if start.output else ""
         return DataIdentityError(
-            f"the cursor names token {start.token} of record {start.record}, piece {start.piece} (source "
-            f"{self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but {found}; "
-            "the data, the tokenizer or the encoder are not those that the run was trained with"
+            f"the cursor names token {start.token} of record {start.record}, {document}piece {start.piece} "
+            f"(source {self._source}, epoch {start.epoch}, block {start.block}, window {start.window}), but "
+            f"{found}; the data, the tokenizer or the encoder are not those that the run was trained with"
         )
 
     # ------------------------------------------------------------------------------------ taking

@@ -47,11 +47,22 @@ class Run:
         loss = 0 if self.loss is None else self.loss.nbytes
         return self.tokens.nbytes + self.document_starts.nbytes + loss
 
+    def cut(self, start: int, stop: int, seq_len: int) -> Run:
+        """The run of samples [start, stop) alone: views, with the same rows."""
+        first, last = (min(at * seq_len, self.num_positions) for at in (start, stop))
+        low, high = self.document_starts.searchsorted([first, last])
+        here = slice(first, last + 1 if last > first else first)
+        return Run(
+            tokens=self.tokens[here],
+            document_starts=self.document_starts[low:high] - first,
+            loss=None if self.loss is None else self.loss[here],
+        )
+
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
         """Samples [start, stop); the last is padded where the run does not fill it."""
         num, first = stop - start, start * seq_len
         full = min(self.num_positions, stop * seq_len) - first  # positions that are not padding
-        begins = np.zeros(num * seq_len, np.int32)
+        documents = np.zeros(num * seq_len, np.int32)
         if full == num * seq_len:
             inputs = self.tokens[first : first + full].copy()  # the two would share memory
             labels = self.tokens[first + 1 : first + full + 1].copy()
@@ -61,17 +72,18 @@ class Run:
         if 0 < full < num * seq_len:
             inputs[:full] = self.tokens[first : first + full]
             labels[:full] = self.tokens[first + 1 : first + full + 1]
-        if full > 0:
-            low, high = self.document_starts.searchsorted([first, first + full])
-            begins[self.document_starts[low:high] - first] = 1
+        low, high = self.document_starts.searchsorted([first, first + max(full, 0)])
+        starts = self.document_starts[low:high] - first
+        documents[starts] = 1
         if self.loss is not None and full > 0:
             labels[:full][~self.loss[first + 1 : first + full + 1]] = NO_LOSS
-        table = begins.reshape(num, seq_len)
+        table = documents.reshape(num, seq_len)
         table[:, 0] = 0  # a sample begins with document 0, wherever in it
-        documents = np.cumsum(table, axis=1, dtype=np.int32)
+        several = np.unique(starts // seq_len)  # samples with a border; in the others all is document 0
+        table[several] = np.cumsum(table[several], axis=1, dtype=np.int32)
         if full < num * seq_len:
-            documents.reshape(-1)[max(full, 0) :] = PADDING
-        return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), documents
+            documents[max(full, 0) :] = PADDING
+        return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +122,21 @@ class PackedRun:
         """Bytes that keeping it costs."""
         loss = 0 if self.loss is None else self.loss.nbytes
         return self.tokens.nbytes + self.sizes.nbytes + self.firsts.nbytes + loss
+
+    def cut(self, start: int, stop: int, seq_len: int) -> PackedRun:
+        """The run of samples [start, stop) alone: views, with the same rows."""
+        assert seq_len == self.seq_len, f"packs of {self.seq_len} positions as samples of {seq_len}"
+        firsts = self.firsts[start : stop + 1]
+        low, high = int(firsts[0]), int(firsts[-1])
+        begin = int((self.sizes[:low] + 1).sum())
+        here = slice(begin, begin + int((self.sizes[low:high] + 1).sum()))
+        return PackedRun(
+            seq_len=seq_len,
+            tokens=self.tokens[here],
+            sizes=self.sizes[low:high],
+            firsts=firsts - low,
+            loss=None if self.loss is None else self.loss[here],
+        )
 
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
         """Samples [start, stop), padded behind their last stretch."""

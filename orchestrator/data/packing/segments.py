@@ -13,6 +13,8 @@ import numpy as np
 from orchestrator.records import (
     BAD,
     EMPTY,
+    FILTERED,
+    HELD_OUT,
     PIECE,
     BoolArray,
     Int32Array,
@@ -21,7 +23,32 @@ from orchestrator.records import (
     TokenChunk,
 )
 
-Counts = tuple[int, int, int, int]  # documents, empty, bad, special texts
+Counts = tuple[int, int, int, int, int, int]  # documents, empty, bad, special texts, filtered, held out
+
+
+def counts_at(cursor: SourceCursor) -> Counts:
+    """What is counted at a cursor."""
+    return (
+        cursor.documents,
+        cursor.empty_documents,
+        cursor.bad_documents,
+        cursor.special_texts,
+        cursor.filtered_documents,
+        cursor.held_out_documents,
+    )
+
+
+def counted(counts: Counts) -> dict[str, Any]:
+    """The same as fields of a cursor."""
+    documents, empty, bad, special, filtered, held_out = counts
+    return {
+        "documents": documents,
+        "empty_documents": empty,
+        "bad_documents": bad,
+        "special_texts": special,
+        "filtered_documents": filtered,
+        "held_out_documents": held_out,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +72,13 @@ class Before:
 class Place:
     """Where a token lies: its entry in the segment, its number in the piece, and what is passed before it.
 
-    `piece_key` is (epoch, block, window, record, piece). At an epoch's first token the cursor is (epoch, 0,
-    …) in normal form, before any entry of the epoch.
+    `piece_key` is (epoch, block, window, record, output, piece). At an epoch's first token the cursor is
+    (epoch, 0, …) in normal form, before any entry of the epoch.
     """
 
     entry: int
     token: int
-    piece_key: tuple[int, int, int, int, int]
+    piece_key: tuple[int, int, int, int, int, int]
     epoch_border: bool
     counts: Counts
 
@@ -59,25 +86,22 @@ class Place:
         """The cursor, given the digest of the piece's earlier tokens (empty for none), and the number and the
         digest of those in the document's earlier pieces.
         """
-        epoch, block, window, record, piece = self.piece_key
+        epoch, block, window, record, output, piece = self.piece_key
         if self.epoch_border:
-            block = window = record = piece = 0
+            block = window = record = output = piece = 0
             earlier = (0, "")
-        documents, empty, bad, special = self.counts
         return SourceCursor(
             epoch=epoch,
             block=block,
             window=window,
             record=record,
+            output=output,
             piece=piece,
             token=self.token,
             prefix_digest=prefix_digest,
-            documents=documents,
-            empty_documents=empty,
-            bad_documents=bad,
-            special_texts=special,
             earlier_tokens=earlier[0],
             earlier_digest=earlier[1],
+            **counted(self.counts),
         )
 
 
@@ -87,7 +111,8 @@ def without_entries(chunk: TokenChunk, num: int) -> TokenChunk:
     kept: dict[str, Any] = {name: getattr(chunk, name)[num:] for name in columns}
     first = int(chunk.num_tokens[:num].sum())
     loss = None if chunk.loss is None else chunk.loss[first:]
-    return replace(chunk, tokens=chunk.tokens[first:], loss=loss, **kept)
+    output = None if chunk.output is None else chunk.output[num:]
+    return replace(chunk, tokens=chunk.tokens[first:], loss=loss, output=output, **kept)
 
 
 class Segment:
@@ -101,10 +126,10 @@ class Segment:
         self._ends = self.start - skip + np.cumsum(chunk.num_tokens, dtype=np.int64)
         self._begins = self._ends - chunk.num_tokens
         is_piece = chunk.kind == PIECE
-        passed = np.stack(
-            [is_piece & (chunk.last_piece == 1), chunk.kind == EMPTY, chunk.kind == BAD, chunk.special_texts]
-        )
-        self._counts = np.zeros((4, len(chunk.kind) + 1), np.int64)  # what is passed before entry i
+        whole = is_piece & (chunk.last_piece == 1)
+        empty, bad, filtered, held_out = (chunk.kind == kind for kind in (EMPTY, BAD, FILTERED, HELD_OUT))
+        passed = np.stack([whole, empty, bad, chunk.special_texts, filtered, held_out])
+        self._counts = np.zeros((len(passed), len(chunk.kind) + 1), np.int64)  # what is passed before entry i
         np.cumsum(passed, axis=1, out=self._counts[:, 1:])
         self._reasons_taken = 0
         # a document begins with its first token, though a piece of no tokens may come before it
@@ -122,9 +147,16 @@ class Segment:
         return self._counts_at(len(self.chunk.kind))
 
     def _counts_at(self, entry: int) -> Counts:
-        now = self._counts[:, entry].tolist()
+        documents, empty, bad, special, filtered, held_out = self._counts[:, entry].tolist()
         before = self._before.counts
-        return (before[0] + now[0], before[1] + now[1], before[2] + now[2], before[3] + now[3])
+        return (
+            before[0] + documents,
+            before[1] + empty,
+            before[2] + bad,
+            before[3] + special,
+            before[4] + filtered,
+            before[5] + held_out,
+        )
 
     def tokens_between(self, start: int, stop: int) -> Int32Array:
         """Its tokens at the stream's positions [start, stop), as a view."""
@@ -155,7 +187,7 @@ class Segment:
         return Place(
             entry=entry,
             token=token,
-            piece_key=(chunk.epoch, chunk.block, chunk.window, record, piece),
+            piece_key=(chunk.epoch, chunk.block, chunk.window, record, chunk.output_of(entry), piece),
             epoch_border=border,
             counts=self._before.epoch_counts if border else self._counts_at(entry),
         )

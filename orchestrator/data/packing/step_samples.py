@@ -1,4 +1,5 @@
-"""A step's samples as arrays: what was drawn from the sources, to be handed out, again if need be.
+"""A step's samples: what was drawn from the sources, to be handed out, again if need be, and a part of them
+on its way to a rank.
 
 It knows no chunk and no file; the stream makes it.
 """
@@ -6,6 +7,7 @@ It knows no chunk and no file; the stream makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +18,7 @@ from orchestrator.planning.digest import batch_digest
 from orchestrator.records import BatchSlice, Cursor, Int32Array, StepRange
 
 Arrays = tuple[Int32Array, Int32Array, Int32Array, Int32Array]
+_NAMES = ("source_numbers", "input_ids", "labels", "document_ids")
 
 
 class StepSamples:
@@ -50,7 +53,7 @@ class StepSamples:
         """Index of its first sample: samples drawn before it on the lineage."""
         return self.step.first_sample + self.cursor.skipped_samples
 
-    @property
+    @cached_property
     def targets(self) -> int:
         """Target tokens of the step: positions that are neither padding nor masked."""
         return sum(run.num_targets for run in self._runs.values())
@@ -70,22 +73,37 @@ class StepSamples:
         assert self._cursors is not None, "the step was drawn without cursors"
         return self.cursor if num_samples == self.step.num_samples else self._cursors(num_samples)
 
-    def slice(self, start: int, stop: int) -> BatchSlice:
-        """Samples [start, stop), by their count of trained samples in the run. Raises `FeedError` if they are
-        not all in the step.
-        """
+    def _within(self, start: int, stop: int) -> tuple[int, int]:
         first, end = self.step.first_sample, self.step.first_sample + self.step.num_samples
         if not first <= start <= stop <= end:
             raise FeedError(f"samples [{start}, {stop}) were asked of a step that holds [{first}, {end})")
-        source_numbers, input_ids, labels, document_ids = self.arrays(start - first, stop - first)
+        return start - first, stop - first
+
+    def share(self, start: int, stop: int) -> StepShare:
+        """Samples [start, stop), by their count of trained samples in the run, without their arrays. Raises
+        `FeedError` if they are not all in the step.
+        """
+        low, high = self._within(start, stop)
+        return StepShare(
+            step=self.step,
+            start=start,
+            stop=stop,
+            numbers=self.numbers[low:high],
+            runs=self._cut(low, high),
+            step_targets=self.targets,
+            step_digest=self.digest,
+            cursor=self.cursor,
+            end_of_data=self.end_of_data,
+        )
+
+    def slice(self, start: int, stop: int) -> BatchSlice:
+        """The same as arrays. Raises as `share` does."""
+        arrays = self.arrays(*self._within(start, stop))
         return BatchSlice(
             step=self.step,
             start=start,
             stop=stop,
-            source_numbers=source_numbers,
-            input_ids=input_ids,
-            labels=labels,
-            document_ids=document_ids,
+            **dict(zip(_NAMES, arrays, strict=True)),
             step_targets=self.targets,
             step_digest=self.digest,
             cursor=self.cursor,
@@ -96,13 +114,63 @@ class StepSamples:
         """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
         counted within the step.
         """
-        seq_len, numbers = self.step.seq_len, self.numbers[start:stop]
+        return _arrays(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
+
+    def _cut(self, start: int, stop: int) -> dict[int, Run | PackedRun]:
+        """The runs of samples [start, stop) alone, counted within the step."""
         if len(self._runs) == 1:
-            (only,) = self._runs.values()
-            return (numbers, *only.rows(start, stop, seq_len))
-        table = np.empty((3, stop - start, seq_len), np.int32)
-        for number in np.unique(numbers).tolist():
-            mine = numbers == number
-            first = int((self.numbers[:start] == number).sum())
-            table[:, mine] = np.stack(self._runs[number].rows(first, first + int(mine.sum()), seq_len))
-        return numbers, table[0], table[1], table[2]
+            ((number, only),) = self._runs.items()
+            return {number: only.cut(start, stop, self.step.seq_len)}
+        cut = {}
+        for number, run in self._runs.items():
+            first, last = (int((self.numbers[:at] == number).sum()) for at in (start, stop))
+            cut[number] = run.cut(first, last, self.step.seq_len)
+        return cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepShare:
+    """Samples [start, stop) of a step as the runs that they are made of: with a third of the bytes of their
+    arrays, which a rank makes for itself. See `BatchSlice`.
+    """
+
+    step: StepRange
+    start: int
+    stop: int
+    numbers: Int32Array  # (stop - start,) the number of each sample's source
+    runs: dict[int, Run | PackedRun]  # by the source's number
+    step_targets: int
+    step_digest: int
+    cursor: Cursor
+    end_of_data: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.numbers.nbytes + sum(run.nbytes for run in self.runs.values())
+
+    def slice(self) -> BatchSlice:
+        """The same with arrays of its own, which belong to the caller."""
+        arrays = _arrays(self.numbers.copy(), self.runs, self.step.seq_len)
+        return BatchSlice(
+            step=self.step,
+            start=self.start,
+            stop=self.stop,
+            **dict(zip(_NAMES, arrays, strict=True)),
+            step_targets=self.step_targets,
+            step_digest=self.step_digest,
+            cursor=self.cursor,
+            end_of_data=self.end_of_data,
+        )
+
+
+def _arrays(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
+    """All samples of these runs, in the order in which their sources take turns."""
+    if len(runs) == 1:
+        (only,) = runs.values()
+        return (numbers, *only.rows(0, len(numbers), seq_len))
+    table = np.empty((3, len(numbers), seq_len), np.int32)
+    for number in np.unique(numbers).tolist():
+        mine = numbers == number
+        table[:, mine] = np.stack(runs[number].rows(0, int(mine.sum()), seq_len))
+    return numbers, table[0], table[1], table[2]

@@ -60,7 +60,9 @@ class Stream:
         self._names = [source.name for source in sources]
         self._numbers = {source.name: source.number for source in sources}
         # one source goes without a mixture's counts, unless it was one of several
-        self._mixed = len(sources) > 1 or bool(cursor.mixture)
+        self._mixed = (
+            len(sources) > 1 or bool(cursor.mixture) or not cursor.sources.keys() <= self._numbers.keys()
+        )
         self._packers = {
             source.name: _packer(cursor.sources.get(source.name, SourceCursor()), source, settings)
             for source in sources

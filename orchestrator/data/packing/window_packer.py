@@ -17,7 +17,7 @@ import numpy as np
 from orchestrator.data.packing.arrangement import best_fit, stretches
 from orchestrator.data.packing.chunk_order import ChunkOrder
 from orchestrator.data.packing.runs import PackedRun
-from orchestrator.data.packing.segments import Counts
+from orchestrator.data.packing.segments import Counts, counted, counts_at
 from orchestrator.data.settings import StreamSettings
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
@@ -25,6 +25,8 @@ from orchestrator.planning.order import pack_order
 from orchestrator.records import (
     BAD,
     EMPTY,
+    FILTERED,
+    HELD_OUT,
     PIECE,
     BoolArray,
     Int32Array,
@@ -124,12 +126,14 @@ class _Window:
 
 def _counted(before: Counts, chunk: TokenChunk) -> Counts:
     """The counts after a chunk."""
-    documents, empty, bad, special = before
+    documents, empty, bad, special, filtered, held_out = before
     return (
         documents + int(((chunk.kind == PIECE) & (chunk.last_piece == 1)).sum()),
         empty + int((chunk.kind == EMPTY).sum()),
         bad + int((chunk.kind == BAD).sum()),
         special + int(chunk.special_texts.sum()),
+        filtered + int((chunk.kind == FILTERED).sum()),
+        held_out + int((chunk.kind == HELD_OUT).sum()),
     )
 
 
@@ -209,12 +213,7 @@ class WindowPacker:
         # the begin of the window that is coming, with the counts before it
         self._begin = replace(start, packs=0, pack_seq_len=0, prefix_digest="")
         # after all that is fed
-        self._counts: Counts = (
-            start.documents,
-            start.empty_documents,
-            start.bad_documents,
-            start.special_texts,
-        )
+        self._counts: Counts = counts_at(start)
         self._epoch_has_packs = (start.block, start.window, start.packs) != (0, 0, 0)
         self._reasons: tuple[str, ...] = ()  # of documents that are passed
 
@@ -251,13 +250,10 @@ class WindowPacker:
         too many are bad, or if an epoch has nothing to train.
         """
         self._order.require_next(chunk)
-        if self._start is not None and (self._start.record, self._start.piece, self._start.token) != (
-            0,
-            0,
-            0,
-        ):
+        start = self._start
+        if start is not None and any((start.record, start.output, start.piece, start.token)):
             raise self._not_reproduced(
-                self._start, f"it names a token, and pack.mode is {self._settings.pack_mode}"
+                start, f"it names a token, and pack.mode is {self._settings.pack_mode}"
             )
         self._coming.append(chunk)
         self._counts = _counted(self._counts, chunk)
@@ -271,7 +267,7 @@ class WindowPacker:
         self._verify_start(window)
         self._epoch_has_packs |= window.packs.num > 0
         if ends_epoch:
-            if not self._epoch_has_packs:
+            if not self._epoch_has_packs and not self._settings.held_out:
                 raise DataError(
                     f"epoch {chunk.epoch} of source {self._source} has no document with a target that a "
                     f"sample of pack.seq_len={self._seq_len} holds; look at data.sources: its path and "
@@ -314,16 +310,7 @@ class WindowPacker:
     def _close(self, chunks: list[TokenChunk]) -> _Window:
         """The window of these chunks, whose last one was taken."""
         epoch, block, window = self._order.expected
-        documents, empty, bad, special = self._counts
-        behind = SourceCursor(
-            epoch=epoch,
-            block=block,
-            window=window,
-            documents=documents,
-            empty_documents=empty,
-            bad_documents=bad,
-            special_texts=special,
-        )
+        behind = SourceCursor(epoch=epoch, block=block, window=window, **counted(self._counts))
         reasons = tuple(reason for chunk in chunks for reason in chunk.bad_reasons)
         return self._packed(self._begin, behind, _documents_of(chunks), reasons)
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from orchestrator.data.sources.file_facts import QUICK_STAT_S
 from orchestrator.data.sources.file_rows import FileRow
+from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import open_input
-from orchestrator.data.sources.listing import QUICK_STAT_S, Listing
+from orchestrator.data.sources.listing import Listing
 from orchestrator.data.sources.manifest import ETAG, Manifest, difference, file_row
 from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.errors import DataError
@@ -102,7 +104,6 @@ def _look(manifest: Manifest, row: FileRow) -> tuple[FileRow | None, str | None]
     if found is None:
         return row, None
     now = file_row(manifest.base, manifest.format, manifest.content, row.path)
-    groups, left = len(row.group_rows), len(now.group_rows)
-    if left < groups:
-        return None, f"{path}: it had {groups} row groups and has {left}"
+    if lost := format_of(manifest.format).lost(row, now):
+        return None, f"{path}: {lost}"
     return now, f"{path}: {found}"

@@ -187,9 +187,7 @@ def plan_source(manifest: Manifest, fragment_bytes: int, window_bytes: int) -> S
     )
 
 
-def _run_ends(
-    sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: int
-) -> Iterator[int]:
+def _run_ends(sizes: Int64Array, alone: npt.NDArray[np.bool_], fragment_bytes: int) -> Iterator[int]:
     """Where each run ends. A file that stands `alone` is a run; others are joined while they fit."""
     num_files = len(sizes)
     ends = np.cumsum(sizes)

@@ -6,7 +6,7 @@ It knows no file; what is asked, the caller says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,21 +25,28 @@ def in_threads(
     """What `look` says of each, in order. As long as an item takes no more than `quick_s`, it is called
     in this thread: threads would only wait for each other. Raises what `look` raises.
     """
+    parts = stretches_in_threads(lambda stretch: [*map(look, stretch)], items, num_threads, quick_s)
+    return [found for part in parts for found in part]
+
+
+def stretches_in_threads(
+    look: Callable[[Sequence[Item]], Result],
+    items: Sequence[Item],
+    num_threads: int = 8,
+    quick_s: float = 0.0,
+) -> list[Result]:
+    """The same where `look` is asked for a stretch of items at a time: what it says of each stretch, in
+    order.
+    """
     stretches = (items[start : start + _STRETCH] for start in range(0, len(items), _STRETCH))
-    found = list[Result]()
+    found, num_looked_at = list[Result](), 0
     if quick_s:
         began = time.perf_counter()
         for stretch in stretches:
-            found += map(look, stretch)
-            if time.perf_counter() - began > quick_s * len(found) + _PATIENCE_S:
+            found.append(look(stretch))
+            num_looked_at += len(stretch)
+            if time.perf_counter() - began > quick_s * num_looked_at + _PATIENCE_S:
                 break
     with ThreadPoolExecutor(num_threads) as pool:
-        for part in _map(pool, look, stretches):
-            found += part
+        found += pool.map(look, stretches)
     return found
-
-
-def _map(
-    pool: ThreadPoolExecutor, look: Callable[[Item], Result], stretches: Iterator[Sequence[Item]]
-) -> Iterator[list[Result]]:
-    return pool.map(lambda stretch: [*map(look, stretch)], stretches)

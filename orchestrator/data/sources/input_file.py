@@ -10,6 +10,7 @@ import os
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from orchestrator.data.sources.code_records import BASE, CodeRecords
 from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.data.sources.remote_files import RemoteFile
 
@@ -61,10 +62,12 @@ class InputFile(Protocol):
 
 
 def open_input(base: str, path: str) -> InputFile:
-    """The file `path` of the folder `base`, which may be a bucket's, open for reading.
+    """The file `path` of the folder `base`, which may be a bucket's, or that of code, open for reading.
 
     Raises `FileNotFoundError` if it is not there, any other `OSError` if it cannot be opened.
     """
+    if base == BASE:
+        return CodeRecords(path)
     if is_remote(base):
         return RemoteFile(f"{base}/{path}")
     return LocalFile(os.path.join(base, path))

@@ -6,28 +6,29 @@ It looks at names and at what the file system says of them, and opens nothing.
 from __future__ import annotations
 
 import os
-import stat
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 
+from orchestrator.data.sources.code_records import BASE, CodeRecords
+from orchestrator.data.sources.file_facts import look_at, why_irregular
 from orchestrator.data.sources.formats import format_of
-from orchestrator.data.sources.in_threads import in_threads
+from orchestrator.data.sources.hub_datasets import is_hub, pinned, split_hub
 from orchestrator.data.sources.matches import Matches, RealFile, real_file, split_glob
-from orchestrator.data.sources.object_stores import is_remote
+from orchestrator.data.sources.object_stores import is_remote, split_uri
 from orchestrator.data.sources.remote_files import RemoteMatches, remote_matches
 from orchestrator.errors import ConfigError
 from orchestrator.records import Int64Array
 
 _NAMED = 5
-# A storage that says of a file what it is in this time is asked by one thread.
-QUICK_STAT_S = 50e-6
-_MASK63 = (1 << 63) - 1
+# What a dataset's files are called by.
+_WORDS, _SPLITS = re.compile(r"[^a-z]+"), {"train", "test", "validation", "valid", "dev"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,27 +72,43 @@ class Listing:
                 f"source {source}: {len(self.others)} of {len(self.others) + len(self.names)} paths lead to "
                 f"files that other paths lead to, e.g. {name} to {self.others[name]}; each file is read once"
             )
+        if is_hub(self.base):
+            at = split_hub(self.base)
+            notes.append(
+                f"source {source}: dataset {at.repo} of the hub is read at commit {at.revision}; what is "
+                "pushed to it later is not"
+            )
+            splits = {word for name in self.names for word in _WORDS.split(name)} & _SPLITS
+            if len(splits) > 1:
+                notes.append(
+                    f"warning: source {source}: by their names its {len(self.names)} files are of several "
+                    f"splits ({', '.join(sorted(splits))}), and all are read; a glob that ends with "
+                    "`**/*train*` names one"
+                )
         # a link's own name may be any bytes
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
 
 
-def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
+def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "") -> Listing:
     """The files that `path` means for `source`: one path or glob, or several, of which the names are then
     relative to the folder that all have in common. Hidden files are left out.
 
+    `at` is the base of an older list: what a revision of a dataset of the hub meant then, it means still.
     A folder means all that lies below it and is called as its format's files are. Links are followed, but
     none that leads back to a folder on the way to it. Raises `ConfigError` if there are no files, of several
     paths for one of them, or a name is not UTF-8.
     """
     paths = (path,) if isinstance(path, str) else tuple(path)
+    if not format_of(format_).has_files:
+        return _list_code(source, paths)
     if any(is_remote(one) for one in paths):
-        return _list_remote(source, paths, format_)
+        return _list_remote(source, paths, format_, at)
     each = [_find(os.path.abspath(os.path.expanduser(one)), format_) for one in paths]
     base = each[0].base if len(each) == 1 else os.path.commonpath([found.base for found in each])
-    found = {name for one in each for name in one.names_in(base)}
+    found = dict.fromkeys(name for one in each for name in one.names_in(base))
     unlisted = {folder: why for one in each for folder, why in one.unlisted.items()}
     full = tuple(one.path for one in each)
-    listing = _look(full, base, sorted(found, key=os.fsencode), unlisted)
+    listing = _look(full, base, _sorted(found), unlisted)
     for one, asked in zip(each, paths, strict=True):
         if listing.irregular or any(name in listing for name in one.names_in(base)):
             continue
@@ -99,30 +116,52 @@ def list_files(source: str, path: str | Sequence[str], format_: str) -> Listing:
             f"data.sources {source}: no file matches {asked!r} (looked for {one.looked_for} in "
             f"{one.base}); relative paths are relative to the current folder; fix the path, or make the files"
         )
-    unnamed = [p for p in listing.names if not _is_utf8(p)]
-    if unnamed:
+    if not _is_utf8("".join(listing.names)):
+        unnamed = next(name for name in listing.names if not _is_utf8(name))
         raise ConfigError(
-            f"data.sources {source}: the name of {unnamed[0]!r} in {base} is not UTF-8; rename the file"
+            f"data.sources {source}: the name of {unnamed!r} in {base} is not UTF-8; rename the file"
         )
     return listing
 
 
-def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
+def _list_code(source: str, paths: Sequence[str]) -> Listing:
+    """The one virtual file of a source that is code."""
+    if len(paths) != 1:
+        raise ConfigError(
+            f"data.sources {source}: path has {len(paths)} functions, {', '.join(paths)}; give one, and a "
+            "source for each"
+        )
+    records = CodeRecords.anew(paths[0])
+    return Listing(
+        paths=tuple(paths),
+        base=BASE,
+        names=tuple(paths),
+        others={},
+        irregular=(),
+        unlisted=(),
+        sizes=np.array([records.size], np.int64),
+        mtimes_ns=np.array([records.mtime_ns], np.int64),
+        etags=(records.etag,),
+    )
+
+
+def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Listing:
     """The same for URIs: each object once, whatever paths lead to it."""
     if local := [one for one in paths if not is_remote(one)]:
         raise ConfigError(
             f"data.sources {source}: {local[0]} is a path of this machine and others are URIs; the files of "
             "a source lie in one storage: give one source for each"
         )
-    each = [_matches_of(source, path, format_) for path in paths]
+    each = [_matches_of(source, path, format_) for path in _at_commits(source, paths, at)]
     bases = [found.base for found in each]
     levels = zip(*(base.split("/") for base in bases), strict=False)
     common = list(takewhile(lambda level: len(set(level)) == 1, levels))
     base = "/".join(level[0] for level in common)
-    if len(common) < len(("s3:", "", "bucket")):
+    if any(len(common) < split_uri(base)[0].count("/") + 1 for base in bases):
+        what = "datasets, or revisions of one" if is_hub(base) else "buckets"
         raise ConfigError(
-            f"data.sources {source}: its paths lie in several buckets, {bases[0]} and {bases[-1]}; the files "
-            "of a source lie in one bucket: give one source for each"
+            f"data.sources {source}: its paths lie in several {what}: {bases[0]} and {bases[-1]}; give one "
+            "source for each"
         )
     objects = {
         (f"{found.base}/{o.name}").removeprefix(f"{base}/"): o for found in each for o in found.objects
@@ -139,6 +178,18 @@ def _list_remote(source: str, paths: Sequence[str], format_: str) -> Listing:
         mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
         etags=tuple(objects[name].etag for name in names),
     )
+
+
+def _at_commits(source: str, paths: Sequence[str], at: str) -> Sequence[str]:
+    """Paths of the hub with commits for their revisions; others as they are."""
+    if not all(is_hub(path) for path in paths):
+        return paths
+    try:
+        return pinned(paths, at)
+    except OSError as error:
+        raise ConfigError(
+            f"data.sources {source}: {', '.join(paths)} cannot be listed: {error.strerror}"
+        ) from error
 
 
 def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
@@ -228,25 +279,24 @@ def same_files(base: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def _look(paths: tuple[str, ...], base: str, found: list[str], unlisted: dict[str, str]) -> Listing:
-    names, files, irregular = list[str](), list[_Status](), list[str]()
-    looks = in_threads(partial(_status, os.path.join(base, "")), found, quick_s=QUICK_STAT_S)
-    for name, status in zip(found, looks, strict=True):
-        if not isinstance(status, OSError) and stat.S_ISREG(status[0]):
-            names.append(name)
-            files.append(status)
-        elif wrong := _irregular(os.path.join(base, name), status):
-            irregular.append(wrong)
-    facts = np.array(files, np.int64).reshape(len(files), len(_FACTS))
-    others = dict[str, str]() if _all_differ(facts) else same_files(base, names)
+    facts, names, irregular = look_at(base, found), found, list[str]()
+    regular = facts.regular
+    if not regular.all():
+        for i in np.flatnonzero(~regular).tolist():
+            path = os.path.join(base, found[i])
+            if wrong := why_irregular(path, int(facts.modes[i]), facts.errors.get(i)):
+                irregular.append(wrong)
+        names, facts = _marked(names, regular), facts.take(regular)
+    others = dict[str, str]() if facts.all_differ else same_files(base, names)
     if others:
-        facts = facts[[name not in others for name in names]]
-        names = [name for name in names if name not in others]
+        first = np.array([name not in others for name in names])
+        names, facts = _marked(names, first), facts.take(first)
     return Listing(
         paths=paths,
         base=base,
         names=tuple(names),
-        sizes=facts[:, _FACTS.index("st_size")],
-        mtimes_ns=facts[:, _FACTS.index("st_mtime_ns")],
+        sizes=facts.sizes,
+        mtimes_ns=facts.mtimes_ns,
         others=others,
         irregular=tuple(irregular),
         unlisted=tuple(
@@ -255,49 +305,19 @@ def _look(paths: tuple[str, ...], base: str, found: list[str], unlisted: dict[st
     )
 
 
-_FACTS = ("st_mode", "st_dev", "st_ino", "st_size", "st_mtime_ns")
-_Status = tuple[int, int, int, int, int]
+def _marked(names: Sequence[str], which: npt.NDArray[np.bool_]) -> list[str]:
+    return [name for name, marked in zip(names, which.tolist(), strict=True) if marked]
 
 
-def _status(base: str, name: str) -> _Status | OSError:
-    """`_FACTS` of the file that a name leads to, or why they are not known."""
+def _is_utf8(text: str) -> bool:
     try:
-        status = os.stat(base + name)
-    except OSError as error:
-        return error
-    # numbers of devices and files are unsigned in some file systems
-    device, number = status.st_dev & _MASK63, status.st_ino & _MASK63
-    return status.st_mode, device, number, status.st_size, status.st_mtime_ns
-
-
-def _all_differ(facts: Int64Array) -> bool:
-    """Whether all are files of their own for certain. What the file system numbers alike, or not at all, may
-    be one file.
-    """
-    device, number = facts[:, _FACTS.index("st_dev")], facts[:, _FACTS.index("st_ino")]
-    order = np.lexsort((number, device))
-    device, number = device[order], number[order]
-    return bool(number.all()) and not bool(((device[1:] == device[:-1]) & (number[1:] == number[:-1])).any())
-
-
-def _irregular(path: str, status: _Status | OSError) -> str | None:
-    """What is wrong with what is no file; None for a folder, and for what is not there any more."""
-    if isinstance(status, OSError):
-        if os.path.islink(path):
-            return f"{path} is a link to {os.readlink(path)!r}, which is not there"
-        gone = isinstance(status, FileNotFoundError)
-        return None if gone else f"{path} cannot be looked at: {status.strerror}"
-    return None if stat.S_ISDIR(status[0]) else f"{path} is a {_kind(status[0])}"
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
-    return kinds.get(stat.S_IFMT(mode), "special file")
-
-
-def _is_utf8(path: str) -> bool:
-    try:
-        path.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """By their bytes, which for texts is the order of their characters."""
+    found = list(names)
+    return sorted(found, key=None if _is_utf8("".join(found)) else os.fsencode)

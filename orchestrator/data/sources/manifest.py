@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from orchestrator.data.sources.code_records import CodeRecords
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.file_rows import VERSION, FileRow, Files
 from orchestrator.data.sources.formats import Cut, format_of
@@ -137,6 +138,9 @@ def difference(row: FileRow, file: InputFile) -> str | None:
     What was listed by an etag has the same one. Anything else has the same time, or the same ends: also if it
     lies in a bucket now.
     """
+    if isinstance(file, CodeRecords):
+        then = row.probe.removeprefix(ETAG)
+        return None if then == file.etag else f"it was {then}, and is {file.etag}"
     if file.size != row.bytes:
         return f"it had {row.bytes} bytes and has {file.size}"
     if row.probe.startswith(ETAG):

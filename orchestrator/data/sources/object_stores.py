@@ -1,4 +1,4 @@
-"""Buckets of S3, Google Cloud Storage and Azure: how one is reached, and its errors in words.
+"""Buckets of S3, Google Cloud Storage and Azure: how one is reached, its objects, and its errors in words.
 
 One library, obstore, serves all three: it lists with sizes and etags, 1,000 objects a request, where
 pyarrow.fs gives no etag (data rule 13 needs one) but by a request for each object; it needs no other Python
@@ -25,6 +25,8 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
+from orchestrator.data.sources.hub_datasets import is_hub, split_hub
+from orchestrator.data.sources.remote_objects import RemoteObject
 from orchestrator.errors import ConfigError
 
 S3, GCS, AZURE = ("s3", "s3a"), ("gs", "gcs"), ("az", "azure", "abfs", "abfss")
@@ -39,6 +41,7 @@ _KEYS = {
     "endpoint_url": "endpoint",
 }
 _SHOWN = 300
+_NS = 1_000_000_000
 _OWN = (
     "ACCESS_KEY_ID",
     "WEB_IDENTITY_TOKEN_FILE",
@@ -54,13 +57,19 @@ def is_remote(path: str) -> bool:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(the bucket's own URI, the key in it). Raises `ConfigError` for what is no bucket of a known kind."""
+    """(the bucket's own URI, the key in it); of the hub, the dataset's at its revision. Raises `ConfigError`
+    for what is no bucket of a known kind.
+    """
+    if is_hub(uri):
+        at = split_hub(uri)
+        return at.root, at.key
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme not in SCHEMES or not bucket:
         raise ConfigError(
             f"{uri}: files are read from local paths and from {', '.join(f'{s}://' for s in SCHEMES)} with "
-            "the name of a bucket after it; this is neither. Mount the storage, or give such a URI"
+            "the name of a bucket after it, or hf://datasets/; this is none of them. Mount the "
+            "storage, or give such a URI"
         )
     return f"{scheme}://{bucket}", key.strip("/")
 
@@ -153,6 +162,55 @@ def _azure_config() -> dict[str, Any]:
     if os.environ.get("AZURE_STORAGE_ENDPOINT"):
         config["endpoint"] = os.environ["AZURE_STORAGE_ENDPOINT"]
     return config
+
+
+# ---------------------------------------------------------------------------------------- objects
+class Buckets:
+    """Buckets as a storage; see `RemoteStore`."""
+
+    def head(self, uri: str) -> RemoteObject | None:
+        """See `RemoteStore`. One request."""
+        bucket, key = split_uri(uri)
+        store = bucket_of(bucket)  # says so if the library is not installed
+        import obstore
+
+        try:
+            with explained(uri):
+                return _object(obstore.head(store, key), uri)
+        except FileNotFoundError:
+            return None
+
+    def below(self, folder: str) -> Iterator[RemoteObject]:
+        """See `RemoteStore`. One request for 1,000 objects."""
+        bucket, prefix = split_uri(folder)
+        store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
+        import obstore
+
+        with explained(folder):
+            for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
+                for meta in found:
+                    name = meta["path"].removeprefix(begin)
+                    if name and not name.endswith("/"):  # a folder that a console made
+                        yield _object(meta, name)
+
+    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
+        """See `RemoteStore`. One request."""
+        import obstore
+
+        bucket, key = split_uri(uri)
+        options: Any = {"range": (start, stop)}
+        if etag:
+            options["if_match"] = f'"{etag}"'
+        with explained(uri):
+            return bytes(obstore.get(bucket_of(bucket), key, options=options).bytes())
+
+
+def _object(meta: Any, name: str) -> RemoteObject:
+    at = meta["last_modified"]
+    # Azure's list gives it without the quotes that its answers have
+    etag = (meta["e_tag"] or "").strip('"')
+    mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
+    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
 
 
 # ---------------------------------------------------------------------------------------- errors

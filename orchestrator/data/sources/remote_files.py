@@ -1,6 +1,6 @@
-"""Files of a bucket: which ones a URI means, and one of them as an `InputFile`.
+"""Files of a bucket, or of the hub: which ones a URI means, and one of them as an `InputFile`.
 
-It knows no format; how a bucket is reached says `object_stores`.
+It knows no format; how a storage is reached say `object_stores` and `hub_datasets`.
 """
 
 from __future__ import annotations
@@ -8,32 +8,20 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
 
+from orchestrator.data.sources.hub_datasets import HubDatasets, is_hub
 from orchestrator.data.sources.matches import fits, split_glob
-from orchestrator.data.sources.object_stores import bucket_of, explained, split_uri
+from orchestrator.data.sources.object_stores import Buckets, split_uri
+from orchestrator.data.sources.remote_objects import RemoteObject, RemoteStore, passes
 
 _BUFFER_BYTES = 4 << 20
-_NS = 1_000_000_000
 # So often a read is tried whose answer breaks off or is too short, within about so many seconds.
 _TRIES, _WAIT_S = 4, 5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteObject:
-    """An object as its bucket lists it; `name` is relative to the base that was asked for, `etag` without its
-    quotes (`W/` before a weak one stays).
-    """
-
-    name: str
-    size: int
-    mtime_ns: int
-    etag: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,18 +43,24 @@ def remote_matches(uri: str) -> RemoteMatches:
     Raises `OSError` in words, `FileNotFoundError` if there is no such bucket.
     """
     bucket, key = split_uri(uri)
-    whole = _head(uri) if key else None
+    store = store_of(uri)
+    whole = store.head(uri) if key else None
     if whole is not None:
         base, _, name = f"{bucket}/{key}".rpartition("/")
-        return RemoteMatches(base=base, looked_for="that object", objects=(_object(whole, name),))
+        return RemoteMatches(base=base, looked_for="that object", objects=(replace(whole, name=name),))
     folder, pattern = split_glob(f"{bucket}/{key}", "/")
     if pattern:
         parts = tuple(pattern.split("/"))
-        objects = tuple(o for o in _below(folder) if name_fits(tuple(o.name.split("/")), parts))
+        objects = tuple(o for o in store.below(folder) if name_fits(tuple(o.name.split("/")), parts))
         return RemoteMatches(base=folder, looked_for=pattern, objects=objects)
     base = f"{bucket}/{key}".rstrip("/")
-    visible = tuple(o for o in _below(base) if not any(p.startswith(".") for p in o.name.split("/")))
+    visible = tuple(o for o in store.below(base) if not any(p.startswith(".") for p in o.name.split("/")))
     return RemoteMatches(base=base, looked_for="**/*", objects=visible, is_folder=True)
+
+
+def store_of(uri: str) -> RemoteStore:
+    """The storage that a URI names."""
+    return HubDatasets() if is_hub(uri) else Buckets()
 
 
 def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
@@ -82,57 +76,17 @@ def name_fits(name: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return any(name_fits(name[skipped:], rest) for skipped in range(deepest + 1))
 
 
-def _below(folder: str) -> Iterator[RemoteObject]:
-    bucket, prefix = split_uri(folder)
-    store, begin = bucket_of(bucket), f"{prefix}/" if prefix else ""
-    import obstore
-
-    with explained(folder):
-        for found in obstore.list(store, prefix=prefix or None, chunk_size=1000):
-            for meta in found:
-                name = meta["path"].removeprefix(begin)
-                if name and not name.endswith("/"):  # a folder that a console made
-                    yield _object(meta, name)
-
-
-def _head(uri: str) -> Any:
-    bucket, key = split_uri(uri)
-    store = bucket_of(bucket)  # says so if the library is not installed
-    import obstore
-
-    try:
-        with explained(uri):
-            return obstore.head(store, key)
-    except FileNotFoundError:
-        return None
-
-
-def _object(meta: Any, name: str) -> RemoteObject:
-    at = meta["last_modified"]
-    # Azure's list gives it without the quotes that its answers have
-    etag = (meta["e_tag"] or "").strip('"')
-    mtime_ns = int(at.replace(microsecond=0).timestamp()) * _NS + at.microsecond * 1000
-    return RemoteObject(name=name, size=meta["size"], mtime_ns=mtime_ns, etag=etag)
-
-
-def _passes(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno == errno.EIO
-
-
 class RemoteFile:
-    """An object of a bucket, as it was when it was opened: a read of one that was replaced since raises
+    """An object, as it was when it was opened: a read of one that was replaced since raises
     `OSError`. Holds no connection; safe to use from threads. See `InputFile`.
     """
 
     def __init__(self, uri: str) -> None:
         """Raises `FileNotFoundError`, or another `OSError` in words. One request."""
-        self.name = uri
-        bucket, self._key = split_uri(uri)
-        self._bucket = bucket_of(bucket)
-        meta = _head(uri)
-        if meta is None:
+        self.name, self._store = uri, store_of(uri)
+        found = self._store.head(uri)
+        if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", uri)
-        found = _object(meta, uri)
         self.size, self.mtime_ns, self.etag = found.size, found.mtime_ns, found.etag
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
@@ -141,19 +95,13 @@ class RemoteFile:
         return self._range(offset, end) if offset < end else b""
 
     @retry(
-        retry=retry_if_exception(_passes),
+        retry=retry_if_exception(passes),
         stop=stop_after_attempt(_TRIES),
         wait=wait_exponential(max=_WAIT_S),
         reraise=True,
     )
     def _range(self, start: int, end: int) -> bytes:
-        import obstore
-
-        options: Any = {"range": (start, end)}
-        if self.etag:
-            options["if_match"] = f'"{self.etag}"'
-        with explained(self.name):
-            data = bytes(obstore.get(self._bucket, self._key, options=options).bytes())
+        data = self._store.read(self.name, start, end, self.etag)
         if len(data) != end - start:
             raise OSError(
                 errno.EIO, f"bytes [{start}, {end}) were asked for, and {len(data)} came", self.name

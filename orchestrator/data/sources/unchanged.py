@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from orchestrator.data.sources.changes import changes_since
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.hub_datasets import same_revisions
 from orchestrator.data.sources.listing import Listing, list_files, patterns_in, same_files
 from orchestrator.data.sources.manifest import Manifest, changed_text
 from orchestrator.data.sources.matches import real_file
@@ -32,8 +34,16 @@ def compare_files(
     leaves out files of the run or means more than it did, if files are gone, and, without `accept_changed`,
     if files are changed.
     """
-    listing = list_files(source.name, source.path, frozen.format)
+    asked = (source.path,) if isinstance(source.path, str) else source.path
+    at = frozen.base if same_revisions(asked, paths) else ""  # another revision is looked up
+    listing = list_files(source.name, source.path, frozen.format, at)
     manifest = replace(frozen, base=listing.base)
+    if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
+        raise DataIdentityError(
+            f"data.sources {frozen.source}: the run was started with path {', '.join(frozen.files.paths)}, "
+            f"the job asks for {', '.join(listing.names)}; put the path back, or start a new run under "
+            "another run.name"
+        )
     found = changes_since(manifest, listing)
     left_out, later = _other_names(frozen, found.now, listing)
     other_pattern = bool(paths) and patterns_in(frozen.base, paths) != listing.patterns
@@ -56,7 +66,7 @@ def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manife
     bases = dict[str, Listing | None]()
     with suppress(ConfigError):
         if path is not None:
-            listing = list_files(frozen.source, path, frozen.format)
+            listing = list_files(frozen.source, path, frozen.format, frozen.base)
             bases[listing.base] = listing
     bases.setdefault(frozen.base, None)
     wrong: list[tuple[Sequence[str], Sequence[str]]] = []

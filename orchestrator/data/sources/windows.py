@@ -21,6 +21,13 @@ from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.planning.order import block_at, window_order
+from orchestrator.planning.record_keys import (
+    holdout_bound,
+    holdout_key,
+    is_held_out,
+    record_seed,
+    transform_key,
+)
 
 __all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
 
@@ -40,12 +47,15 @@ class OrderedWindow:
     """A window's records in the order in which an epoch takes them; `position` counts in that order."""
 
     def __init__(self, window: Window, plan: SourcePlan, settings: StreamSettings, epoch: int) -> None:
-        self._window, self._plan, self._settings = window, plan, settings
+        self._window, self._plan, self._settings, self._epoch = window, plan, settings, epoch
         self._ends = list(accumulate(len(part.records) for part in window.parts))
         runs = [(part.fragment, part.number, len(part.records)) for part in window.parts]
         self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
         self._format = format_of(plan.manifest.format)
         self._parse = self._format.parser(plan.manifest.content)
+        self._holdout_bound = holdout_bound(settings.holdout.get(plan.source, 0))
+        self._holdout_keys = dict[int, int]()  # by file
+        self._transform_keys = dict[int, int]()  # by file
         # what was found last: each position is asked several things
         self._found_at = -1
         self._found: tuple[Part, int] | None = None
@@ -76,6 +86,28 @@ class OrderedWindow:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
         part, index = self._find(position)
         return (part.fragment * 389 + part.number + index) % one_in == 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the stream takes every record: nothing is held out, and it is not that of what is."""
+        return not self._holdout_bound and not self._settings.held_out
+
+    def is_held_out(self, position: int) -> bool:
+        """Whether the record belongs to the hold-out of its source, in every epoch."""
+        file, place = self.origin(position)
+        if (key := self._holdout_keys.get(file)) is None:
+            path = self._plan.manifest.files.path(file)
+            key = self._holdout_keys[file] = holdout_key(self._plan.source, path)
+        return is_held_out(place, key, self._holdout_bound)
+
+    def seed(self, position: int) -> int:
+        """The record's seed for its transforms, another one in each epoch."""
+        file, place = self.origin(position)
+        if (key := self._transform_keys.get(file)) is None:
+            path = self._plan.manifest.files.path(file)
+            key = transform_key(self._settings.seed, self._plan.source, self._epoch, path)
+            self._transform_keys[file] = key
+        return record_seed(place, key)
 
     def origin(self, position: int) -> tuple[int, int]:
         """Where the record lies: (number of the file in the manifest, byte offset or row in it)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def _joined(ids: list[list[int]]) -> tuple[Int32Array, Int32Array]:
     """(all ids one after the other, number of ids of each)."""
     lengths = np.fromiter(map(len, ids), np.int32, len(ids))
     total = int(lengths.sum(dtype=np.int64))
-    return np.fromiter((i for one in ids for i in one), np.int32, total), lengths
+    return np.fromiter(chain.from_iterable(ids), np.int32, total), lengths
 
 
 class SpecialTexts:

@@ -6,6 +6,7 @@ It knows no document and compares nothing.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,17 @@ from blake3 import blake3
 
 from orchestrator.records import Int32Array
 
-# gigatoken's cache of words grows without bound: the object is made anew after so much text (UTF-8 bytes).
-RENEW_BYTES = 256 << 20
-# gigatoken takes 0.5 ms for a batch at least: less text is encoded one by one, to the same ids.
-_FEW_CHARACTERS = 1 << 15
+# gigatoken remembers every word that it has seen, about 100 bytes for each: the object is made anew when the
+# process has grown by so much since it was made, or after so much text (UTF-8 bytes) where that is not known.
+MAX_GROWTH_BYTES, RENEW_BYTES = 256 << 20, 256 << 20
+# The growth is looked at after so much text.
+_LOOK_EVERY_BYTES = 1 << 20
+# gigatoken takes 0.5 ms for a batch at least: less text is encoded one by one, to the same ids, and so are
+# texts of such a mean length, which is as quick.
+_FEW_CHARACTERS, _LONG_CHARACTERS = 1 << 15, 1 << 12
+# The first batch of a process imports awkward, which takes 0.5 CPU seconds: not before so many characters of
+# short texts were encoded one by one.
+_BEFORE_BATCHES = 16 << 20
 # Tokenizers of which idle objects are kept.
 _KEPT = 2
 _idle: OrderedDict[str, list[_Built]] = OrderedDict()
@@ -38,7 +46,17 @@ class _Built:
         if not parse:  # it has no switch for this: a token that is not listed is text
             content["added_tokens"] = [t for t in content.get("added_tokens") or () if not t.get("special")]
         self.backend: Any = gigatoken.Tokenizer.from_json(orjson.dumps(content).decode()).backend
-        self.encoded_bytes = 0
+        self.encoded_bytes = self._looked_at = 0
+        self._resident_bytes = _resident_bytes()
+
+    def is_worn(self) -> bool:
+        """Whether it holds too much. The process may have grown by something else: then a second is lost."""
+        if self.encoded_bytes - self._looked_at < _LOOK_EVERY_BYTES:
+            return False
+        self._looked_at, now = self.encoded_bytes, _resident_bytes()
+        if now is None or self._resident_bytes is None:
+            return self.encoded_bytes > RENEW_BYTES
+        return now - self._resident_bytes > MAX_GROWTH_BYTES
 
 
 class FastTokenizer:
@@ -55,7 +73,7 @@ class FastTokenizer:
         """(ids of all texts one after the other, number of ids of each)."""
         size = sum(map(len, texts))
         with self._built(size) as backend:
-            if size < _FEW_CHARACTERS:
+            if size < _FEW_CHARACTERS or size >= _LONG_CHARACTERS * len(texts) or _before_batches(size):
                 each = [backend.encode(text) for text in texts]
                 return np.concatenate(each).view(np.int32), np.fromiter(map(len, each), np.int32, len(each))
             # one thread: a tokenizer process has one CPU
@@ -73,9 +91,28 @@ class FastTokenizer:
             built = _Built(self._json, self._parse)
         yield built.backend  # one that failed is not kept
         built.encoded_bytes += size
-        if built.encoded_bytes <= RENEW_BYTES:
+        if not built.is_worn():
             with _lock:
                 _idle.setdefault(self._key, []).append(built)
                 _idle.move_to_end(self._key)
                 while len(_idle) > _KEPT:
                     _idle.popitem(last=False)
+
+
+def _resident_bytes() -> int | None:
+    """Memory of this process; None where /proc does not say it."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+_short_characters = 0  # that were encoded one by one in this process
+
+
+def _before_batches(size: int) -> bool:
+    """Whether so many more characters are encoded one by one before batches begin."""
+    global _short_characters  # noqa: PLW0603  a process imports once
+    _short_characters += size
+    return _short_characters <= _BEFORE_BATCHES

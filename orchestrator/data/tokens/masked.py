@@ -7,7 +7,7 @@ no window and no chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import orjson
 
 from orchestrator.data.sources.documents import Conversation, Document, Prompted
 from orchestrator.data.tokens.chat_template import Rendered, Span, SpecialToken
-from orchestrator.data.tokens.encoder import Encoder, Pieces
+from orchestrator.data.tokens.encoder import Encoder, Pieces, difference_text
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import ConfigError
 from orchestrator.records import BoolArray, Int32Array, Int64Array
@@ -59,6 +59,9 @@ class _Part:
 _BEGIN, _AFTER_SPECIAL, _INSIDE = "begin", "after special", "inside"
 
 
+_How = Callable[[Encoder, Sequence[str]], tuple[Int32Array, Int32Array]]
+
+
 class MaskedEncoder:
     """Makes ids and masks by one encoder. Not for several threads; does not pickle."""
 
@@ -84,6 +87,31 @@ class MaskedEncoder:
         `UnrenderableError` and `DataError` as `Renderer` does, `UnencodableTextError` for a text that the
         tokenizer has no ids for.
         """
+        return self._document(document, loss, ends, piece_bytes, Encoder.encode)
+
+    def difference(
+        self,
+        document: Conversation | Prompted,
+        loss: str,
+        ends: tuple[int | None, int | None],
+        piece_bytes: int,
+    ) -> str | None:
+        """How the ids that `tokenizers` gives are others, with both; None if they are not. It is also None
+        where neither encodes anything. Raises as `encode` does.
+        """
+        made = self.encode(document, loss, ends, piece_bytes)
+        reference = self._document(document, loss, ends, piece_bytes, Encoder.encode_reference)
+        ids, expected = _all_ids(made), _all_ids(reference)
+        return None if np.array_equal(ids, expected) else difference_text(plain_text(document), ids, expected)
+
+    def _document(
+        self,
+        document: Conversation | Prompted,
+        loss: str,
+        ends: tuple[int | None, int | None],
+        piece_bytes: int,
+        how: _How,
+    ) -> MaskedDocument:
         if isinstance(document, Conversation):
             if not document.messages:
                 return MaskedDocument(pieces=(), special_texts=0)
@@ -95,7 +123,7 @@ class MaskedEncoder:
             special_texts = sum(encoder.count_special(t) for t in (document.prompt, document.completion))
         if not any(part.is_target or part.targets for part in parts):
             return MaskedDocument(pieces=(), special_texts=special_texts)
-        pieces = tuple(self._piece(group) for group in _grouped(parts, piece_bytes))
+        pieces = tuple(self._piece(group, how) for group in _grouped(parts, piece_bytes))
         return MaskedDocument(pieces=pieces, special_texts=special_texts)
 
     def _rendering(self) -> Renderer:
@@ -115,31 +143,27 @@ class MaskedEncoder:
         if key not in self._encoders:
             content = without_prefix(self._content, only_first=key == _AFTER_SPECIAL)
             first = self._encoders[_BEGIN]
-            if self._model.native is not None:
-                raise ConfigError(
-                    f"data.sources: chats and prompts cannot be read with {self._model.native.library} as "
-                    f"the encoder ({self._model.native.difference}); take a tokenizer with a tokenizer.json"
-                )
+            assert self._model.native is None, "a start refuses it: see require_masks"
             if content != self._content:
                 model = replace(self._model, model_json=orjson.dumps(content).decode())
                 first = Encoder(model, first.choice, self._mode)
             self._encoders[key] = first
         return self._encoders[key]
 
-    def _piece(self, parts: Sequence[_Part]) -> MaskedPiece:
+    def _piece(self, parts: Sequence[_Part], how: _How) -> MaskedPiece:
         tokens: list[Int32Array] = []
         loss: list[BoolArray] = []
-        for part, ids in zip(parts, self._encode(parts), strict=True):
+        for part, ids in zip(parts, self._encode(parts, how), strict=True):
             if part.token is not None or not part.targets or part.targets == ((0, len(part.text)),):
                 tokens.append(ids)
                 loss.append(np.full(len(ids), part.is_target or bool(part.targets)))
             else:
-                split_ids, split_loss = self._split(part, ids)
+                split_ids, split_loss = self._split(part, ids, how)
                 tokens.append(split_ids)
                 loss.append(split_loss)
         return MaskedPiece(tokens=np.concatenate(tokens), loss=np.concatenate(loss))
 
-    def _encode(self, parts: Sequence[_Part]) -> list[Int32Array]:
+    def _encode(self, parts: Sequence[_Part], how: _How) -> list[Int32Array]:
         """The ids of each part; texts of one encoder in one call."""
         found: dict[int, Int32Array] = {
             i: np.array([part.token], np.int32) for i, part in enumerate(parts) if part.token is not None
@@ -147,11 +171,11 @@ class MaskedEncoder:
         for key in (_BEGIN, _AFTER_SPECIAL, _INSIDE):
             numbers = [i for i, part in enumerate(parts) if part.token is None and part.encoder == key]
             if numbers:
-                ids, lengths = self._encoder(key).encode([parts[i].text for i in numbers])
+                ids, lengths = how(self._encoder(key), [parts[i].text for i in numbers])
                 found.update(zip(numbers, np.split(ids, np.cumsum(lengths)[:-1]), strict=True))
         return [found[i] for i in range(len(parts))]
 
-    def _split(self, part: _Part, ids: Int32Array) -> tuple[Int32Array, BoolArray]:
+    def _split(self, part: _Part, ids: Int32Array, how: _How) -> tuple[Int32Array, BoolArray]:
         """The ids and the mask of a text of which a part is learnt.
 
         Where each token lies, its bytes say. Where the tokens do not spell the text (a normalizer changed
@@ -160,7 +184,7 @@ class MaskedEncoder:
         lengths = self._byte_lengths(part.text, ids)
         if lengths is None:
             cut = _cut_at_borders(part)
-            each = self._encode(cut)
+            each = self._encode(cut, how)
             masks = [np.full(len(ids), bool(p.targets)) for p, ids in zip(cut, each, strict=True)]
             return np.concatenate(each), np.concatenate(masks)
         ends = np.cumsum(lengths)
@@ -181,6 +205,23 @@ class MaskedEncoder:
             lengths[np.flatnonzero(lengths)[0]] -= 1
             return lengths
         return lengths if data == expected else None
+
+
+def require_masks(name: str, model: TokenizerModel, content: Mapping[str, str]) -> None:
+    """Raises `ConfigError` if chats or prompts are to be read (`content` of each source) with the tokenizer
+    `name` and its tokenizer.json does not encode: which parts of a text are learnt is known of that alone.
+    """
+    masked = [f"{source} ({kind})" for source, kind in content.items() if kind != "text"]
+    if model.native is not None and masked:
+        raise ConfigError(
+            f"data.sources {', '.join(masked)}: chats and prompts cannot be read with data.tokenizer={name}: "
+            f"it is encoded by {model.native.library} itself ({model.native.difference}); take a tokenizer "
+            "with a tokenizer.json of its own"
+        )
+
+
+def _all_ids(document: MaskedDocument) -> Int32Array:
+    return np.concatenate([np.empty(0, np.int32), *(piece.tokens for piece in document.pieces)])
 
 
 def plain_text(document: Document) -> str:

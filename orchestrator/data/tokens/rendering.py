@@ -57,6 +57,7 @@ class Renderer:
         longest_first = sorted(filter(None, self._specials), key=lambda text: (-len(text), text))
         self._any_special = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._spelled = re.compile(self._any_special)
+        self._made_of_nothing: dict[str, str] = {}
 
     def render(self, conversation: Conversation, loss: str, parse: bool) -> Rendered:
         """The conversation and what of it is to be learnt: `loss` is `assistant` (its turns), `last` (the
@@ -70,10 +71,16 @@ class Renderer:
         spelled = sum(len(self._spelled.findall(text)) for text in strings)
         given = [{k: v for k, v in m.items() if v is not None} for m in conversation.messages]
         tools = conversation.tools
+        turns = _Turns(self, given, tools, marks)
         if spelled and not parse:
             around = f"{marks[0]}\\g<0>{marks[1]}"
-            given, tools = self._marked(given, around), self._marked(tools, around)
-        turns = _Turns(self, given, tools, marks)
+            plain, given, tools = turns.text, self._marked(given, around), self._marked(tools, around)
+            turns = _Turns(self, given, tools, marks)
+            if _unmarked(turns.text, marks) != _unmarked(plain, marks):
+                raise UnrenderableError(
+                    "its messages spell special tokens, and the tokenizer's chat_template does not treat "
+                    "them as any other text"
+                )
         return self._read(turns.text, turns.targets(loss), marks, spelled, tagged=turns.tagged)
 
     def text_of(self, messages: list[Any], tools: Any, marks: str, prompt: bool = False) -> str:
@@ -82,6 +89,19 @@ class Renderer:
         return self._templates[self._name(tools)].render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
         )
+
+    def always_added(self, tools: Any) -> str:
+        """What the template makes of no message, without a BOS: the beginning of an answer if it does not
+        heed `add_generation_prompt`, else mostly nothing. Empty if it takes no empty conversation.
+        """
+        name = self._name(tools)
+        if name not in self._made_of_nothing:
+            try:
+                made = self.text_of([], tools, "\0\0\0\0")
+            except Exception:  # noqa: BLE001  a template may raise whatever Python can
+                made = ""
+            self._made_of_nothing[name] = made.removeprefix(self._variables.get("bos_token", "")).strip()
+        return self._made_of_nothing[name]
 
     def is_tagged(self, tools: Any) -> bool:
         """Whether the template itself says what the assistant wrote."""
@@ -103,7 +123,7 @@ class Renderer:
         if isinstance(value, str):
             return self._spelled.sub(around, value)
         if isinstance(value, Mapping):
-            return {key: self._marked(each, around) for key, each in value.items()}
+            return {self._marked(key, around): self._marked(each, around) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._marked(each, around) for each in value]
         return value
@@ -124,7 +144,7 @@ class Renderer:
                 dropped.append(match.start())
             else:
                 dropped += [match.start(), match.end() - 1]
-        text = marked.translate(dict.fromkeys(map(ord, marks)))
+        text = _unmarked(marked, marks)
         spans = [(a - bisect_left(dropped, a), b - bisect_left(dropped, b)) for a, b in targets]
         if not tagged:
             spans = [_without_tail(text, span, specials) for span in spans]
@@ -177,15 +197,21 @@ class _Turns:
                     f"it has no {{% generation %}}, and what it makes of {what} does not begin what it makes "
                     f"of more: {_around(shorter, longer)}"
                 )
+        added = self._renderer.always_added(self._tools)
+        if added and before.rstrip().endswith(added) and after.rstrip().endswith(added):
+            raise _refused(
+                f"it has no {{% generation %}}, and ends every conversation with {added!r}, as if an answer "
+                "were to follow, also without add_generation_prompt"
+            )
         return len(before), len(after)
 
     def _part(self, number: int, prompt: bool = False) -> str:
         try:
             return self._renderer.text_of(self._messages[:number], self._tools, self._marks, prompt)
         except Exception as error:  # a template may raise whatever Python can
-            raise _refused(
-                f"it has no {{% generation %}}, and does not take the first {number} messages of "
-                f"{len(self._messages)} alone: {error}"
+            raise UnrenderableError(
+                "the tokenizer's chat_template has no {% generation %}, and does not take the first "
+                f"{number} messages of {len(self._messages)} alone: {error}"
             ) from error
 
 
@@ -194,6 +220,10 @@ def _without_tail(text: str, span: Span, specials: Sequence[tuple[int, int, Spec
     start, stop = span
     last = max((end for _, end, _ in specials if start < end <= stop), default=stop)
     return (start, last) if not text[last:stop].strip() else span
+
+
+def _unmarked(text: str, marks: str) -> str:
+    return text.translate(dict.fromkeys(map(ord, marks)))
 
 
 def _around(shorter: str, longer: str) -> str:

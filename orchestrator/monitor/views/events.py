@@ -8,12 +8,11 @@ from typing import Any
 
 from orchestrator.config.redaction import redacted, redacted_text
 from orchestrator.errors import OrchestratorError, RefusedError
-from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION
 from orchestrator.monitor.views.columns import Event
+from orchestrator.monitor.views.event_text import event_text
 from orchestrator.monitor.views.facts import Facts
-from orchestrator.records import GroupChange, decode
 
 LIMIT = 500
 LEVELS = ("fault", "change", "point", "data", "routine")
@@ -30,13 +29,6 @@ _LEVEL = {
     EventKind.SOURCES_CHANGED: "data",
 }  # fmt: skip
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
-_BEGUN = {
-    "start": "The run starts",
-    "fork": "The run begins as a fork",
-    "resume": "The run is resumed",
-    "rewind": "The run is rewound",
-    "coordinator_restarted": "The coordinator has restarted",
-}
 
 Row = dict[str, Any]
 
@@ -126,7 +118,7 @@ def level_of(each: Event) -> str:
 def text_of(each: Event) -> str:
     """A sentence; the kind's name where the fields are not what this version knows."""
     try:
-        return _text(each.kind, each.fields)
+        return event_text(each.kind, each.fields)
     except (KeyError, TypeError, ValueError, AttributeError, OrchestratorError):
         return each.kind
 
@@ -146,95 +138,3 @@ def _rows(facts: Facts) -> list[Row]:
 
 def _place(each: Event) -> tuple[float, int, int]:
     return each.t, each.attempt, each.seq
-
-
-def _text(kind: str, e: dict[str, Any]) -> str:  # noqa: C901, PLR0911, PLR0912  a sentence for each kind
-    match kind:
-        case EventKind.ATTEMPT:
-            return _BEGUN.get(e["why"], str(e["why"]))
-        case "generation":
-            cause = f" ({e['cause']})" if e.get("cause") else ""
-            after = "from nothing" if e["parent"] is None else f"after step {e['step']:,}"
-            return f"Generation {e['generation']}: {_workers(e['world_size'])}, {after}{cause}"
-        case EventKind.GROUP_FORMED:
-            known = {name: value for name, value in e.items() if name in GroupChange.__slots__}
-            return _upper(sentences.group_change(decode(GroupChange, known)))
-        case EventKind.JOIN:
-            reason = f": {e['reason']}" if e.get("reason") not in ("start", "", None) else ""
-            return f"Worker {e['member'][:8]} asks to join{reason}"
-        case EventKind.MEMBER_DEAD:
-            reason = f": {e['reason']}" if e.get("reason") else ""
-            return f"Worker {e['member'][:8]} is dead{reason}"
-        case EventKind.LEFT_OUT:
-            return f"Worker {e['member'][:8]} is left out: {e['reason']}"
-        case EventKind.MEMBER_FAILED:
-            return f"Worker {e['member'][:8]} failed: {e['error']}: {e['text']}"
-        case EventKind.MEMBER_FINISHED:
-            return f"Worker {e['member'][:8]} has finished at step {e['step']:,}: {e['reason']}"
-        case "waiting":
-            return f"Waiting for workers: {e['reason']}"
-        case EventKind.UNRESPONSIVE | EventKind.FAILURE:
-            return _upper(str(e["reason"]))
-        case EventKind.FEEDER_DIED | EventKind.COORDINATOR_DIED:
-            return _upper(sentences.died(kind.removesuffix(" died"), e["pid"], e["host"], e["reason"]))
-        case EventKind.GROUP_STARTED:
-            return f"{_workers(e['num_workers'])} started on node {e.get('host') or e['node'][:8]}"
-        case EventKind.GROUP_ENDED | EventKind.GROUP_STOPPED:
-            what = "ended" if kind == EventKind.GROUP_ENDED else "are stopped"
-            reason = f": {e['reason']}" if e.get("reason") else ""
-            return f"The workers on node {e['node'][:8]} {what}{reason}"
-        case EventKind.POINT_COMMITTED:
-            return f"Resume point {e['point']} committed, written in {e['save_s']:.1f} s"
-        case EventKind.STATE_DIGEST:
-            return f"The weights after step {e['step']} have the digest {e['weights_digest'][:16]}"
-        case EventKind.DELETING_POINTS:
-            return f"About to delete: {', '.join(e['points'])}"
-        case EventKind.POINTS_DELETED:
-            return f"Deleted by retention: {', '.join(e['points'])}"
-        case EventKind.POINT_NOT_DELETED:
-            return f"Resume point {e['point']} could not be deleted: {e['reason']}"
-        case EventKind.POINT_VERIFIED:
-            return f"Resume point {e['point']}" + (
-                ": every digest is right" if e["healthy"] else " is damaged"
-            )
-        case "point pinned" | "point unpinned":
-            reason = f": {e['reason']}" if e.get("reason") else ""
-            return f"Resume point {e['point']} {kind.removeprefix('point ')} by {e['by']}{reason}"
-        case EventKind.DAMAGED_POINT:
-            return f"Resume point {e['point']} is damaged: {e['file']} {e['reason']}"
-        case EventKind.SAVE_GIVEN_UP:
-            return f"The save of {e['point']} was given up: {e['reason']}"
-        case EventKind.UNREADABLE_FILE:
-            return f"{e['file']} is not as it was written: {e['reason']}"
-        case EventKind.LEFTOVER_KEPT:
-            return f"What was left of the save of {e['point']} could not be removed: {e['reason']}"
-        case EventKind.LEFTOVER_REMOVED:
-            return f"What was left of the save of {e['point']} was removed"
-        case EventKind.SAMPLES_SKIPPED:
-            return (
-                f"{e['samples']} samples ({e['tokens']} tokens) after {e['point']} are skipped on purpose, "
-                f"from sample {e['first_index']} on: {e['setting']}"
-            )
-        case EventKind.SOURCES_CHANGED:
-            return f"Sources: {e['text']}"
-        case EventKind.BAD_DOCUMENT:
-            return f"Document skipped: {e['text']}"
-        case EventKind.ENCODERS_DIFFER:
-            return f"The encoders differ: {e['text']}"
-        case "sources":
-            return f"Counts of {', '.join(e['counts'])} where the attempt begins"
-        case EventKind.CONTROL_REQUEST:
-            return f"Asked to {e['what']}" + (f" by {e['by']}" if e.get("by") else "")
-        case EventKind.REQUEST_ANSWERED:
-            return f"Request {e['request']} ({e['what']}) {e['outcome']}: {e['text']}"
-        case EventKind.END:
-            return f"{_upper(e['outcome'])}: {e['reason']}"
-    return kind
-
-
-def _workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]

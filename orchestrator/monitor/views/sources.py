@@ -48,6 +48,7 @@ def sources(facts: Facts) -> Row:
         "since": since["t"] if since is not None else None,
         "sources": rows,
         "skipped": skipped(facts),
+        "pack_mode": config.get("pack.mode"),
         "max_bad_share": config.get("data.max_bad_share"),
         "on_bad_document": config.get("data.on_bad_document"),
         "audit": audit(facts),
@@ -125,6 +126,8 @@ def _row(source: Row, target: float | None, cursor: Event | None) -> Row:
         "special": at.get("special_texts"),
         "unpacked": at.get("unpacked_documents"),
         "long": at.get("long_documents"),
+        "filtered": at.get("filtered_documents"),
+        "held_out": at.get("held_out_documents"),
     }
 
 

@@ -21,6 +21,8 @@ from orchestrator.monitor.dashboard.plans import WhatIf
 from orchestrator.monitor.dashboard.reading import Planner
 from orchestrator.monitor.dashboard.runs import Runs
 from orchestrator.monitor.missing import missing_text
+from tests.data.making import some_texts, write_corpus
+from tests.launch.test_skip import SkippingRun, survey_newest
 from tests.monitor.dashboard.browser import Watched, chromium, serving
 from tests.monitor.dashboard.serving import SCRIPT, client, confirmed, make_hostile
 from tests.system.harness import LIMIT_S, Job
@@ -378,6 +380,57 @@ def test_a_value_that_is_none_is_refused_while_it_is_typed(opened: Open) -> None
     page.fill("#f-seq_len", "long")
     page.wait_for_selector(".plancol .banner.warn")
     assert "pack.seq_len is 'long'" in page.inner_text(".plancol .banner.warn")
+
+
+def test_a_mixture_of_packs_shows_what_no_sample_holds_and_its_plan_what_was_seen(
+    browser: Any, tiny_config: Any, tmp_path: Path
+) -> None:
+    folder, sources = tmp_path / "runs", []
+    for name, weight in (("web", 0.7), ("books", 0.3)):
+        texts = [f"{name} {text}" for text in some_texts(60, 40)]
+        write_corpus(tmp_path / name, texts, "jsonl")
+        sources.append({"name": name, "path": str(tmp_path / name), "format": "jsonl", "weight": weight})
+    changes = {"data.sources": sources, "data.fragment_bytes": 900, "data.window_bytes": 2500}
+    packs = {"pack.mode": "bestfit", "pack.seq_len": 64, "pack.long_document": "skip", "data.num_epochs": 4}
+    job = tiny_config({**changes, **packs, "train.global_batch_size": 4, "run.storage": str(folder)})
+    run = SkippingRun(job)
+    run.launch(6)
+    weights = ("data.sources.0.weight=0.5", "data.sources.1.weight=0.5")
+    run.launch(3, *weights)
+    at = run.store.read_point(survey_newest(run)).cursor
+    assert all(source.long_documents for source in at.sources.values())
+    seen = orchestrator.plan(run.job(*weights)).sources
+    with serving(folder) as link:
+        watched = Watched(browser, link)
+        page = watched.open("/run/tiny/data")
+        page.wait_for_selector(".sharecell")
+        header = page.locator(".t").first.locator("thead th").all_inner_texts()
+        rows = page.locator(".t").first.locator("tbody tr").all()
+        for name, row in zip(("web", "books"), rows, strict=True):
+            cells = dict(zip(header, row.locator("td").all_inner_texts(), strict=True))
+            assert cells["Too long"] == str(at.sources[name].long_documents)
+            assert cells["No target"] == str(at.sources[name].unpacked_documents)
+            place = f"window {at.sources[name].window:,} · {at.sources[name].packs} packs taken"
+            assert place in cells["Next unread token"]
+            assert cells["Documents"] == str(at.sources[name].documents)
+        accessible(watched)
+        page = watched.open("/run/tiny/plan")
+        page.wait_for_selector(".becomes")
+        table = page.locator("section.panel:has(h2:text('What it has had of the data'))")
+        rows = table.locator("tbody tr").all()
+        assert len(seen) == 2
+        for source, row in zip(seen, rows, strict=True):
+            shown = row.locator("td").all_inner_texts()
+            assert (shown[0], shown[2]) == (source.source, f"{source.samples:,}")
+            assert (shown[3], shown[4]) == (
+                f"{source.epochs:.2f}",
+                f"{source.actual or 0:.1%}".replace("%", " %"),
+            )
+            assert shown[5] == f"{source.target or 0:.1%}".replace("%", " %")
+        accessible(watched)
+        complaints = watched.found()
+        watched.close()
+    assert complaints == []
 
 
 # ----------------------------------------------------------------------------------------------------- acting

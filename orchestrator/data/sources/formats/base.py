@@ -48,6 +48,8 @@ class Format(ABC):
     suffixes: tuple[str, ...] = ("",)
     # What `data.sources[].content` may be.
     contents: tuple[str, ...] = ("text", "chat", "prompt")
+    # Its records lie in files; else `data.sources[].path` names what gives them.
+    has_files: bool = True
     # A record's place in its file counts the records before it, not the bytes; and what that is called.
     counts_records: bool = False
     unit: str = "byte"
@@ -115,6 +117,11 @@ class Format(ABC):
             return at
         first = part.line if part.line is not None else line()
         return f"{at}, line {'not counted' if first is None else first + index}"
+
+    def lost(self, then: FileRow, now: FileRow) -> str | None:
+        """What a run that began with the file `then` reads and is not there any more, for people."""
+        groups, left = len(then.group_rows), len(now.group_rows)
+        return f"it had {groups} row groups and has {left}" if left < groups else None
 
     def require_content(self, source: str, content: Content) -> None:
         """Raises `ConfigError` if no file of the format can hold such content."""

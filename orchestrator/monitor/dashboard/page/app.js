@@ -412,8 +412,10 @@ document.addEventListener('alpine:init', () => {
 		orderText() { const o = this.d.order; return o.shuffle == null ? '–' : 'shuffle: ' + o.shuffle + ', seed ' + o.seed; },
 		shareTitle(x) { return pct(x.shown, 2) + ' against a target of ' + pct(x.target, 2); },
 		epochText(x) { if (x.epoch == null) return '–'; return x.num_blocks ? (x.epoch + x.block / x.num_blocks).toFixed(2) : String(x.epoch); },
-		cursorText(x) { const c = x.cursor; return c.block == null ? '–' : 'block ' + int(c.block) + (x.num_blocks ? '/' + int(x.num_blocks) : '') + ' · record ' + int(c.record) + ' · token ' + int(c.token); },
+		cursorText(x) { const c = x.cursor; return c.block == null ? '–' : 'block ' + int(c.block) + (x.num_blocks ? '/' + int(x.num_blocks) : '') + (this.packs() ? ' · window ' + int(c.window) + ' · ' + int(c.packs) + ' packs taken' : ' · record ' + int(c.record) + ' · token ' + int(c.token)); },
+		packs() { return ['bestfit', 'pad'].includes(this.d.pack_mode); },
 		skipText() { const bad = this.d.sources.reduce((a, x) => a + (x.bad || 0), 0), all = this.d.sources.reduce((a, x) => a + (x.documents || 0), 0); return all ? int(bad) + ' of ' + int(all) + ' (' + (bad / all * 100).toFixed(4) + ' %), the run stops at ' + pct(this.d.max_bad_share, 0) : ''; },
+		leftOut() { const sum = k => this.d.sources.reduce((a, x) => a + (x[k] || 0), 0); return (sum('filtered') ? ' · ' + int(sum('filtered')) + ' dropped by transforms' : '') + (sum('held_out') ? ' · ' + int(sum('held_out')) + ' held out' : ''); },
 		auditText() { const a = this.d.audit; return a.exactly_once ? 'Every token was trained exactly once, up to step ' + int(a.final_up_to_step) + '.' : 'The history differs from the files.'; },
 		auditMore() { const a = this.d.audit; return 'steps ' + a.first_step + ' to ' + int(a.last_step) + ', ' + int(a.samples) + ' samples, ' + count(a.tokens) + ' tokens, in ' + span(a.seconds); },
 	}));
@@ -493,6 +495,8 @@ document.addEventListener('alpine:init', () => {
 		labelMore() { return this.a.step_after === this.a.step_before ? 'the same' : 'counted anew for ' + count(this.a.tokens_per_step[1]) + ' tokens a step'; },
 		lrText() { return f.lr(this.a.lr_after); },
 		remainText() { const a = this.a; return [a.remaining_tokens != null ? count(a.remaining_tokens) + ' tokens' : '', a.estimate.remaining_s ? 'about ' + ago(a.estimate.remaining_s) + ', if speed grows with the workers' : ''].filter(Boolean).join(' · '); },
+		targetText(s) { const then = pct(s.target); return s.ended ? 'at its end' : s.target_before == null || s.target_before === s.target ? then : pct(s.target_before) + ' → ' + then; },
+		skipText() { const s = this.a.skip; return s ? 'leaves out ' + int(s.samples) + ' samples, at most ' + count(s.tokens) + ' tokens, from sample ' + int(s.first_index) + ' on' : ''; },
 		tokText() { const [x, y] = this.a.tokens_per_step; return count(y) + ' tokens a step' + (x === y ? '' : ', ' + count(x) + ' before'); },
 		ruleText(r) { return (r || '–').replace('_', ' '); }, ruleClass(r) { return { same: 'fault', may_change: 'warn', free: '' }[r]; },
 	}));

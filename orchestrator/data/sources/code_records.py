@@ -1,0 +1,113 @@
+"""The records of a source that is Python code, as the one virtual file that lists and readers know.
+
+Its folder is `python://`, its name `package.module:function`; it has records and no bytes. What a record
+becomes, the format `python` says.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from orchestrator.data.user_code import load, shown
+from orchestrator.errors import ConfigError, DataError
+
+# joined with the name it is what the file is called
+BASE = "python://"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """What a factory returned, how many records that has, and what both are known by."""
+
+    records: Any
+    num_records: int
+    identity: str
+
+
+_lock = threading.Lock()
+_opened: dict[str, _Opened] = {}
+
+
+class CodeRecords:
+    """An `InputFile` of records: `size` is their number, `etag` what they and their code are known by."""
+
+    mtime_ns = 0
+
+    def __init__(self, name: str) -> None:
+        """Calls the factory, once per process. Raises `ConfigError` if it cannot be called, or returns
+        something else than an indexable with a length.
+        """
+        self.name = name
+        with _lock:
+            if name not in _opened:
+                _opened[name] = _open(name)
+            opened = _opened[name]
+        self.size, self.etag, self._records = opened.num_records, opened.identity, opened.records
+
+    @classmethod
+    def anew(cls, name: str) -> Self:
+        """The same, of a factory that is called again: what it returns may be something else by now."""
+        with _lock:
+            _opened.pop(name, None)
+        return cls(name)
+
+    def record(self, index: int) -> Any:
+        """The record. Raises `DataError` with the place and the traceback where the user's code fails."""
+        try:
+            return self._records[index]
+        except Exception as error:  # whatever a user's code does: it is no bad record, but a fault
+            raise DataError(
+                f"{self.name}[{index}]: its __getitem__ failed; fix the code (a change of it is another "
+                f"identity, see resume.accept_changed):\n{shown(error)}"
+            ) from error
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        """It has no bytes."""
+        self._no_bytes()
+
+    def stream(self) -> io.BufferedIOBase:
+        """It has no bytes."""
+        self._no_bytes()
+
+    def _no_bytes(self) -> NoReturn:
+        raise AssertionError(f"{self.name} has records and no bytes")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
+
+
+def _open(name: str) -> _Opened:
+    where = f"data.sources[].path={name}"
+    code = load(name, where)
+    try:
+        records = code.function()
+        num_records = operator.index(len(records))
+        fingerprint = getattr(records, "fingerprint", None)
+        known_by = fingerprint() if callable(fingerprint) else None
+    except Exception as error:  # whatever a user's code does
+        raise ConfigError(
+            f"{where}: it cannot be called without arguments, or what it returns has no length or a "
+            f"fingerprint() that fails:\n{shown(error)}"
+        ) from error
+    if not hasattr(records, "__getitem__") or isinstance(records, str | bytes):
+        raise ConfigError(
+            f"{where}: it returned {type(records).__name__}; it must return what has __len__ and "
+            "__getitem__(i), such as a list of mappings"
+        )
+    identity = f"{num_records} records, {code.identity}"
+    if known_by is not None:
+        identity += f", fingerprint {known_by}"
+    return _Opened(records=records, num_records=num_records, identity=identity)

@@ -1,0 +1,243 @@
+"""Datasets of the Hugging Face hub: `hf://datasets/ORG/NAME[@REVISION][/PATH]`, as pyarrow, DuckDB and Polars
+write them.
+
+A revision is a name that may mean another commit tomorrow; a commit's files never change. So a revision is
+resolved to its commit when a source is listed, the commit stands in the base of the frozen list, and every
+file is known by the hash of its content (the etag).
+
+The library is `huggingface_hub`: it knows the token (`HF_TOKEN`, or `hf auth login`), `HF_ENDPOINT`, proxies
+and the hub's limits of requests. Files are read by byte ranges, nothing is put into its cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential
+
+from orchestrator.data.sources.remote_objects import RemoteObject, passes
+from orchestrator.errors import ConfigError
+
+SCHEME = "hf"
+_FORM = "hf://datasets/ORG/NAME[@REVISION][/PATH]"
+_URI = re.compile(r"hf://datasets/([^/@\s]+/[^/@\s]+)(?:@((?:refs/(?:convert|pr)/)?[^/@]+))?(?:/(.*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MAIN = "main"
+_TIMEOUT_S = 30.0
+_TRIES, _WAIT_S = 4, 5
+_SHOWN = 300
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubPath:
+    """A path in a dataset, as its URI names it; `revision` is `main` where it names none."""
+
+    repo: str
+    revision: str
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The URI of the whole dataset at this revision."""
+        return f"hf://datasets/{self.repo}@{self.revision}"
+
+    @property
+    def uri(self) -> str:
+        """The URI."""
+        return f"{self.root}/{self.key}".rstrip("/")
+
+
+def is_hub(path: str) -> bool:
+    """Whether a path is a URI of the hub."""
+    return path.startswith("hf://")
+
+
+def split_hub(uri: str) -> HubPath:
+    """The parts of a URI. Raises `ConfigError` if it names no dataset."""
+    found = _URI.fullmatch(uri)
+    if found is None:
+        raise ConfigError(
+            f"{uri}: a dataset of the hub is named {_FORM}, where PATH is a file, a folder or a glob; models "
+            "and spaces are not read"
+        )
+    repo, revision, key = found.groups()
+    return HubPath(repo=repo, revision=_revision(revision), key=(key or "").strip("/"))
+
+
+def _revision(given: str | None) -> str:
+    """As the hub calls it: DuckDB writes `~parquet` for the branch of files that the hub converts itself."""
+    if given is None:
+        return _MAIN
+    return f"refs/convert/{given[1:]}" if given.startswith("~") else unquote(given)
+
+
+def pinned(paths: Sequence[str], base: str = "") -> list[str]:
+    """The URIs with commits for their revisions. Each revision is looked up once, so that all paths of a
+    source mean one commit; none is, of the dataset of which `base` names a commit: that one is taken.
+
+    Raises `OSError` in words.
+    """
+    known = dict[tuple[str, str], str]()
+    found = []
+    for each in map(split_hub, paths):
+        if is_hub(base) and split_hub(base).repo == each.repo:
+            commit = split_hub(base).revision
+        elif (commit := known.get((each.repo, each.revision), "")) == "":
+            commit = known[each.repo, each.revision] = commit_of(each)
+        found.append(replace(each, revision=commit).uri)
+    return found
+
+
+def same_revisions(paths: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether the URIs name the same revisions of the same datasets, wherever in them."""
+    mine, theirs = ({split_hub(p).root for p in each if is_hub(p)} for each in (paths, others))
+    return mine == theirs
+
+
+def commit_of(path: HubPath) -> str:
+    """The commit that a revision means now. Raises `OSError` in words."""
+    if _COMMIT.fullmatch(path.revision):
+        return path.revision
+
+    def ask() -> str:
+        from huggingface_hub import HfApi
+
+        info = HfApi().dataset_info(path.repo, revision=path.revision, timeout=_TIMEOUT_S)
+        return str(info.sha)
+
+    return _asked(path.root, ask)
+
+
+class HubDatasets:
+    """The hub as a storage; see `RemoteStore`. URIs name commits."""
+
+    def head(self, uri: str) -> RemoteObject | None:
+        """See `RemoteStore`. What is known of a file at a commit is asked for once per process."""
+        found = _facts(uri)
+        return None if found is None else RemoteObject(name=uri, size=found[0], mtime_ns=0, etag=found[1])
+
+    def below(self, folder: str) -> Iterator[RemoteObject]:
+        """See `RemoteStore`. One request for 1,000 files."""
+        at = split_hub(folder)
+
+        def ask() -> list[Any]:
+            from huggingface_hub import HfApi
+            from huggingface_hub.errors import EntryNotFoundError
+
+            try:
+                tree = HfApi().list_repo_tree(
+                    at.repo, at.key or None, recursive=True, revision=at.revision, repo_type="dataset"
+                )
+                return list(tree)
+            except EntryNotFoundError:
+                return []
+
+        begin = f"{at.key}/" if at.key else ""
+        for found in _asked(folder, ask):
+            if hasattr(found, "blob_id"):  # a folder has none
+                etag = found.lfs.sha256 if found.lfs else found.blob_id
+                yield RemoteObject(
+                    name=found.path.removeprefix(begin), size=found.size, mtime_ns=0, etag=etag
+                )
+
+    def read(self, uri: str, start: int, stop: int, etag: str) -> bytes:
+        """See `RemoteStore`: a commit's file is always the same."""
+        del etag
+        from huggingface_hub import utils
+
+        client: Any = utils
+        headers = {
+            **client.build_hf_headers(),
+            "Range": f"bytes={start}-{stop - 1}",
+            "Accept-Encoding": "identity",
+        }
+        with explained(uri):
+            answer = client.http_backoff("GET", _url(uri), headers=headers, timeout=_TIMEOUT_S)
+            client.hf_raise_for_status(answer)
+            return bytes(answer.content)
+
+
+# of a file that is read in fragments each opening asks
+@lru_cache(maxsize=1 << 16)
+def _facts(uri: str) -> tuple[int, str] | None:
+    def ask() -> tuple[int, str] | None:
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            found = get_hf_file_metadata(_url(uri), timeout=_TIMEOUT_S)
+        except EntryNotFoundError:
+            return None
+        if found.size is None or not found.etag:
+            raise OSError(errno.EPROTO, "the hub says neither size nor etag of this file", uri)
+        return found.size, found.etag
+
+    return _asked(uri, ask)
+
+
+def _url(uri: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    at = split_hub(uri)
+    return hf_hub_url(at.repo, at.key, repo_type="dataset", revision=at.revision)
+
+
+# ---------------------------------------------------------------------------------------- errors
+@retry(
+    retry=retry_if_exception(passes),
+    stop=stop_after_attempt(_TRIES),
+    wait=wait_exponential(max=_WAIT_S),
+    reraise=True,
+)
+def _asked(uri: str, ask: Callable[[], Result]) -> Result:
+    """A question that the library itself asks once only."""
+    with explained(uri):
+        return ask()
+
+
+@contextmanager
+def explained(uri: str) -> Iterator[None]:
+    """What the library raises about `uri`, as the `OSError` that a file of this machine would raise; its text
+    says what is wrong and what to do.
+    """
+    try:
+        yield
+    except Exception as error:  # two dozen classes of the library and of those below it
+        if type(error) is OSError:
+            raise
+        raise _in_words(uri, error) from error
+
+
+def _in_words(uri: str, error: Exception) -> OSError:
+    from huggingface_hub import constants, errors
+
+    at, shown = split_hub(uri), " ".join(str(error).split())[:_SHOWN]
+    where = f"https://huggingface.co/datasets/{at.repo}"
+    sign = "log in by `hf auth login`, or set HF_TOKEN, on every machine"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return OSError(errno.ENETDOWN, "HF_HUB_OFFLINE is set, so the hub is not asked; unset it", uri)
+    if isinstance(error, errors.GatedRepoError):
+        what = f"the dataset is gated: ask for access at {where}, and {sign}"
+        return PermissionError(errno.EACCES, what, uri)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        what = f"{constants.ENDPOINT} has no dataset {at.repo}, or it is private: fix its name, or {sign}"
+        return FileNotFoundError(errno.ENOENT, what, uri)
+    if isinstance(error, errors.RevisionNotFoundError):
+        what = f"dataset {at.repo} has no revision {at.revision} (any more); fix the part after `@`"
+        return FileNotFoundError(errno.ENOENT, what, uri)
+    if isinstance(error, errors.EntryNotFoundError):
+        return FileNotFoundError(errno.ENOENT, "there is no such file at this commit", uri)
+    if status == 403:
+        return PermissionError(errno.EACCES, f"the hub denies access: {sign} ({shown})", uri)
+    if status == 429:
+        return OSError(errno.EIO, f"the hub's limit of requests is reached: {sign} ({shown})", uri)
+    return OSError(errno.EIO, f"the hub does not answer as it should ({shown})", uri)

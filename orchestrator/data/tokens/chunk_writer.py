@@ -1,0 +1,242 @@
+"""Entries of a window, encoded in batches and cut into chunks.
+
+It knows no record and no file but by their numbers; what an entry is, it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.formats import format_of
+from orchestrator.data.sources.manifest import Manifest
+from orchestrator.data.tokens.encoder import Encoder, UnencodableTextError
+from orchestrator.data.tokens.masked import MaskedPiece
+from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT
+from orchestrator.errors import DataError
+from orchestrator.records import BAD, PIECE, BoolArray, Int32Array, Int64Array, TokenChunk, WindowTask
+
+# Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
+# in it. A chunk has at most about so many entries: there may be many without any token.
+_BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
+_FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
+_Entry = tuple[int, int, int, bool, int, int, int]
+_NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+def unencodable(place: str, error: UnencodableTextError) -> str:
+    """Says of the text at `place` that the tokenizer has no ids for it."""
+    return (
+        f"{place}: the tokenizer cannot encode {error.reason}; {UNKNOWN_TEXT}; either is another tokenizer, "
+        "which needs a new run (another run.name)"
+    )
+
+
+class ChunkWriter:
+    """Gathers the entries of one window, encodes them in batches, and cuts them into chunks.
+
+    `output` is the number, among those that its record gives, of the document whose entries are added now;
+    it stays 0 where the source has no transforms.
+    """
+
+    def __init__(
+        self, task: WindowTask, window: int, last_window: bool, settings: StreamSettings, manifest: Manifest
+    ) -> None:
+        self.task, self._manifest = task, manifest
+        self.output = 0
+        self._outputs: list[int] | None = [] if settings.transforms.get(task.source) else None
+        self.differences: list[str] = []
+        self._window, self._last_window, self._settings = window, last_window, settings
+        self._encoder: Encoder | None = None
+        self._entries: list[_Entry] = []  # in the order of _FIELDS
+        self._texts: list[str] = []
+        self._masked: list[MaskedPiece] = []  # of the entries are either texts or these
+        self._text_size = 0
+        self._batch_bytes = min(_BATCH_BYTES, settings.chunk_tokens)
+        self._reasons: list[str] = []
+        self._encoded: list[_Batch] = []
+        self._num_tokens = self._num_entries = 0
+
+    def add(
+        self,
+        record: int,
+        origin: tuple[int, int],
+        kind: int,
+        text: str = "",
+        piece: int = 0,
+        last_piece: bool = True,
+        special_texts: int = 0,
+        reason: str = "",
+    ) -> None:
+        """One more entry."""
+        self._entries.append((record, piece, kind, last_piece, special_texts, *origin))
+        if self._outputs is not None:
+            self._outputs.append(self.output)
+        if kind == PIECE:
+            self._texts.append(text)
+            self._text_size += len(text) if text.isascii() else len(text.encode())
+        elif kind == BAD:
+            self._reasons.append(reason)
+
+    def add_masked(
+        self,
+        record: int,
+        origin: tuple[int, int],
+        piece: MaskedPiece,
+        number: int,
+        last_piece: bool,
+        special_texts: int,
+    ) -> Iterator[TokenChunk]:
+        """One more entry, which is encoded already; the chunks that get full before it."""
+        if self._texts:
+            yield from self._encode()
+        self._masked.append(piece)
+        self._entries.append((record, number, PIECE, last_piece, special_texts, *origin))
+        if self._outputs is not None:
+            self._outputs.append(self.output)
+        self._text_size += len(piece.tokens)
+
+    @property
+    def encoder(self) -> Encoder:
+        """Who encodes what is added now."""
+        assert self._encoder is not None, "encode_with comes first"
+        return self._encoder
+
+    def encodes_with(self, encoder: Encoder) -> bool:
+        """Whether what is added now is encoded so."""
+        return self._encoder is encoder
+
+    def encode_with(self, encoder: Encoder) -> Iterator[TokenChunk]:
+        """From the next entry on; the chunks that get full while the entries before are encoded."""
+        if self._encoder not in (None, encoder):
+            yield from self._encode()
+        self._encoder = encoder
+
+    @property
+    def has_masked(self) -> bool:
+        """Whether what waits is encoded already, so that no text may join it."""
+        return bool(self._masked)
+
+    def texts_only(self) -> Iterator[TokenChunk]:
+        """What is added now is text; the chunks that get full before it."""
+        yield from self._encode()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what was added is enough for a call of the encoder."""
+        return self._text_size >= self._batch_bytes or len(self._entries) >= _BATCH_ENTRIES
+
+    def full_chunks(self) -> Iterator[TokenChunk]:
+        """The chunks that are full now."""
+        if self.is_full:
+            yield from self._encode()
+
+    def finish(self) -> Iterator[TokenChunk]:
+        """The rest; at least one chunk, which ends the window."""
+        yield from self._encode()
+        yield self._chunk(ends_window=True)
+
+    def _encode(self) -> Iterator[TokenChunk]:
+        try:
+            encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
+        except UnencodableTextError as error:
+            *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
+            unit = format_of(self._manifest.format).unit
+            where = f"{self._manifest.path(file)}: {unit} {place}"
+            raise DataError(unencodable(where, error)) from error
+        batch = _Batch(self._entries, encoded, self._masked, self._reasons, self._settings)
+        if self._outputs is not None:
+            batch.columns["output"] = np.array(self._outputs, np.int64)
+            self._outputs = []
+        tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)
+        if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
+            yield self._chunk(ends_window=False)
+        self._encoded.append(batch)
+        self._num_tokens += len(batch.tokens)
+        self._num_entries += len(self._entries)
+        self._entries, self._texts, self._masked, self._reasons, self._text_size = [], [], [], [], 0
+
+    def _chunk(self, ends_window: bool) -> TokenChunk:
+        batches, self._encoded, self._num_tokens, self._num_entries = self._encoded, [], 0, 0
+        columns: dict[str, Any] = {
+            name: np.concatenate([b.columns[name] for b in batches]).astype(
+                np.int64 if name == "place" else np.int32
+            )
+            for name in batches[0].columns
+        }
+        differences, self.differences = self.differences, []
+        return TokenChunk(
+            source=self.task.source,
+            epoch=self.task.epoch,
+            block=self.task.block,
+            window=self._window,
+            tokens=np.concatenate([b.tokens for b in batches]),
+            loss=np.concatenate([b.loss_of_all() for b in batches])
+            if any(b.is_masked for b in batches)
+            else None,
+            bad_reasons=tuple(reason for b in batches for reason in b.reasons),
+            encoder_differences=tuple(differences),
+            ends_window=ends_window,
+            ends_block=ends_window and self._last_window,
+            **columns,
+        )
+
+
+class _Batch:
+    """Entries that were encoded in one call, as columns, and their tokens with BOS and EOS in place."""
+
+    def __init__(
+        self,
+        entries: list[_Entry],
+        encoded: tuple[Int32Array, Int32Array],
+        masked: list[MaskedPiece],
+        reasons: list[str],
+        settings: StreamSettings,
+    ) -> None:
+        table = np.array(entries, np.int64).reshape(len(entries), len(_FIELDS))
+        self.columns: dict[str, Int64Array] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
+        ids, lengths = encoded
+        is_piece = self.columns["kind"] == PIECE
+        self.is_masked, self._loss = bool(masked), [piece.loss for piece in masked]
+        if masked:
+            self.tokens = np.concatenate([piece.tokens for piece in masked])
+            wrapped = np.fromiter((len(piece.tokens) for piece in masked), np.int64, len(masked))
+        else:
+            first = self.columns["piece"][is_piece] == 0
+            last = self.columns["last_piece"][is_piece] == 1
+            self.tokens, wrapped = _wrap(ids, lengths, first, last, settings)
+        self.columns["num_tokens"] = np.zeros(len(entries), np.int64)
+        self.columns["num_tokens"][is_piece] = wrapped
+        self.reasons = reasons
+
+    def loss_of_all(self) -> BoolArray:
+        """Which of the tokens are targets."""
+        return np.concatenate(self._loss) if self.is_masked else np.ones(len(self.tokens), np.bool_)
+
+
+def _wrap(
+    ids: Int32Array,
+    lengths: Int32Array,
+    first: npt.NDArray[np.bool_],
+    last: npt.NDArray[np.bool_],
+    settings: StreamSettings,
+) -> tuple[Int32Array, Int64Array]:
+    """(tokens, number of tokens of each piece) with BOS before each first piece and EOS after each last
+    one.
+    """
+    bos = first & (settings.bos_id is not None)
+    eos = last & (settings.eos_id is not None)
+    wrapped = lengths.astype(np.int64) + bos + eos
+    ends = np.cumsum(wrapped)
+    tokens = np.empty(int(ends[-1]) if len(ends) else 0, np.int32)
+    is_text = np.ones(len(tokens), np.bool_)
+    for where, token in (((ends - wrapped)[bos], settings.bos_id), ((ends - 1)[eos], settings.eos_id)):
+        if token is not None:
+            tokens[where] = token
+            is_text[where] = False
+    tokens[is_text] = ids
+    return tokens, wrapped

@@ -1,0 +1,105 @@
+"""Transforms for tests. A text says itself what becomes of it: `3~…` three documents of its words, `0~…`
+none, `b~…` a bad one, `e~…` an empty one, anything else stays.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator import BadDocument
+
+VERSION = "7"
+Fields = dict[str, Any]
+
+
+def as_told(document: Fields, seed: int) -> Iterator[Fields]:
+    """A generator."""
+    del seed
+    name = "completion" if "completion" in document else "text"
+    told, bar, text = document[name].partition("~")
+    if not bar:
+        yield document
+    elif told == "b":
+        yield {name: "not this one either"}
+        raise BadDocument(f"{text[:5]} is bad")
+    elif told == "e":
+        yield {**document, name: ""}
+    else:
+        words = text.split(" ")
+        for number in range(int(told)):
+            yield {**document, name: " ".join(words[number :: int(told)])}
+
+
+def short_ones_only(document: Fields, seed: int) -> Fields | None:
+    del seed
+    return document if len(document["text"]) < 90 else None
+
+
+def with_its_seed(document: Fields, seed: int) -> list[Fields]:
+    return [{"text": f"{seed} {document['text']}"}, {"text": f"{random.Random(seed).random()}"}]
+
+
+def half(document: Fields, seed: int) -> Fields | None:
+    return document if seed % 2 else None
+
+
+def shorter_chats(document: Fields, seed: int) -> list[Fields]:
+    """The conversation up to each of its answers."""
+    del seed
+    messages = document["messages"]
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return [{"messages": messages[:end]} for end in ends]
+
+
+def failing(document: Fields, seed: int) -> Fields:
+    if "12:" in document["text"]:
+        raise ValueError("no twelves")
+    return {**document, "seed": seed}
+
+
+def counting(document: Fields, seed: int, seen: list[int] = []) -> Fields:  # noqa: B006
+    """Not pure: it knows how often it was called."""
+    del seed
+    seen.append(1)
+    return {"text": f"{len(seen)} {document['text']}"}
+
+
+MOOD = {"now": 0}
+
+
+def moody(document: Fields, seed: int) -> Fields:
+    """The same within an hour."""
+    return document if seed % 5 else {"text": f"{MOOD['now']} {document['text']}"}
+
+
+CALLS: list[int] = []
+
+
+def noted(document: Fields, seed: int) -> Fields:
+    """Pure, as far as anybody sees."""
+    CALLS.append(seed)
+    return document
+
+
+def two_arguments_are_needed(document: Fields) -> Fields:
+    return document
+
+
+def a_text(document: Fields, seed: int) -> str:
+    del seed
+    return str(document["text"])
+
+
+def another_field(document: Fields, seed: int) -> Fields:
+    return {"txt": document["text"], "seed": seed}
+
+
+def a_surrogate(document: Fields, seed: int) -> Fields:
+    return {**document, "text": "\ud800", "seed": seed}
+
+
+def without_end(document: Fields, seed: int) -> Iterator[Fields]:
+    while seed >= 0:
+        yield document

@@ -1,0 +1,285 @@
+"""Datasets of the hub by name, against a server that speaks its protocol; the client is the real one."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import constants, utils
+
+import orchestrator
+from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data.preparing import prepare_data, prepare_trained
+from orchestrator.data.sources import hub_datasets
+from orchestrator.data.sources.hub_datasets import split_hub
+from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.manifest import ETAG, from_parquet, to_parquet
+from orchestrator.errors import ConfigError, DataIdentityError
+from tests.data.hub_server import Hub, hub_server
+from tests.data.making import plain, samples, some_texts, spec_of
+
+Make = Callable[..., dict[str, Any]]
+client: Any = utils
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub, and the environment in which a user without an account reaches it."""
+    for name in os.environ:
+        if name.startswith(("HF_", "HUGGING")):
+            monkeypatch.delenv(name)
+    with hub_server() as found:
+        # what HF_ENDPOINT and HF_HOME are read into when the client is loaded
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, found.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        hub_datasets._facts.cache_clear()
+        yield found
+        hub_datasets._facts.cache_clear()
+        client.close_session()
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def parquet(texts: list[str]) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), out, row_group_size=7)
+    return out.getvalue()
+
+
+TEXTS = some_texts(60)
+FILES = {
+    ".gitattributes": b"*.parquet filter=lfs",
+    "README.md": b"# a dataset",
+    "data/train-0 é.jsonl": jsonl(TEXTS[:30]),
+    "data/train-1.jsonl.gz": gzip.compress(jsonl(TEXTS[30:40])),
+    "data/train-2.jsonl": jsonl(TEXTS[40:]),
+    "data/test-0.jsonl": jsonl(["not for training"]),
+    "en/a.parquet": parquet(TEXTS[:35]),
+    "en/b.parquet": parquet(TEXTS[35:]),
+}
+
+
+def job(make: Make, path: str | list[str], form: str = "jsonl", **changes: Any) -> JobConfig:
+    source = {"name": "made", "path": path, "format": form}
+    small = {"data.fragment_bytes": 6000, "data.window_bytes": 9000}
+    return parse_config(make({"data.sources": [source], **small, **changes}))
+
+
+# ------------------------------------------------------------------------------ what a URI means
+@pytest.mark.parametrize(
+    ("uri", "root", "key"),
+    [
+        ("hf://datasets/o/n", "hf://datasets/o/n@main", ""),
+        ("hf://datasets/o/n/", "hf://datasets/o/n@main", ""),
+        ("hf://datasets/o/n.x@v1.0/data/*.parquet", "hf://datasets/o/n.x@v1.0", "data/*.parquet"),
+        ("hf://datasets/o/n@~parquet/c/train", "hf://datasets/o/n@refs/convert/parquet", "c/train"),
+        ("hf://datasets/o/n@refs%2Fpr%2F7/a", "hf://datasets/o/n@refs/pr/7", "a"),
+        ("hf://datasets/o/n@refs/pr/7/a", "hf://datasets/o/n@refs/pr/7", "a"),
+        ("hf://datasets/o/n@refs/convert/parquet", "hf://datasets/o/n@refs/convert/parquet", ""),
+    ],
+)
+def test_a_uri_names_dataset_revision_and_path(uri: str, root: str, key: str) -> None:
+    at = split_hub(uri)
+    assert (at.root, at.key) == (root, key)
+    assert split_hub(at.uri) == at
+
+
+@pytest.mark.parametrize(
+    "uri", ["hf://o/n", "hf://datasets/n", "hf://datasets/", "hf://spaces/o/n/x", "hf://"]
+)
+def test_a_uri_that_names_no_dataset_is_refused(uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"is named hf://datasets/ORG/NAME\[@REVISION\]\[/PATH\], where"):
+        list_files("web", uri, "jsonl")
+
+
+def test_paths_mean_files_of_one_commit(hub: Hub) -> None:
+    old = hub.push("org/set", FILES)
+    listing = list_files("web", "hf://datasets/org/set/data/train-*", "jsonl")
+    assert listing.base == f"hf://datasets/org/set@{old}/data"
+    assert listing.names == ("train-0 é.jsonl", "train-1.jsonl.gz", "train-2.jsonl")
+    assert listing.sizes.tolist() == [len(FILES[f"data/{name}"]) for name in listing.names]
+    whole = list_files("web", "hf://datasets/org/set", "jsonl")
+    assert whole.names == tuple(name for name in sorted(FILES) if ".jsonl" in name)
+    note = (
+        f"source web: dataset org/set of the hub is read at commit {old}; what is pushed to it later is not"
+    )
+    assert listing.notes("web") == (note,)
+    said = whole.notes("web")
+    assert said[0] == note
+    assert "its 4 files are of several splits (test, train), and all are read" in said[1]
+    one = list_files("web", "hf://datasets/org/set/data/train-2.jsonl", "jsonl")
+    assert (one.base, one.names) == (f"hf://datasets/org/set@{old}/data", ("train-2.jsonl",))
+    new = hub.push("org/set", {"data/train-9.jsonl": b"{}"})
+    assert list_files("web", f"hf://datasets/org/set@{old}/data", "jsonl").names[0] == "test-0.jsonl"
+    several = list_files("web", [f"hf://datasets/org/set@main/{p}" for p in ("data", "**/*9*")], "jsonl")
+    assert (several.base, several.names) == (f"hf://datasets/org/set@{new}", ("data/train-9.jsonl",))
+    revisions = [path for path in hub.asked("/revision/main") if path.startswith("GET")]
+    assert len(revisions) == 4, "once for each list"
+    with pytest.raises(ConfigError, match="lie in several datasets, or revisions of one"):
+        list_files("web", [f"hf://datasets/org/set@{c}/data" for c in (old, new)], "jsonl")
+
+
+def test_the_branch_that_the_hub_converts_is_read_as_any_revision(hub: Hub) -> None:
+    hub.push("org/set", FILES)
+    converted = hub.push("org/set", {"default/train/0000.parquet": parquet(TEXTS)}, "refs/convert/parquet")
+    listing = list_files("web", "hf://datasets/org/set@~parquet/default/train/*.parquet", "parquet")
+    assert listing.base == f"hf://datasets/org/set@{converted}/default/train"
+
+
+def test_files_are_known_by_what_they_hold_and_read_by_ranges(hub: Hub) -> None:
+    hub.push("org/set", FILES)
+    listing = list_files("web", "hf://datasets/org/set/**", "jsonl")
+    for name, etag in zip(listing.names, listing.etags, strict=True):
+        data = FILES[name]
+        with open_input(listing.base, name) as file:
+            assert (file.size, file.etag) == (len(data), etag), "the list and the file say the same"
+            end = len(data)
+            for offset, num in [(0, 10), (5, 0), (end - 3, 100), (end, 5), (7, 99_999)]:
+                assert file.read_at(offset, num) == data[offset : offset + num]
+            assert file.stream().read() == data
+    heads = hub.asked("README.md")
+    assert len([path for path in heads if path.startswith("HEAD")]) == 1, "asked once per process"
+    assert not any("Authorization" in headers for _, _, headers in hub.requests)
+
+
+# ------------------------------------------------------------------------------ a run
+@pytest.mark.parametrize(
+    ("path", "form", "texts"),
+    [
+        ("hf://datasets/org/set/data/train-*", "jsonl", TEXTS),
+        ("hf://datasets/org/set@main/en", "parquet", TEXTS),
+    ],
+)
+def test_a_run_reads_the_commit_of_its_first_start_whatever_is_pushed(
+    hub: Hub, tiny_config: Make, tmp_path: Path, path: str, form: str, texts: list[str]
+) -> None:
+    old = hub.push("org/set", FILES)
+    config = job(tiny_config, path, form, **{"data.shuffle": "none"})
+    first = spec_of(config, folder=tmp_path / "run")
+    manifest = first.plans[0].manifest
+    assert all(row.probe.startswith(ETAG) for row in manifest.files)
+    assert from_parquet(to_parquet(manifest), "here") == manifest
+    found = plain(samples(first, 16))
+    (tmp_path / "texts.jsonl").write_bytes(jsonl(texts))
+    here = job(tiny_config, str(tmp_path / "texts.jsonl"), **{"data.shuffle": "none"})
+    assert found == plain(samples(spec_of(here), 16))
+
+    other = ["another text"] * 99
+    hub.push("org/set", {"data/train-0.jsonl": jsonl(other), "en/a.parquet": parquet(other)})
+    hub.requests.clear()
+    again = spec_of(config, folder=tmp_path / "run")
+    assert f"org/set of the hub is read at commit {old}" in " ".join(again.notes)
+    assert again.identity() == first.identity()
+    assert not hub.asked("/revision/"), "what the name means now is not asked"
+    assert plain(samples(again, 16)) == found
+    assert prepare_trained(config, tmp_path / "run").plans == again.plans
+    stream = [s.input_ids.tolist() for s in orchestrator.open_stream(config)]
+    assert stream != [s.input_ids.tolist() for s in samples(again, config.pack.seq_len)], (
+        "a new one reads now"
+    )
+
+
+def test_another_revision_in_the_configuration_is_looked_up_and_compared(
+    hub: Hub, tiny_config: Make, tmp_path: Path
+) -> None:
+    hub.push("org/set", FILES, "v1")
+    prepare_data(job(tiny_config, "hf://datasets/org/set@v1/data"), tmp_path)
+    hub.push("org/set", {**FILES, "README.md": b"other"}, "v2")  # the same files
+    moved = prepare_data(job(tiny_config, "hf://datasets/org/set@v2/data"), tmp_path)
+    assert hub.branches["org/set", "v2"] in " ".join(moved.notes)
+    hub.push("org/set", {**FILES, "data/test-0.jsonl": jsonl(["what was changed"])}, "v3")
+    with pytest.raises(DataIdentityError, match=r"(?s)names another folder: .*test-0.jsonl: its etag was"):
+        prepare_data(job(tiny_config, "hf://datasets/org/set@v3/data"), tmp_path)
+
+
+# ------------------------------------------------------------------------------ what a user is told
+def refusal(path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        list_files("web", path, "jsonl")
+    return str(caught.value)
+
+
+def test_what_is_not_there_is_told(hub: Hub) -> None:
+    commit = hub.push("org/set", FILES)
+    text = refusal("hf://datasets/org/absent/data")
+    assert f"{hub.url} has no dataset org/absent, or it is private: fix its name, or log in by" in text
+    assert "set HF_TOKEN, on every machine" in text
+    text = refusal("hf://datasets/org/set@v9/data")
+    assert "dataset org/set has no revision v9 (any more); fix the part after `@`" in text
+    text = refusal("hf://datasets/org/set/nowhere")
+    assert "no object matches 'hf://datasets/org/set" in text
+    assert (
+        f"(looked for **/* (.jsonl .jsonl.gz .jsonl.zst .jsonl.zstd .jsonl.bz2 .jsonl.xz) in hf://datasets/org/set@{commit}/nowhere)"
+        in text
+    )
+    with pytest.raises(FileNotFoundError, match="there is no such object"):
+        open_input(f"hf://datasets/org/set@{commit}", "nowhere")
+
+
+def test_a_private_dataset_is_read_with_the_users_token_which_no_other_host_sees(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push("org/set", FILES)
+    hub.token = "hf_of_the_user"
+    assert "has no dataset org/set, or it is private" in refusal("hf://datasets/org/set/data")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    listing = list_files("web", "hf://datasets/org/set/data/train-0*", "jsonl")
+    with open_input(listing.base, listing.names[0]) as file:
+        assert file.read_at(0, 5000) == FILES["data/train-0 é.jsonl"][:5000]
+    large = [headers for _, path, headers in hub.requests if path.startswith("/large/")]
+    assert large
+    assert not any("Authorization" in headers for headers in large)
+
+
+_LIST = """
+from orchestrator.data.sources.input_file import open_input
+from orchestrator.data.sources.listing import list_files
+listing = list_files("web", "hf://datasets/org/set/data/train-0*", "jsonl")
+with open_input(listing.base, listing.names[0]) as file:
+    print(len(file.read_at(0, file.size)))
+"""
+
+
+def test_endpoint_and_token_come_from_the_usual_places(hub: Hub, tmp_path: Path) -> None:
+    hub.push("org/set", FILES)
+    hub.token = "hf_of_the_user"
+    (tmp_path / "token").write_text(hub.token)
+    ended = subprocess.run(
+        [sys.executable, "-c", _LIST],
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.strip() == str(len(FILES["data/train-0 é.jsonl"]))
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(hub: Hub) -> None:
+    hub.push("org/set", FILES)
+    listing = list_files("web", "hf://datasets/org/set/data/train-0*", "jsonl")
+    hub.fail += ["cut off"]
+    with open_input(listing.base, listing.names[0]) as file:
+        assert file.read_at(10, 500) == FILES["data/train-0 é.jsonl"][10:510]
+    assert len(hub.asked("/large/")) == 2
+
+
+def test_offline_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.push("org/set", FILES)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    client.close_session()
+    assert "HF_HUB_OFFLINE is set, so the hub is not asked; unset it" in refusal("hf://datasets/org/set/data")
