@@ -191,7 +191,7 @@ def test_a_transform_that_makes_another_thing_later_is_found(tmp_path: Path, tin
 
 
 def test_a_cursor_at_the_second_document_of_an_epochs_first_record_is_no_epochs_begin(
-    tmp_path: Path, tiny_config: Make
+    tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = transformed_run(tmp_path, tiny_config, transforms=[f"{HERE}:twice"], holdout=0.0)
     first = next(chunk for chunk in run.spec.chunks(Cursor()))
@@ -203,4 +203,6 @@ def test_a_cursor_at_the_second_document_of_an_epochs_first_record_is_no_epochs_
     assert text == "completeness of epoch 0 (the audited steps end inside it); no duplicates found"
     for _ in range(3):
         run.attempt(1, batch=1, seq_len=7)
-    assert run.audit()["exactly_once"]
+    whole = run.audit()
+    assert whole["exactly_once"], whole["first_difference"]
+    assert in_parts(run, monkeypatch, 1) == whole
