@@ -133,6 +133,7 @@ def samples_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _document_line(document: Mapping[str, Any]) -> str:
     line = "" if document["line"] is None else f", line {document['line']:,}"
+    line += f", document {document['output'] + 1} of its record" if document["output"] else ""
     tokens = f"{document['tokens']:,} tokens"
     if document["first_token"] is not None:
         tokens = f"tokens {document['first_token']:,} to {document['end_token'] - 1:,}"

@@ -103,6 +103,7 @@ SAMPLES: Table = {
     "unit": ("", "what `place` counts: byte or row"),
     "place": ("", "where its record begins in the file"),
     "line": ("", "of the record, from 1; missing in compressed files and where records are rows"),
+    "output": ("", "number of the document among those that transforms made of the record, from 0"),
     "epoch": ("", "pass over the source's files, from 0"),
     "tokens": ("tokens", "of the document in this sample"),
     "first_token": ("", "the first of these, counted within the document"),
@@ -127,7 +128,7 @@ WHOLE = frozenset(
         *("world_size", "global_batch_size", "seq_len", "samples", "tokens", "documents", "empty", "bad"),
         *("unpacked", "long"),
         *("epoch", "block", "num_blocks"),
-        *("index", "document", "place", "line", "first_token", "end_token"),
+        *("index", "document", "place", "line", "output", "first_token", "end_token"),
     )
 )
 

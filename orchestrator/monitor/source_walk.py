@@ -109,5 +109,5 @@ class SourceWalk:
 
 def at_border(cursor: SourceCursor) -> bool:
     """Whether it names an epoch's beginning."""
-    place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token, cursor.packs)
-    return not any(place)
+    place = (cursor.block, cursor.window, cursor.record, cursor.output, cursor.piece, cursor.token)
+    return not any((*place, cursor.packs))

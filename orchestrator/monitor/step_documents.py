@@ -31,8 +31,9 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     """Of each sample of the step: `index`, `source`, `tokens`, and its `documents` in order.
 
     Each document has `file`, `unit` and `place` (byte or row), `line` (None where it is not counted:
-    compressed files, rows), `epoch`, `first_token` and `end_token` within the document's tokens (the end is
-    not included; None where they are not known), `begins` and `ends`: whether the stretch has the document's
+    compressed files, rows), `output` (its number among those that transforms made of the record), `epoch`,
+    `first_token` and `end_token` within the document's tokens (the end is not included; None where they are
+    not known), `begins` and `ends`: whether the stretch has the document's
     first and last token; with `text`, the stretch's tokens decoded. These are input tokens; the last label is
     the token after them. Where whole documents are packed (`bestfit`, `pad`), each document, or stretch of
     one that is too long, has a last label of its own: the token at `end_token`. It is the document's last
@@ -103,6 +104,7 @@ def _document(manifest: Manifest, stretch: Stretch) -> dict[str, Any]:
         "unit": format_of(manifest.format).unit,
         "place": stretch.place,
         "line": _line(manifest, stretch),
+        "output": stretch.output,
         "epoch": stretch.epoch,
         "tokens": num,
         "first_token": first,

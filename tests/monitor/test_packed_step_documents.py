@@ -180,6 +180,35 @@ def test_packed_chats_and_prompts_are_those_of_their_records(
     assert len(seen) == 60
 
 
+@pytest.mark.parametrize("mode", ["bestfit", "concat"])
+def test_the_documents_that_transforms_make_of_a_record_are_counted(
+    tmp_path: Path, tiny_config: Make, mode: str
+) -> None:
+    texts = [f"{i}: some words of it" for i in range(20)]
+    write_corpus(tmp_path / "data", texts, "jsonl")
+    source = {"name": "made", "path": str(tmp_path / "data"), "format": "jsonl"}
+    transforms = {"data.transforms": [f"{__name__}:with_its_end"], "pack.mode": mode, "pack.seq_len": SEQ_LEN}
+    run = TrainedRun(tiny_config({"data.sources": [source], **transforms}))
+    run.attempt(100, batch=2)
+    opened = orchestrator.open(run.folder)
+    found = [
+        document
+        for record in opened.records()
+        for sample in opened.list_samples(record.step, text=True)["samples"]
+        for document in sample["documents"]
+    ]
+    whole = [each for each in found if each["begins"] and each["ends"]]
+    assert {each["output"] for each in whole} == {0, 1}
+    for each in whole:
+        text = record_at(each)["text"]
+        assert each["text"].startswith(text if not each["output"] else f"the end of {text}")
+
+
+def with_its_end(document: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    del seed
+    return [document, {**document, "text": f"the end of {document['text']}"}]
+
+
 def named_by_their_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tracing_windows._documents
     monkeypatch.setattr(tracing_windows, "_documents", lambda chunks: [*right(chunks)[1:], right(chunks)[0]])
