@@ -257,10 +257,10 @@ class Cursor:
 
     def drawn_from(self, sources: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """(samples, positions) drawn from each of these sources, all that the run has had."""
-        if not self.mixture and len(sources) == 1:
-            return {sources[0]: (self.drawn_samples, self.consumed_tokens + self.skipped_tokens)}
-        if not self.mixture and len(self.sources) == 1:  # the others come in now
-            return {name: (0, 0) for name in sources} | self.drawn_from(tuple(self.sources))
+        if not self.mixture and len(self.sources) <= 1:
+            only = next(iter(self.sources), sources[0])  # others come in now
+            drawn = self.drawn_samples, self.consumed_tokens + self.skipped_tokens
+            return {name: drawn if name == only else (0, 0) for name in sources}
         none = MixtureShare(weight=0)
         shares = {name: self.mixture.get(name, none) for name in sources}
         return {name: (share.samples, share.tokens) for name, share in shares.items()}

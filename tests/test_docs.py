@@ -30,6 +30,8 @@ from orchestrator.monitor.frames import columns_table
 from orchestrator.monitor.view import RunView
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.manifests import ListSpan, SourceLists
+from orchestrator.planning.restarting import RestartRequest
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
 from orchestrator.planning.skipping import Skip, SkipRequest
@@ -397,6 +399,9 @@ FIELDS = {
         ForkedFrom,
         Skip,
         SkipRequest,
+        SourceLists,
+        ListSpan,
+        RestartRequest,
     ),
     "attempts/0003.end.json": (AttemptEnd,),
     "pins/<point>.json": (Hold,),

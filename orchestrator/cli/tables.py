@@ -27,6 +27,7 @@ def plan_lines(plan: ResumePlan) -> list[str]:
         for name, at in plan.cursor.sources.items()
     ]
     lines += [f"  {source}" for source in plan.sources]
+    lines += [f"  {change}" for change in plan.lists]
     lines += [f"  {plan.skip}"] if plan.skip is not None else []
     left = (plan.remaining_steps, plan.remaining_samples, plan.remaining_tokens)
     if any(value is None for value in left):

@@ -380,9 +380,22 @@ def _one_skip(skip_steps: int | None, skip_samples: int | None) -> str | None:
     return f"is {skip_steps} and resume.skip_samples={skip_samples}; give one of them"
 
 
+def _restart(
+    restart_sources: list[str], data: str, sources: list[Any], steps: int | None, samples: int | None
+) -> str | None:
+    names = [source.get("name") for source in sources]
+    if unknown := [name for name in restart_sources if name not in names]:
+        return f"names {_show(unknown)}, the sources are {_show(names)}; name these, or leave it out"
+    if restart_sources and data == "restart":
+        return "is given, and resume.data=restart, which restarts all sources; leave one of them out"
+    if restart_sources and (data == "skip" or steps is not None or samples is not None):
+        return "is given, and a skip; do one after the other, at two starts"
+    return None
+
+
 def _mode(data: str, skip_steps: int | None, skip_samples: int | None) -> str | None:
-    if data == "restart":
-        return "is 'restart', which comes with a later version; continue and skip are there"
+    if data == "restart" and (skip_steps is not None or skip_samples is not None):
+        return "is restart, and a skip is given, too; do one after the other, at two starts"
     if data == "skip" and skip_steps is None and skip_samples is None:
         return "is skip; say how much: set resume.skip_steps or resume.skip_samples"
     return None
@@ -413,4 +426,11 @@ _RULES = (
     _Between(fields=("cluster.num_workers",), check=_range),
     _Between(fields=("resume.data", "resume.skip_steps", "resume.skip_samples"), check=_mode),
     _Between(fields=("resume.skip_steps", "resume.skip_samples"), check=_one_skip),
+    _Between(
+        fields=(
+            "resume.restart_sources",
+            *("resume.data", "data.sources", "resume.skip_steps", "resume.skip_samples"),
+        ),
+        check=_restart,
+    ),
 )

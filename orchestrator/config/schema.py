@@ -167,6 +167,10 @@ class DataConfig(_Section):
     """
     weight_by: Annotated[Literal["tokens", "samples"], may_change("tokens or samples")] = "tokens"
     """What the weights are shares of."""
+    refresh: Annotated[Literal["epoch"] | None, may_change("epoch or null")] = None
+    """`epoch`: the sources' files are listed anew for each epoch, when its turn comes; null: new files stay
+    out.
+    """
     num_tokenizers: Annotated[int, free("a whole number >= 1", ge=1)] = 2
     """Processes that read and tokenize; each takes a logical CPU if the workers leave so many, else none."""
     bos: Annotated[
@@ -355,10 +359,15 @@ class ResumeConfig(_Section):
     """Also keep so many points with the lowest mean loss of the steps since the point before."""
     export_every: Annotated[int | None, free("a whole number >= 1, or null", ge=1)] = None
     """The weights of every so many-th point are copied to `exports/`, for transformers; null: none."""
-    data: Annotated[Literal["continue", "restart", "skip"], may_change("continue or skip")] = "continue"
-    """`continue`: exactly at the next unread token. `skip`: leave out `skip_steps` or `skip_samples` after
-    the point, once; either number alone means that, too.
+    data: Annotated[Literal["continue", "restart", "skip"], may_change("continue, restart or skip")] = (
+        "continue"
+    )
+    """`continue`: exactly at the next unread token. `restart`: all sources from the start of their files as
+    they are now, once. `skip`: leave out `skip_steps` or `skip_samples` after the point, once; either number
+    alone means that, too.
     """
+    restart_sources: Annotated[tuple[str, ...], may_change("a list of names of sources")] = ()
+    """These sources alone from the start of their files as they are now, once."""
     skip_steps: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None
     """Samples of so many steps are left out after the point, at its own batch size and seq_len."""
     skip_samples: Annotated[int | None, may_change("a whole number >= 1, or null", ge=1)] = None

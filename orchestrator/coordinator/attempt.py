@@ -12,12 +12,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import __version__
 from orchestrator.cluster.machine import Process, this_process
 from orchestrator.coordinator.forking import is_folder, point_info, take_over
 from orchestrator.coordinator.skipping import draw_skip, moved, skip_here
+from orchestrator.coordinator.sources import SourcesHere, after_removed, read_as, sources_here
 from orchestrator.elastic.failure_budget import Failure
 from orchestrator.elastic.formation import PreviousGeneration
 from orchestrator.elastic.storage_trouble import until_storage_works
@@ -44,6 +46,8 @@ from orchestrator.history.lineage import Lineage, effective_chain, effective_his
 from orchestrator.history.saved_history import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.restarting import RestartDecision, RestartRequest, SourceChange
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip, SkipDecision, still_due
@@ -69,8 +73,9 @@ class Survey:
     oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
     committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
     lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
-    alone). `unreadable` are the attempts' files that could not be used, for the user to hear of. `fork` is
-    the claim with whose `origin` the history begins, of a fork; its generation is among the journal's.
+    alone), and `sources` say which lists it read (empty: those of the first start). `unreadable` are the
+    attempts' files that could not be used, for the user to hear of. `fork` is the claim with
+    whose `origin` the history begins, of a fork; its generation is among the journal's.
     `parents` are all claims' parent files.
     """
 
@@ -85,6 +90,7 @@ class Survey:
     encoders: tuple[EncoderSpan, ...]
     unreadable: tuple[UnreadableFile, ...]
     fork: ClaimParent | None = None
+    sources: tuple[SourceLists, ...] = ()
     parents: tuple[ClaimParent, ...] = ()
 
 
@@ -106,7 +112,9 @@ class Attempt:
     `died` is the process (pid and host; 0: not known) of the coordinator whose place a restarted one takes.
     `verified_s` is how long it took to read back the points down to the one that it continues (None: it was
     not), `lifted` whether that lifted its mark as damaged. `skip` is what the claim leaves out after the
-    point, whose cursor stands after it here.
+    point, whose cursor stands after it here. `sources` say which lists are read in which epoch: the point's
+    cursor stands in them; `restart` asked for a new start of some, and `lists` are what became of the sources
+    at the start command.
     """
 
     number: int
@@ -139,6 +147,9 @@ class Attempt:
     history_saved_to: int = 0
     died: tuple[int, str] | None = None
     skip: Skip | None = None
+    sources: tuple[SourceLists, ...] = ()
+    restart: RestartRequest | None = None
+    lists: tuple[SourceChange, ...] = ()
 
     @property
     def parent(self) -> StateKey | None:
@@ -217,7 +228,7 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
     fates = Fates(kept=fates.kept - pruned, deleted=fates.deleted | pruned)
     missing = fates.kept.difference(there)
     missing -= deleted_now(store, missing)
-    encoders = next((parent.encoders for parent in parents if parent.attempt == lineage.attempt), ())
+    newest = next((parent for parent in parents if parent.attempt == lineage.attempt), None)
     return Survey(
         journal=journal,
         lineage=lineage,
@@ -227,7 +238,8 @@ def _look(store: RunStore, with_steps: bool) -> Survey:
         lost=_on_lineage(lineage, missing),
         foreign=_on_lineage(lineage, foreign),
         fates=fates,
-        encoders=encoders,
+        encoders=newest.encoders if newest else (),
+        sources=newest.sources if newest else (),
         unreadable=unreadable,
         fork=next((parent for parent in begins if parent.begins == first), None),
         parents=tuple(parents),
@@ -432,15 +444,20 @@ def decide(
     origin: Origin | None = None,
     data: DataSpec | None = None,
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
+    here: SourcesHere | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
-    job's, where they are known.
+    job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
     """
     from orchestrator.config.schema import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
 
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
+    if info is not None and here is not None:
+        info = replace(info, cursor=here.reading.cursor)
+    if identities is not None and data is not None and data.tokenizer_folder is not None:
+        identities = data.in_force(identities[0]), identities[1]
     return plan_resume(
         config,
         rules,
@@ -451,6 +468,8 @@ def decide(
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
         skip=skip,
+        lists=here.changes(data) if here is not None and data is not None else (),
+        restart=here.restart if here is not None else RestartDecision(),
     )
 
 
@@ -466,6 +485,8 @@ def begin_launch(
     end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
     would leave a run that lost power in the middle of a deletion without any.
     """
+    from orchestrator.data.preparing import write_lists
+
     number = claim.number
     seen = survey(store)
     require_frozen(seen, data)
@@ -480,7 +501,10 @@ def begin_launch(
         verified_s = time.monotonic() - began
         lifted = _mark(store, damages, point, f"attempt {number}")
     asked = skip_here(config, point.key if point else None, seen.parents, seen.lineage)
-    plan = decide(store, config, point, (run.identity, data.identity()), origin, data, asked)
+    info = point_info(store, point, origin) if point else None
+    here = sources_here(config, Path(store.storage.root), info, seen.parents, seen.lineage)
+    data = read_as(config, data, here)
+    plan = decide(store, config, point, (run.identity, data.identity()), origin, data, asked, here)
     plan = replace(plan, rewind=rewind_sentence(seen, config, point))
     if plan.action == "refuse":
         raise RefusedError("\n".join(plan.refusals))
@@ -489,10 +513,14 @@ def begin_launch(
         there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
         skip = drawn if there else draw_skip(config, data.made_by(plan.encoders), point, asked.request)
         point = moved(point, skip)
+    point = here.moved(point)
+    if data.unwritten:  # before the claim says that they are read
+        write_lists(here.folder, data)
     inherited = up_to(seen.points, point) if origin is None or point is None else (point.name,)
     encoders = plan.encoders
     if plan.encoder is not None and plan.encoder != encoders[-1].encoder:
         begins = data.made_by(encoders).next_documents(point.cursor) if point else {}
+        begins |= after_removed(here.reading.sources, point.cursor) if point else {}
         encoders = with_encoder(encoders, plan.encoder, begins)
     store.write_parent(
         ClaimParent(
@@ -504,6 +532,8 @@ def begin_launch(
             encoders=encoders,
             origin=origin,
             skip=skip,
+            sources=here.reading.sources,
+            restart=here.restart.request,
         )
     )
     saved = _saved_before(seen)
@@ -529,6 +559,9 @@ def begin_launch(
         history=saved.number,
         history_saved_to=saved.saved_to,
         skip=skip,
+        sources=here.reading.sources,
+        restart=here.restart.request,
+        lists=plan.lists,
     )
     return attempt, plan
 
@@ -579,6 +612,12 @@ def note_beginning(
             tokens=attempt.skip.tokens,
             first_index=attempt.skip.begin.drawn_samples,
             setting=str(attempt.skip.request),
+        )
+    if attempt.lists:
+        journal.event(
+            EventKind.SOURCES_CHANGED,
+            changes=[encode(change) for change in attempt.lists],
+            text="; ".join(map(str, attempt.lists)),
         )
     if attempt.point is not None and attempt.verified_s is not None:
         journal.event(
@@ -672,6 +711,8 @@ def continue_launch(
             budgets=first.budgets,
             encoders=first.encoders,
             skip=skip,
+            sources=first.sources,
+            restart=first.restart if point is None or point.key == first.parent else None,
         )
     )
     saved = _saved_before(seen)
@@ -686,6 +727,7 @@ def continue_launch(
         lifted=False,
         unreadable=tuple(file for file in seen.unreadable if file not in first.unreadable),
         leftovers=(),
+        lists=(),
         forked_from=None,
         losses=mean_losses(seen),
         history=saved.number,

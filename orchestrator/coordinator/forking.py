@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError, WantedPointError
 from orchestrator.history.claims import ORIGIN, ClaimParent, ForkedFrom, Origin
 from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.resume_plan import PointInfo
 from orchestrator.planning.schedule import Budgets
 from orchestrator.resume.pins import Hold
@@ -34,15 +35,15 @@ def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> P
     """What resume decision needs of a point; budgets and encoders stand in the parent file of its attempt, or
     in the `origin` with which a fork begins, which may not be written yet.
     """
-    budgets, encoders = Budgets(), tuple[EncoderSpan, ...]()
+    budgets, encoders, sources = Budgets(), tuple[EncoderSpan, ...](), tuple[SourceLists, ...]()
     key = point.key
     taken_over = key.attempt == ORIGIN
     claim = store.read_parent(key.generation if taken_over else key.attempt)
     if isinstance(claim, ClaimParent):
-        budgets, encoders = claim.budgets or budgets, claim.encoders
+        budgets, encoders, sources = claim.budgets or budgets, claim.encoders, claim.sources
         origin = origin or claim.origin
     if taken_over and origin is not None:
-        budgets, encoders = origin.budgets, origin.encoders
+        budgets, encoders, sources = origin.budgets, origin.encoders, origin.sources
     return PointInfo(
         name=point.name,
         key=key,
@@ -53,6 +54,7 @@ def point_info(store: RunStore, point: Point, origin: Origin | None = None) -> P
         optimizer_steps=point.commit.optimizer_steps,
         budgets=budgets,
         encoders=encoders,
+        sources=sources,
     )
 
 
@@ -233,6 +235,7 @@ def take_over(store: RunStore, run: RunFile, number: int) -> tuple[Point, Origin
         seq_len=info.seq_len,
         budgets=info.budgets,
         encoders=info.encoders,
+        sources=info.sources,
     )
     start = origin.start(number)
     key = replace(point.key, attempt=start.attempt, generation=start.generation)

@@ -66,7 +66,7 @@ def draw_skip(config: JobConfig, data: DataSpec, point: Point, request: SkipRequ
         seq_len=seq_len,
         begin=point.cursor,
         end=passed.cursor,
-        settings=_settings(job) if len(data.plans) > 1 else {},
+        settings=_settings(job) if len(data.plans) > 1 or point.cursor.mixture else {},
     )
 
 

@@ -11,18 +11,17 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import DataRecord, FrozenData
+from orchestrator.data.later_lists import listed_as
 from orchestrator.data.settings import (
     StreamSettings,
     limits_of,
     mixture_of,
     transforms_of,
+    wanted_of,
     with_transforms,
 )
 from orchestrator.data.source_notes import notes_of
-from orchestrator.data.sources import manifest as manifests
-from orchestrator.data.sources.documents import Content
-from orchestrator.data.sources.fragments import SourcePlan, plan_source
-from orchestrator.data.sources.listing import list_files
+from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
@@ -32,13 +31,13 @@ from orchestrator.data.tokens.masked import plain_text, require_masks
 from orchestrator.data.tokens.remembered import remembered
 from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fetch, ids_around
 from orchestrator.data.transforms import TransformRef, find_transform
-from orchestrator.errors import ConfigError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
+from orchestrator.planning.manifests import FIRST, first_sources
 from orchestrator.planning.order import ORDER_VERSION
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.config.schema import JobConfig
 
 __all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 
@@ -55,17 +54,10 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     settings = with_transforms(config, with_ids(config, settings, facts), refs)
     plans, paths, notes = [], dict[str, tuple[str, ...]](), list[str]()
     for source in config.data.sources:
-        listing = list_files(source.name, source.path, source.format)
-        manifest = manifests.freeze_listed(source.name, listing, source.format, _content(source))
-        plan = plan_source(manifest, settings.fragment_bytes, settings.window_bytes)
-        if not plan.num_blocks:
-            raise ConfigError(
-                f"data.sources {source.name}: the {len(manifest.files)} files of {source.path!r} hold no "
-                "records; fix the path"
-            )
-        plans.append(plan)
-        paths[source.name] = listing.paths
-        notes += [*listing.notes(source.name), *notes_of(plan, settings)]
+        found = listed_as(source, settings.fragment_bytes, settings.window_bytes).now()
+        plans.append(found.plan)
+        paths[source.name] = found.paths
+        notes += [*found.notes, *notes_of(found.plan, settings)]
     encoder, compared = choose(config, settings, facts, plans)
     record = DataRecord(
         tokenizer=config.data.tokenizer,
@@ -82,6 +74,8 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
     )
     return DataSpec(
         plans=tuple(plans),
+        sources=first_sources(wanted_of(config)),
+        lists={plan.source: {FIRST: plan} for plan in plans},
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=None,
@@ -96,17 +90,6 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
             manifests={plan.source: plan.manifest for plan in plans},
             tokenizer_files=files,
         ),
-    )
-
-
-def _content(source: SourceConfig) -> Content:
-    """What the source's records hold."""
-    return Content(
-        kind=source.content,
-        text_field=source.text_field,
-        messages_field=source.messages_field,
-        prompt_field=source.prompt_field,
-        completion_field=source.completion_field,
     )
 
 

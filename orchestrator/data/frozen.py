@@ -152,6 +152,19 @@ def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
     return storage.create(_RECORD, record)
 
 
+def frozen_sources(folder: Path) -> tuple[str, ...] | None:
+    """The sources of the run's first start, in the order by which they are numbered; None if it has frozen
+    nothing. Raises as `read_frozen`.
+    """
+    document = _read(Storage(str(folder)), _RECORD)
+    if document is None:
+        return None
+    try:
+        return tuple(decode(DataRecord, orjson.loads(document), _RECORD).manifests)
+    except orjson.JSONDecodeError as error:
+        raise DataIdentityError(f"{folder / _RECORD} is altered: {error}; restore the file") from error
+
+
 def copy_frozen(source: Storage, target: Storage) -> None:
     """What one run has frozen, byte for byte for another one, durably, the record last.
 

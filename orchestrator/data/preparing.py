@@ -23,13 +23,26 @@ from orchestrator.data.frozen import (
     TOKENIZER_FOLDER,
     DataRecord,
     FrozenData,
+    LaterList,
+    later_versions,
     manifest_path,
     read_frozen,
+    read_later,
     write_frozen,
+    write_later,
 )
-from orchestrator.data.settings import StreamSettings, limits_of, mixture_of, settings_of, with_transforms
+from orchestrator.data.later_lists import Refreshing, later_plan, listed_as
+from orchestrator.data.settings import (
+    StreamSettings,
+    limits_of,
+    mixture_of,
+    settings_of,
+    transforms_of,
+    wanted_of,
+    with_transforms,
+)
 from orchestrator.data.source_notes import notes_of
-from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
+from orchestrator.data.sources.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
 from orchestrator.data.spec import DataSpec
@@ -38,20 +51,33 @@ from orchestrator.data.tokens.tokenizer_files import TokenizerFacts, examine, fe
 from orchestrator.data.transforms import TransformRef
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan
+from orchestrator.planning.manifests import (
+    FIRST,
+    Reading,
+    SourceLists,
+    Wanted,
+    first_sources,
+    next_sources,
+    order_of,
+    start_of,
+)
+from orchestrator.records import Cursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
 
-__all__ = ["freeze_data", "prepare_data", "prepare_trained"]
+__all__ = ["freeze_data", "num_frozen_files", "prepare_data", "prepare_trained", "write_lists"]
 
 
-def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
-    """The data of a job: frozen in the run's `folder` if that has none yet, else as they were frozen there.
+def prepare_data(config: JobConfig, folder: Path | None = None, reading: Reading | None = None) -> DataSpec:
+    """The data of a job: frozen in the run's `folder` if that has none yet, else as they were frozen there,
+    by the lists of `reading` (None: those of a run of which nothing was trained). A list of these that is
+    not there yet is made of the files as they are now, and is `unwritten`.
 
     Without a folder nothing is written. Raises `ConfigError` for missing files or a missing or unfit
     tokenizer, `DataError` for unreadable files, `DataIdentityError` (with both values) if files are gone or
-    changed since the run's start and `resume.accept_changed` is not set. A module of `data.transforms` that
-    cannot be imported is a `ConfigError`, too.
+    changed since their list was frozen and `resume.accept_changed` is not set. A module of `data.transforms`
+    that cannot be imported is a `ConfigError`, too.
     """
     settings = settings_of(config)
     frozen = None if folder is None else read_frozen(folder)
@@ -59,24 +85,57 @@ def prepare_data(config: JobConfig, folder: Path | None = None) -> DataSpec:
         looked_at = first_start(config, settings)
         return looked_at if folder is None else freeze_data(config, folder, looked_at)
     assert folder is not None, "frozen data lie in a folder"
-    return _from_frozen(config, settings, folder, frozen)
+    return _from_frozen(config, settings, folder, frozen, reading or _unread(config, frozen))
 
 
-def prepare_trained(config: JobConfig, folder: Path) -> DataSpec:
-    """The data that the run in `folder` was started with, to read them once more: as they were frozen and no
-    others, whatever `resume.accept_changed` says, and wherever the job's paths lead today. Of a run that has
-    frozen none yet, the job's.
+def _unread(config: JobConfig, frozen: FrozenData) -> Reading:
+    """How a job reads frozen data of which nothing was trained yet."""
+    first = first_sources(Wanted(names=tuple(frozen.manifests)))
+    free = {source.name: 1 for source in config.data.sources}
+    return Reading(sources=next_sources(first, Cursor(), wanted_of(config), free))
 
-    Raises `DataIdentityError` (with both values) if files are gone or changed since the run's start.
+
+def prepare_trained(config: JobConfig, folder: Path, sources: tuple[SourceLists, ...] = ()) -> DataSpec:
+    """The data that the run in `folder` was trained on, to read them once more: every list of `sources`
+    (empty: those of the first start) as it was frozen and no other, whatever `resume.accept_changed` says,
+    and wherever the job's paths lead today. Of a run that has frozen none yet, the job's.
+
+    Raises `DataIdentityError` (with both values) if files of a source's only list are gone or changed since;
+    where it has several, what reads one of those finds that out.
     """
     settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(folder)
     if frozen is None:
         return prepare_data(config)
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
-    sources = {source.name: source for source in config.data.sources}
-    manifests = [find_unchanged(sources[name], frozen.manifests[name]) for name in sources]
-    frozen_refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
-    return _frozen_spec(config, settings, folder, frozen.record, facts, manifests, frozen_refs)
+    sources = sources or first_sources(Wanted(names=tuple(frozen.manifests)))
+    paths = {source.name: source.path for source in config.data.sources}
+    lists = {each.name: _trained_lists(folder, frozen, each, paths.get(each.name)) for each in sources}
+    plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
+    refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
+    if {name for of in transforms_of(config).values() for name in of} - refs.keys():
+        refs = {**find_transforms(config), **refs}  # of sources that came later
+    return _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans, refs)
+
+
+def _trained_lists(
+    folder: Path, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
+) -> dict[str, SourcePlan]:
+    """All lists of a source that its spans may read, oldest first, with their files where they lie now."""
+    starts = {span.start for span in source.spans}
+    versions = [FIRST] if 0 in starts and source.name in frozen.manifests else []
+    versions += [v for v in later_versions(folder).get(source.name, ()) if start_of(v) in starts]
+    found = dict[str, SourcePlan]()
+    for version in sorted(versions, key=order_of):
+        there = _frozen_list(folder, frozen, source.name, version)
+        assert there is not None, "just listed"
+        base = None
+        try:
+            base = find_unchanged(path, there.manifest).base
+        except DataIdentityError:
+            if len(versions) == 1:
+                raise
+        found[version] = later_plan(folder, there, base)
+    return found
 
 
 def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:
@@ -89,8 +148,36 @@ def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpe
         return looked_at
     if not write_frozen(folder, found.record, list(found.manifests.values()), found.tokenizer_files):
         return prepare_data(config, folder)  # another process was quicker: what it froze counts
-    plans = tuple(_frozen_at(plan, looked_at.settings, folder) for plan in looked_at.plans)
-    return replace(looked_at, plans=plans, tokenizer_folder=str(folder / TOKENIZER_FOLDER), unfrozen=None)
+    lists = {
+        name: {FIRST: _frozen_at(of[FIRST], looked_at.settings, folder)}
+        for name, of in looked_at.lists.items()
+    }
+    return replace(
+        looked_at,
+        plans=tuple(lists[plan.source][FIRST] for plan in looked_at.plans),
+        lists=lists,
+        tokenizer_folder=str(folder / TOKENIZER_FOLDER),
+        unfrozen=None,
+        refreshing=_refreshing(config, folder, looked_at.settings, {}),
+    )
+
+
+def num_frozen_files(folder: Path, source: str, version: str) -> int | None:
+    """How many files a frozen list has; None if it is not there."""
+    if version != FIRST:
+        later = read_later(folder, source, version)
+        return None if later is None else len(later.manifest.files)
+    frozen = read_frozen(folder)
+    found = None if frozen is None else frozen.manifests.get(source)
+    return None if found is None else len(found.files)
+
+
+def write_lists(folder: Path, spec: DataSpec) -> None:
+    """Freezes the lists of a run with frozen data that are not frozen yet, exactly as `prepare_data` saw
+    them, unless somebody else did so before.
+    """
+    for found in spec.unwritten:
+        write_later(folder, found)
 
 
 def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> SourcePlan:
@@ -99,21 +186,68 @@ def _frozen_at(plan: SourcePlan, settings: StreamSettings, folder: Path) -> Sour
     return frozen_at(plan, path, settings.fragment_bytes, settings.window_bytes)
 
 
-def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData) -> DataSpec:
+def _refreshing(
+    config: JobConfig, folder: Path, settings: StreamSettings, bases: dict[str, str]
+) -> Refreshing | None:
+    """Where lists of epochs that are still to come are found, or made."""
+    if config.data.refresh is None:
+        return None
+    sizes = settings.fragment_bytes, settings.window_bytes
+    listed = tuple(listed_as(source, *sizes) for source in config.data.sources)
+    return Refreshing(folder=os.path.abspath(folder), sources=listed, bases=bases)
+
+
+def _frozen_list(folder: Path, frozen: FrozenData, source: str, version: str) -> LaterList | None:
+    """A frozen list of any version; None if it is not there."""
+    if version != FIRST:
+        return read_later(folder, source, version)
+    record = frozen.record
+    return LaterList(
+        manifest=frozen.manifests[source],
+        version=version,
+        fragment_bytes=record.fragment_bytes,
+        window_bytes=record.window_bytes,
+        fragments_per_block=record.fragments_per_block[source],
+        paths=record.paths_of(source),
+    )
+
+
+def _from_frozen(
+    config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData, reading: Reading
+) -> DataSpec:
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
-    record, found, now, notes = frozen.record, [], [], list[str]()
     refs = find_transforms(config)  # that they are the run's, who compares identities sees
+    lists, plans, now = dict[str, dict[str, SourcePlan]](), list[SourcePlan](), list[Manifest]()
+    notes, unwritten, bases = list[str](), list[LaterList](), dict[str, str]()
     for source in config.data.sources:
-        manifest, as_it_is, said = compare_files(
-            source,
-            frozen.manifests[source.name],
-            record.paths_of(source.name),
-            config.resume.accept_changed,
-        )
-        found.append(manifest)
-        now.append(as_it_is)
-        notes += said
-    spec = _frozen_spec(config, settings, folder, record, facts, found, refs)
+        of = next(each for each in reading.sources if each.name == source.name)
+        version = of.version(reading.epoch(source.name))
+        there = _frozen_list(folder, frozen, source.name, version)
+        if there is None:
+            sizes = settings.fragment_bytes, settings.window_bytes
+            found = listed_as(source, *sizes).now()
+            there = found.later(version, *sizes)
+            unwritten.append(there)
+            notes += found.notes
+            now.append(there.manifest)
+        else:
+            manifest, as_it_is, said = compare_files(
+                source, there.manifest, there.paths, config.resume.accept_changed
+            )
+            bases[there.manifest.base] = manifest.base
+            now.append(as_it_is)
+            notes += said
+        plans.append(later_plan(folder, there, bases.get(there.manifest.base)))
+        lists[source.name] = {version: plans[-1]}
+        if of.begun_with != version:
+            begun = _frozen_list(folder, frozen, source.name, of.begun_with)
+            if begun is None:
+                raise DataIdentityError(
+                    f"{folder / manifest_path(source.name, of.begun_with)} is gone: source {source.name} "
+                    "goes on from this list; restore the file"
+                )
+            lists[source.name][of.begun_with] = later_plan(folder, begun, bases.get(begun.manifest.base))
+    spec = _frozen_spec(config, settings, folder, frozen.record, facts, reading.sources, lists, plans, refs)
     encoder = spec.encoders[0].encoder
     if config.data.encoder == GIGATOKEN and (GIGATOKEN, installed_version(GIGATOKEN)) != astuple(encoder):
         choose(config, settings, facts, spec.plans)  # raises if it does not take this tokenizer
@@ -123,6 +257,8 @@ def _from_frozen(config: JobConfig, settings: StreamSettings, folder: Path, froz
         spec,
         run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
         notes=(*facts.notes, *notes, *windows),
+        unwritten=tuple(unwritten),
+        refreshing=_refreshing(config, folder, settings, bases),
     )
 
 
@@ -130,12 +266,7 @@ def _frozen_tokenizer(
     config: JobConfig, settings: StreamSettings, folder: Path, frozen: FrozenData
 ) -> tuple[TokenizerFacts, StreamSettings]:
     """The run's copy of its tokenizer, and the settings with its ids."""
-    record, asked = frozen.record, [source.name for source in config.data.sources]
-    if asked != list(frozen.manifests):
-        raise DataIdentityError(
-            f"the run was started with data.sources {list(frozen.manifests)}, the job asks for {asked}; keep "
-            "the sources, their names and their order, or start a new run under another run.name"
-        )
+    record = frozen.record
     try:
         facts = examine(str(folder / TOKENIZER_FOLDER), frozen.tokenizer_files, reads_chats(config))
     except ConfigError as error:  # it was one when it was copied
@@ -157,37 +288,28 @@ def _frozen_spec(
     folder: Path,
     record: DataRecord,
     facts: TokenizerFacts,
-    found: Sequence[Manifest],
+    sources: tuple[SourceLists, ...],
+    lists: dict[str, dict[str, SourcePlan]],
+    plans: Sequence[SourcePlan],
     transforms: Mapping[str, TransformRef],
 ) -> DataSpec:
-    """What was frozen, with the files where the manifests say."""
+    """What was frozen, with the files where the plans say."""
     settings = with_transforms(config, settings, transforms)
-    plans = tuple(plan_source(each, settings.fragment_bytes, settings.window_bytes) for each in found)
-    for plan in plans:
-        _require_same_blocks(plan, settings, record)
     encoder = EncoderChoice(name=record.encoder_name, version=record.encoder_version)
-    return DataSpec(
-        plans=tuple(_frozen_at(plan, settings, folder) for plan in plans),
+    manifests = [plan.manifest for plan in plans]
+    spec = DataSpec(
+        plans=tuple(plans),
+        sources=sources,
+        lists=lists,
         settings=settings,
         tokenizer=facts.model,
         tokenizer_folder=str(folder / TOKENIZER_FOLDER),
         vocab_size=facts.vocab_size,
         encoders=(EncoderSpan(encoder=encoder),),
-        run_identity=identity_of(config, facts.digest, encoder, found, plans, transforms),
-        mixture=mixture_of(config, {plan.source: plan.manifest.num_bytes for plan in plans}),
+        run_identity=identity_of(config, facts.digest, encoder, manifests, plans, transforms),
         max_epochs=limits_of(config),
     )
-
-
-def _require_same_blocks(plan: SourcePlan, settings: StreamSettings, record: DataRecord) -> None:
-    """The number of fragments per block is frozen. Where the settings differ, `identity` says so instead."""
-    same = (settings.fragment_bytes, settings.window_bytes) == (record.fragment_bytes, record.window_bytes)
-    was = record.fragments_per_block[plan.source]
-    if same and was != plan.fragments_per_block:
-        raise DataIdentityError(
-            f"source {plan.source} was frozen with {was} fragments per block, this program makes "
-            f"{plan.fragments_per_block}; use the version of orchestrator that the run was started with"
-        )
+    return replace(spec, mixture=mixture_of(config, spec.num_bytes))
 
 
 def _tokenizer_now(config: JobConfig, frozen: FrozenData, facts: TokenizerFacts) -> str:

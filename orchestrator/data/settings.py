@@ -5,11 +5,12 @@ It is the configuration with its choices made (which id is EOS, say) and knows n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
+from orchestrator.planning.manifests import Wanted
 from orchestrator.planning.mixture import whole_weights
 
 if TYPE_CHECKING:
@@ -92,6 +93,13 @@ def settings_of(config: JobConfig) -> StreamSettings:
         long_document=config.pack.long_document,
         holdout={s.name: data.holdout if s.holdout is None else s.holdout for s in data.sources},
     )
+
+
+def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
+    """The sources that a job asks for, of which `restart` are started anew."""
+    names = tuple(source.name for source in config.data.sources)
+    refresh = frozenset(names if config.data.refresh == "epoch" else ())
+    return Wanted(names=names, restart=frozenset(restart), refresh=refresh)
 
 
 def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:

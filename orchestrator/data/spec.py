@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from orchestrator.data.frozen import FrozenData
+from orchestrator.data.frozen import FrozenData, LaterList
+from orchestrator.data.later_lists import Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
 from orchestrator.data.settings import MixtureSettings, StreamSettings, limits_of, mixture_of
 from orchestrator.data.sources.fragments import SourcePlan
@@ -19,7 +21,8 @@ from orchestrator.data.tokens.encoders import Encoders
 from orchestrator.data.tokens.tokenizer_files import TokenizerModel
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.planning.encoders import EncoderSpan, Place
-from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, content_settings
+from orchestrator.planning.manifests import FIRST, SourceLists, order_of
 from orchestrator.records import Cursor, SourceCursor, TokenChunk, WindowTask
 
 if TYPE_CHECKING:
@@ -32,15 +35,20 @@ __all__ = ["DataSpec"]
 class DataSpec:
     """A run's data and how they become tokens. Pickles; goes to the feeder and to every tokenizer process.
 
-    The sources are numbered in the order of `plans`; `mixture` says how they take turns (None for one
-    source). `max_epochs` are the limits of sources that have one of their own (None: endless).
+    `plans` are the job's sources with the lists that it goes on with. `sources` has all of the run, also
+    those that the job does not read, with their numbers and which list each epoch reads; `lists` are these,
+    by source and version, but for those that `refreshing` finds or makes when their epoch comes. `mixture`
+    says how the sources take turns (None for one). `max_epochs` are the limits of sources that have one of
+    their own (None: endless).
     `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
-    None where it is.
+    None where it is; `unwritten` are the lists of a run with frozen data that are to be.
     """
 
     plans: tuple[SourcePlan, ...]
+    sources: tuple[SourceLists, ...]
+    lists: dict[str, dict[str, SourcePlan]]
     settings: StreamSettings
     tokenizer: TokenizerModel
     tokenizer_folder: str | None
@@ -51,14 +59,61 @@ class DataSpec:
     max_epochs: dict[str, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unfrozen: FrozenData | None = None
+    unwritten: tuple[LaterList, ...] = ()
+    refreshing: Refreshing | None = None
+
+    def in_force(self, frozen: RunIdentity) -> RunIdentity:
+        """What must stay the same of a run whose first start froze `frozen`: what it says of sources, where
+        these are read by later lists, is what those lists say.
+        """
+        settings = {k: v for k, v in frozen.settings.items() if not k.startswith(OF_A_SOURCE)}
+        for plan in self.plans:
+            prefix = f"{OF_A_SOURCE}{plan.source}."
+            of_job = {k: v for k, v in self.run_identity.settings.items() if k.startswith(prefix)}
+            first = {k: v for k, v in frozen.settings.items() if k.startswith(prefix)}
+            begun_first = self.lists_of(plan.source).begun_with == FIRST
+            settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
+            settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
+        manifests = {plan.source: plan.manifest.digest for plan in self.plans}
+        # those of sources that came later, or were taken away, are as the job has them
+        now = self.run_identity.transforms
+        transforms = {name: frozen.transforms.get(name, identity) for name, identity in now.items()}
+        return replace(frozen, settings=settings, manifests=manifests, transforms=transforms)
 
     def identity(self) -> RunIdentity:
         """What must stay the same, as this job finds it: files and tokenizer as they are now."""
         return self.run_identity
 
+    def lists_of(self, source: str) -> SourceLists:
+        """Which list of a source is read in which epoch, and the source's number."""
+        return next(each for each in self.sources if each.name == source)
+
     def source_plan(self, source: str) -> SourcePlan:
-        """The files, fragments and blocks of a source."""
+        """The files, fragments and blocks of a source that the job goes on with."""
         return next(plan for plan in self.plans if plan.source == source)
+
+    def plan_of(self, source: str, epoch: int) -> SourcePlan:
+        """Those that an epoch reads. One that a refresh makes is listed now if nobody has come to it yet;
+        raises as that does, and `DataIdentityError` if a frozen list is gone or altered.
+
+        Who reads a history makes no list: an epoch that nobody had come to has the one before it there, of
+        which nothing was trained.
+        """
+        version = self.lists_of(source).version(epoch)
+        plan = self.lists[source].get(version)
+        if plan is not None:
+            return plan
+        if self.refreshing is None:
+            assert order_of(version)[1] > 0, f"list {version!r} of source {source} is not at hand"
+            return next(reversed(self.lists[source].values()))
+        return self.refreshing.plan(source, version)
+
+    def num_blocks(self, source: str, epoch: int) -> int:
+        """How many blocks an epoch of a source has."""
+        return self.plan_of(source, epoch).num_blocks
+
+    def _path(self, source: str, epoch: int, file: int) -> str:
+        return self.plan_of(source, epoch).manifest.path(file)
 
     @property
     def only_source(self) -> str:
@@ -68,8 +123,14 @@ class DataSpec:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """The bytes of each source's files."""
-        return {plan.source: plan.manifest.num_bytes for plan in self.plans}
+        """The bytes of each source's files, in the list that it began with or was restarted with: what stands
+        for weights where none are given.
+        """
+        return {plan.source: self.begun_with(plan.source).manifest.num_bytes for plan in self.plans}
+
+    def begun_with(self, source: str) -> SourcePlan:
+        """The list that a source began with or was restarted with: refreshes follow it."""
+        return self.lists[source][self.lists_of(source).begun_with]
 
     @property
     def weights(self) -> dict[str, int]:
@@ -94,8 +155,11 @@ class DataSpec:
         return Encoders(self.tokenizer, self.encoders, self.settings.special_tokens_in_text)
 
     def num_epochs(self, source: str) -> int | None:
-        """How often a source is read; None: endlessly."""
-        return self.max_epochs.get(source, self.settings.num_epochs)
+        """The epoch before which a source ends, None: it is endless. Limits of epochs count from the start of
+        the list that it follows now.
+        """
+        limit = self.max_epochs.get(source, self.settings.num_epochs)
+        return None if limit is None else self.lists_of(source).began + limit
 
     def endless(self) -> DataSpec:
         """The same data without an end: a history says itself how far it went."""
@@ -130,13 +194,12 @@ class DataSpec:
         """A source's block tasks from a cursor on, over all its epochs; endless without a limit. None: that
         of the only one.
         """
-        plan = self.source_plan(source or self.only_source)
-        source = plan.source
+        source = source or self.only_source
         start = cursor.sources.get(source, SourceCursor())
         num_epochs = self.num_epochs(source)
         epochs = count(start.epoch) if num_epochs is None else range(start.epoch, num_epochs)
         first = WindowTask(
-            source=plan.source,
+            source=source,
             epoch=start.epoch,
             block=start.block,
             window=start.window,
@@ -147,13 +210,14 @@ class DataSpec:
         )
         for epoch in epochs:
             begin = start.block if epoch == start.epoch else 0
-            if begin >= plan.num_blocks:
+            num_blocks = self.num_blocks(source, epoch)
+            if begin >= num_blocks:
                 raise DataIdentityError(
-                    f"the cursor names block {begin} of source {plan.source}, which has {plan.num_blocks} "
-                    "blocks; the data are not those that the run was trained with"
+                    f"the cursor names block {begin} of source {source}, which has {num_blocks} blocks in "
+                    f"epoch {epoch}; the data are not those that the run was trained with"
                 )
-            for block in range(begin, plan.num_blocks):
-                task = WindowTask(source=plan.source, epoch=epoch, block=block)
+            for block in range(begin, num_blocks):
+                task = WindowTask(source=source, epoch=epoch, block=block)
                 yield first if (epoch, block) == (start.epoch, start.block) else task
 
     def chunks(
@@ -164,7 +228,7 @@ class DataSpec:
         """
         encoders = encoders or self.build_encoders()
         for task in self.tasks_from(cursor, source):
-            yield from tokenize_block(task, self.source_plan(task.source), encoders, self.settings)
+            yield from tokenize_block(task, self.plan_of(task.source, task.epoch), encoders, self.settings)
 
     def next_documents(self, cursor: Cursor) -> dict[str, Place]:
         """Per source the first document with text of which the stream before `cursor` has trained no token.
@@ -200,11 +264,19 @@ class DataSpec:
         sources = [
             StreamSource(
                 name=plan.source,
-                num_blocks=plan.num_blocks,
+                number=self.lists_of(plan.source).number,
+                num_blocks=partial(self.num_blocks, plan.source),
                 num_epochs=self.num_epochs(plan.source),
-                path_of=plan.manifest.path,
+                path_of=partial(self._path, plan.source),
             )
             for plan in self.plans
         ]
         settings = replace(self.settings, seq_len=seq_len or self.settings.seq_len)
         return Stream(cursor, sources, settings, self.mixture)
+
+
+def _list_settings(prefix: str, plan: SourcePlan) -> dict[str, str]:
+    """What a frozen list says of how its source is read."""
+    manifest = plan.manifest
+    found = content_settings(manifest.content.kind, {"format": manifest.format, **asdict(manifest.content)})
+    return {f"{prefix}{name}": value for name, value in found.items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.restarting import RestartRequest
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip
@@ -54,7 +56,7 @@ class ForkedFrom:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
     """The state with which a fork begins: where the other run stood at that point, with what it trained, its
-    budgets and who had encoded.
+    budgets, who had encoded, and which lists of its sources were read.
     """
 
     forked_from: ForkedFrom
@@ -65,6 +67,7 @@ class Origin:
     seq_len: int
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...] = ()
+    sources: tuple[SourceLists, ...] = ()
 
     def start(self, attempt: int) -> GenerationStart:
         """That state as the begin of a history: attempt `ORIGIN`, with the number of the claim that took it
@@ -94,7 +97,10 @@ class ClaimParent:
     is an orphan, whenever its COMMIT appears. `encoders` say who makes which documents, of the parent's past
     too (empty: the run's first encoder, all of them). `origin` is that of a fork, in its first claim that has
     a parent file: `parent` is then the key of `origin.start(attempt)`. `skip` says which samples are left out
-    after the parent, by every generation that continues it.
+    after the parent, by every generation that continues it. `sources` say which list of a source's files is
+    read in which epoch, of the parent's past too (empty: those of the first start, in older claims); a cursor
+    in a list before a source's newest start goes on at that (`planning.manifests.moved`). `restart` is what
+    asked for such a start.
     """
 
     attempt: int
@@ -105,6 +111,8 @@ class ClaimParent:
     encoders: tuple[EncoderSpan, ...] = ()
     origin: Origin | None = None
     skip: Skip | None = None
+    sources: tuple[SourceLists, ...] = ()
+    restart: RestartRequest | None = None
 
     @property
     def begins(self) -> GenerationStart | None:

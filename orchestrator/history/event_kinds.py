@@ -77,5 +77,6 @@ class EventKind(StrEnum):
     CURSOR = "cursor", "cursor"
     SOURCES = "sources", "counts", "tokens", "num_blocks", "weights"
     SAMPLES_SKIPPED = "samples skipped", "point", "samples", "tokens", "first_index", "setting"  # on purpose
+    SOURCES_CHANGED = "sources changed", "changes", "text"
     BAD_DOCUMENT = "bad document", "text", "source", "file", "place", "why"
     ENCODERS_DIFFER = "encoders differ", "text"

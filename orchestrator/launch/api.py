@@ -122,7 +122,7 @@ def _launch(
             with starting.claimed(
                 store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
             ) as (attempt, plan):
-                spec = starting.freeze(job, folder, spec, attempt.encoders)
+                spec = starting.freeze(job, folder, spec, attempt)
                 with (
                     dashboard_beside(job, folder, progress),
                     exporting(store, attempt.number, job.resume.export_every, progress.say),

@@ -144,6 +144,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
             inherited=(point.name,),
             budgets=origin.budgets,
             encoders=origin.encoders,
+            sources=origin.sources,
             origin=origin,
         )
         store.write_parent(parent)
@@ -156,6 +157,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
             step_label=point.key.step,
             budgets=origin.budgets,
             encoders=origin.encoders,
+            sources=origin.sources,
             run_id=run.id,
             forked_from=origin.forked_from,
         )

@@ -22,6 +22,7 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.skips import skips_of
 from orchestrator.launch.which_point import Position, Wanted, count, place, wanted_place
 from orchestrator.planning import batches
+from orchestrator.planning.manifests import SourceLists, moved
 from orchestrator.planning.schedule import Budgets, learning_rate
 from orchestrator.records import BatchSlice, Cursor, StepRange, StepRecord
 from orchestrator.resume.points import Point
@@ -98,12 +99,13 @@ class Regime:
 
     config: JobConfig
     budgets: Budgets
+    sources: tuple[SourceLists, ...]  # which lists it reads
 
     def trains_as(self, other: Regime) -> bool:
         """Whether the same steps come out of both."""
         sections = ("data", "pack", "model", "train")
         same = all(getattr(self.config, each) == getattr(other.config, each) for each in sections)
-        return same and self.budgets == other.budgets
+        return same and (self.budgets, self.sources) == (other.budgets, other.sources)
 
 
 def replay(
@@ -174,11 +176,13 @@ class History:
             if event.kind == EventKind.ATTEMPT
         }
 
-    def carried(self, cursor: Cursor) -> Cursor:
-        """Where the step after `cursor` begins: behind what the history skips there."""
+    def carried(self, cursor: Cursor, sources: tuple[SourceLists, ...]) -> Cursor:
+        """Where the step after `cursor` begins: behind what the history skips there, in the lists that its
+        attempt reads.
+        """
         for at in self._skips:
             cursor = at.skip.carry(cursor)
-        return cursor
+        return moved(sources, cursor)
 
     def regime(self, attempt: int) -> Regime:
         """Of an attempt that has trained. Raises `ResumePointError` where its files are gone."""
@@ -192,7 +196,9 @@ class History:
                 )
             flat = {**in_todays_fields(config), "resume.from": "latest"}
             self._regimes[attempt] = Regime(
-                config=parse_config(nested(flat)), budgets=parent.budgets or Budgets()
+                config=parse_config(nested(flat)),
+                budgets=parent.budgets or Budgets(),
+                sources=parent.sources,
             )
         return self._regimes[attempt]
 
@@ -267,7 +273,7 @@ class _Walk:
         records, target, said = self._history.records, self._history.target.step, time.monotonic()
         for done, record in enumerate(records, 1):
             self._change_to(record.attempt)
-            self.state.cursor = self._history.carried(self.state.cursor)
+            self.state.cursor = self._history.carried(self.state.cursor, self._regime.sources)
             self._step(record)
             if done < len(records) and time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
@@ -283,7 +289,7 @@ class _Walk:
         """The whole batch of the next step."""
         self._change_to(self._history.next_attempt())
         here = self.state.cursor
-        self.state.cursor = self._history.carried(here)
+        self.state.cursor = self._history.carried(here, self._regime.sources)
         step = self._range()
         batch = None if step is None else self._get(step)
         self.state.cursor = here
@@ -321,7 +327,7 @@ class _Walk:
             self.state.model, config.train.seed, config.train.precision
         )
         self._gradient.enter(0, 1)
-        spec = prepare_trained(config, Path(history.store.storage.root))
+        spec = prepare_trained(config, Path(history.store.storage.root), self._regime.sources)
         require_frozen(history.seen, spec)
         self.close()
         self._feed = InProcessFeed(spec.made_by(history.seen.encoders), config.data.replay_bytes)

@@ -178,6 +178,7 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
         inherited=up_to(seen.points, found.point),
         budgets=budgets_for(parse_config(nested(config)), info.budgets, info.cursor),
         encoders=info.encoders,
+        sources=info.sources,
     )
     store.write_parent(parent)
     return _attempt(claim, found.point, parent, run), config
@@ -194,6 +195,7 @@ def _attempt(claim: Claim, point: Point, parent: ClaimParent, run: RunFile) -> A
         step_label=point.key.step,
         budgets=parent.budgets,
         encoders=parent.encoders,
+        sources=parent.sources,
         run_id=run.id,
     )
 

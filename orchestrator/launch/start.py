@@ -47,10 +47,19 @@ from orchestrator.coordinator.forking import (
     found_run,
     is_folder,
     other_run,
+    point_info,
     read_parent_point,
 )
 from orchestrator.coordinator.launch_machine import A_FAILURE
 from orchestrator.coordinator.skipping import draw_skip, skip_here
+from orchestrator.coordinator.sources import (
+    SourcesHere,
+    first_of,
+    has_lists,
+    plain_reading,
+    read_as,
+    sources_here,
+)
 from orchestrator.errors import (
     BusyError,
     ConfigError,
@@ -69,15 +78,15 @@ from orchestrator.history.journal_reader import journal_process
 from orchestrator.history.processes import AllEnded, driver_was_killed
 from orchestrator.history.request_files import asker
 from orchestrator.launch.nested_runs import refuse_inside
-from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip, SkipDecision
-from orchestrator.records import StepRecord
+from orchestrator.records import Cursor, StepRecord
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import require_local
+from orchestrator.storage.files import Storage, require_local
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec
@@ -121,14 +130,43 @@ def prepare(job: JobConfig, folder: Path, *, freeze: bool) -> DataSpec:
 
     Raises as `data.preparing.prepare_data` does, and `ConfigError` for a model whose vocabulary is too small.
     """
-    from orchestrator.data.frozen import read_frozen
     from orchestrator.data.preparing import prepare_data
 
-    if is_folder(job.resume.from_) and read_frozen(folder) is None:
-        other = Path(other_run(job.resume.from_)[0])  # a fork has the data of the run that it begins with
-        spec = prepare_data(job, other if read_frozen(other) is not None else None)
+    here = _here_before(job, folder)
+    if here is None:
+        spec = prepare_data(job, folder if freeze else None)
     else:
-        spec = prepare_data(job, folder if freeze or read_frozen(folder) is not None else None)
+        spec = prepare_data(job, here.folder, here.reading)
+    return require_vocabulary(job, spec)
+
+
+def _here_before(job: JobConfig, folder: Path) -> SourcesHere | None:
+    """What a start would read, before it looks at the run closely; None where nothing is frozen. It looks at
+    the run's history only where which point is continued may make a difference.
+    """
+    from orchestrator.data.frozen import frozen_sources
+
+    store, other = RunStore(Storage(str(folder))), None
+    if frozen_sources(folder) is None:
+        if not is_folder(job.resume.from_):
+            return None
+        other = Path(other_run(job.resume.from_)[0])  # a fork has the data of the run that it begins with
+        if frozen_sources(other) is None:
+            return None
+    if (fork := fork_to_begin(store, job, find_run(store))) is not None:
+        elsewhere, point = read_parent_point(store, fork, job.run.name, fast=True)
+        return sources_here(job, other or folder, point_info(elsewhere, point))
+    parents, _ = store.parents()
+    if plain_reading(job, (parents[-1].sources if parents else ()) or first_of(folder)):
+        return sources_here(job, folder, None)
+    seen = survey(store, with_steps=False)
+    newest, _ = choose_point(store, seen, kept_point(store, seen, job), fast=True)
+    info = point_info(store, newest) if newest is not None else None
+    return sources_here(job, folder, info, seen.parents, seen.lineage)
+
+
+def require_vocabulary(job: JobConfig, spec: DataSpec) -> DataSpec:
+    """`spec`; raises `ConfigError` for a model whose vocabulary is too small for it."""
     vocab = (job.model.config or {}).get("vocab_size")
     if vocab is not None and vocab < spec.vocab_size:
         raise ConfigError(
@@ -208,7 +246,11 @@ def look_ahead(
         raise moved_on(store)
     run = run or find_run(store)
     asked = skip_here(job, point.key if point else None, seen.parents, seen.lineage)
-    found = decide(store, job, point, (run.identity, spec.identity()) if run else None, data=spec, skip=asked)
+    info = point_info(store, point) if point is not None else None
+    here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
+    spec = read_as(job, spec, here)
+    identities = (run.identity, spec.identity()) if run else None
+    found = decide(store, job, point, identities, data=spec, skip=asked, here=here)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = []
     if point is None and job.model.init_from is not None:
@@ -242,7 +284,9 @@ def _look_at_fork(
     run = other.read_run()
     assert run is not None, "just read"
     asked = skip_here(job, point.key)
-    found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked)
+    here = sources_here(job, Path(other.storage.root), point_info(other, point))
+    spec = read_as(job, spec, here)
+    found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
     if fast:
@@ -407,16 +451,34 @@ def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
             store.write_end(made.number, "failed", text_of(error), made.run_id, by)
 
 
-def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, encoders: tuple[EncoderSpan, ...]) -> DataSpec:
+def freeze(job: JobConfig, folder: Path, looked_at: DataSpec, attempt: Attempt) -> DataSpec:
     """The data of a claimed attempt: those that `prepare` looked at before the claim, frozen in the run's
-    folder if they are not yet; see `data.preparing.freeze_data`.
+    folder if they are not yet (see `data.preparing.freeze_data`), by the lists that the claim says.
     """
     from orchestrator.data.frozen import TOKENIZER_FOLDER
     from orchestrator.data.preparing import freeze_data
 
-    if looked_at.tokenizer_folder not in (None, str(folder / TOKENIZER_FOLDER)):
-        looked_at = prepare(job, folder, freeze=False)  # a fork's: they were copied when it was founded
-    return freeze_data(job, folder, looked_at).made_by(encoders)
+    if looked_at.tokenizer_folder is None:
+        return freeze_data(job, folder, looked_at).made_by(attempt.encoders)
+    reading = reading_of(attempt)
+    here = looked_at.tokenizer_folder == str(folder / TOKENIZER_FOLDER)  # else a fork's, where it began
+    if not here or looked_at.unwritten or not has_lists(looked_at, reading):
+        looked_at = read_frozen_data(job, folder, reading)
+    return looked_at.made_by(attempt.encoders)
+
+
+def reading_of(attempt: Attempt) -> Reading:
+    """Which lists an attempt reads, and from where on."""
+    return Reading(
+        sources=attempt.sources, cursor=attempt.point.cursor if attempt.point is not None else Cursor()
+    )
+
+
+def read_frozen_data(job: JobConfig, folder: Path, reading: Reading) -> DataSpec:
+    """The data of a claimed attempt, in another process than the one that claimed it. Raises as `prepare`."""
+    from orchestrator.data.preparing import prepare_data
+
+    return require_vocabulary(job, prepare_data(job, folder, reading))
 
 
 def reached(plan: ResumePlan) -> bool:
@@ -480,6 +542,11 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
         say(f"  {difference}")
+    _announce_data(say, attempt, plan)
+
+
+def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePlan) -> None:
+    """What this start does with sources, samples and encoders."""
     if attempt.skip is not None:
         first = attempt.skip.begin.drawn_samples
         say(
@@ -487,8 +554,10 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"{attempt.point.name if attempt.point else 'the point'}, from sample {first:,} on: they are not "
             f"trained ({attempt.skip.request}); the same setting skips them once"
         )
-    if plan.skip_note:
-        say(f"note: {plan.skip_note}")
+    for change in attempt.lists:
+        say(f"  {change}")
+    for note in filter(None, (plan.skip_note, plan.restart_note)):
+        say(f"note: {note}")
     if attempt.encoders != plan.encoders:
         newest = attempt.encoders[-1]
         for source, (epoch, block, window, record) in newest.begins.items():

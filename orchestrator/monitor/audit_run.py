@@ -21,7 +21,13 @@ from orchestrator.monitor.audit_processes import AuditProcesses, InThisProcess, 
 from orchestrator.monitor.audit_progress import AuditProgress, NoAuditProgress
 from orchestrator.monitor.audit_tasks import Found, StepsFound, StepsTask, files_tasks
 from orchestrator.monitor.epoch_checksum import EpochChecksum
-from orchestrator.monitor.epoch_verdict import EncodedFiles, JoinedSource, epochs_verdict, files_needed
+from orchestrator.monitor.epoch_verdict import (
+    EncodedFiles,
+    JoinedSources,
+    epochs_verdict,
+    files_needed,
+    joined,
+)
 from orchestrator.monitor.history_parts import History
 from orchestrator.monitor.reference_encoding import reference_report
 from orchestrator.monitor.walk import Difference
@@ -51,32 +57,30 @@ class StepsCompared:
 
     difference: Difference | None
     passed: tuple[SkipAt, ...]
-    sources: dict[str, JoinedSource]
+    sources: JoinedSources
 
     def skipped_documents(self) -> dict[str, int]:
         """How many bad documents of each source the wanted steps passed."""
-        return {
-            name: source.end.bad_documents - source.before_wanted.bad_documents
-            for name, source in self.sources.items()
-        }
+        found = dict.fromkeys((name for name, _ in self.sources), 0)
+        for (name, _), source in self.sources.items():
+            found[name] += source.end.bad_documents - source.before_wanted.bad_documents
+        return found
 
     def left_out_documents(self) -> dict[str, dict[str, int]]:
         """How many documents of each source transforms dropped, and how many are held out, that the wanted
         steps passed.
         """
-        ends = {name: (source.end, source.before_wanted) for name, source in self.sources.items()}
-        return {
-            name: {
-                "filtered": end.filtered_documents - begin.filtered_documents,
-                "held_out": end.held_out_documents - begin.held_out_documents,
-            }
-            for name, (end, begin) in ends.items()
-        }
+        found = {name: {"filtered": 0, "held_out": 0} for name, _ in self.sources}
+        for (name, _), source in self.sources.items():
+            end, begin = source.end, source.before_wanted
+            found[name]["filtered"] += end.filtered_documents - begin.filtered_documents
+            found[name]["held_out"] += end.held_out_documents - begin.held_out_documents
+        return found
 
     def reference(self, spec: DataSpec, seen: Survey) -> dict[str, Any]:
         """What `tokenizers` said of the documents."""
         journalled = [e.fields["text"] for e in seen.journal.events if e.kind == EventKind.ENCODERS_DIFFER]
-        ends = {name: source.end for name, source in self.sources.items()}
+        ends = {name: source.end for (name, _), source in self.sources.items()}
         differences = [one for source in self.sources.values() for one in source.differences]
         return reference_report(spec, differences, ends, journalled)
 
@@ -125,12 +129,8 @@ class AuditRun:
             raise KeyboardInterrupt(self._told(tasks)) from interrupt
         found = [each for each in results if isinstance(each, StepsFound)]
         difference, passed = found[-1].difference, tuple(at for each in found for at in each.passed)
-        joined = {
-            plan.source: JoinedSource.of([each.stretches[plan.source] for each in found])
-            for plan in self._spec.plans
-            if difference is None
-        }
-        return StepsCompared(difference=difference, passed=passed, sources=joined)
+        sources = joined([each.stretches for each in found]) if difference is None else {}
+        return StepsCompared(difference=difference, passed=passed, sources=sources)
 
     def compare_epochs(self, found: StepsCompared) -> tuple[str | None, list[str]]:
         """The second half: why an epoch held a record twice, or other documents than the files (None: none
@@ -140,7 +140,7 @@ class AuditRun:
         tasks = files_tasks(self._spec, needed, PART_BYTES if self._num > 1 else 1 << 62)
         sums: EncodedFiles = dict.fromkeys(needed, EpochChecksum())
         if tasks:
-            total = sum(self._spec.source_plan(source).manifest.num_bytes for source, *_ in needed)
+            total = sum(self._spec.plan_of(name, at).manifest.num_bytes for name, at, _ in needed)
             try:
                 results = self._run(tasks, "reading the files", "bytes", total)
             except KeyboardInterrupt as interrupt:
@@ -150,7 +150,7 @@ class AuditRun:
                 ) from interrupt
             for task, result in zip(tasks, results, strict=True):
                 assert isinstance(result, EpochChecksum), "files make sums"
-                at = task.source, task.encoder, task.epoch
+                at = task.source, task.epoch, task.encoder
                 sums[at] = sums[at] + result
         return epochs_verdict(self._spec, found.sources, sums)
 

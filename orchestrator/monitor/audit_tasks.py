@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.skips import SkipAt
-from orchestrator.monitor.epoch_checksum import EpochChecksum, checksum_files
+from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles, checksum_files
 from orchestrator.monitor.history_parts import HistoryPart
-from orchestrator.monitor.source_walk import SourceStretch
+from orchestrator.monitor.source_walk import Stretches
 from orchestrator.monitor.walk import Difference, PartWalk
 from orchestrator.planning.encoders import EncoderChoice
 
@@ -37,16 +37,16 @@ class StepsFound:
 
     difference: Difference | None
     passed: tuple[SkipAt, ...]
-    stretches: dict[str, SourceStretch]
+    stretches: Stretches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilesTask:
-    """To sum up the documents of these files of a source, encoded so."""
+    """To sum up the documents of these files of the list that an epoch of a source reads, encoded so."""
 
     source: str
+    epoch: int  # transforms draw anew in each, and it may have a list of its own
     encoder: EncoderChoice
-    epoch: int  # transforms draw anew in each
     files: range
 
     def __str__(self) -> str:
@@ -73,21 +73,20 @@ def ends_all(found: Found) -> bool:
 
 
 def files_tasks(
-    spec: DataSpec, wanted: Sequence[tuple[str, EncoderChoice, int]], least_bytes: int
+    spec: DataSpec, wanted: Sequence[EpochFiles], least_bytes: int
 ) -> list[FilesTask]:
-    """All files of these sources, each with its encoder and epoch, in runs of at least so many bytes (as they
-    are stored) where there are as many.
+    """All files of these epochs' lists, each with its encoder, in runs of at least so many bytes (as they are
+    stored) where there are as many.
     """
     tasks = []
-    for source, encoder, epoch in wanted:
+    for source, epoch, encoder in wanted:
         begin = held = 0
-        sizes = spec.source_plan(source).manifest.files.sizes.tolist()
+        sizes = spec.plan_of(source, epoch).manifest.files.sizes.tolist()
         for number, size in enumerate(sizes):
             held += size
             if held >= least_bytes or number == len(sizes) - 1:
-                tasks.append(
-                    FilesTask(source=source, encoder=encoder, epoch=epoch, files=range(begin, number + 1))
-                )
+                files = range(begin, number + 1)
+                tasks.append(FilesTask(source=source, epoch=epoch, encoder=encoder, files=files))
                 begin, held = number + 1, 0
     return tasks
 

@@ -35,6 +35,10 @@ _BATCH_BYTES = 1 << 20
 _Origin = tuple[int, int, int]  # number of the file, place in it, number of the record's document
 
 
+EpochFiles = tuple[str, int, EncoderChoice]
+"""The files that an epoch of a source reads, as an encoder makes them: of epochs with one list, the first."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochChecksum:
     """`documents` are those with text. The digests are sums modulo 2^64 over these, of the xxh3_64 of (file,
@@ -204,7 +208,7 @@ def checksum_files(
     `data.on_bad_document` says. `done` is called with the stored bytes of each file that is read. Raises as
     the stream does where a file cannot be read, or a transform fails.
     """
-    settings, plan = replace(spec.settings, shuffle="none"), spec.source_plan(source or spec.only_source)
+    settings, plan = replace(spec.settings, shuffle="none"), spec.plan_of(source or spec.only_source, epoch)
     whole = Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text)
     masked = MaskedEncoder(spec.tokenizer, whole, settings.special_tokens_in_text)
     loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)

@@ -5,20 +5,22 @@ It reads nothing: what the files hold is given to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.data.spec import DataSpec
-from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochTotals
+from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles, EpochTotals
 from orchestrator.monitor.reference_encoding import EncodingDifference
-from orchestrator.monitor.source_walk import SourceStretch, at_border
+from orchestrator.monitor.source_walk import SourceStretch, Stretches, at_border
 from orchestrator.planning.encoders import EncoderChoice, encoder_of_epoch
 from orchestrator.records import SourceCursor
 
-EncodedFiles = dict[tuple[str, EncoderChoice, int], EpochChecksum]
-"""What a source's files hold, as an encoder makes it of what the transforms draw in an epoch (0: of all)."""
+EncodedFiles = dict[EpochFiles, EpochChecksum]
+JoinedSources = dict[tuple[str, int], "JoinedSource"]
+"""By source and start, as `Stretches`."""
 
 _COMPLETENESS = "completeness of epoch {} (the audited steps {} inside it); no duplicates found"
+_RESTARTED = "completeness of epoch {} (its source was restarted inside it); no duplicates found"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +34,13 @@ class JoinedSource:
     ends_data: bool = False
     fault: str | None = None
     differences: tuple[EncodingDifference, ...] = ()
+    restarted: bool = False
 
     @classmethod
-    def of(cls, stretches: Sequence[SourceStretch]) -> JoinedSource:
-        """Of the parts of a history, in order; the last one that took any of the source ends it."""
+    def of(cls, stretches: Sequence[SourceStretch], restarted: bool = False) -> JoinedSource:
+        """Of the parts of a history, in order; the last one that took any of the source ends it. `restarted`:
+        a new start of the source follows.
+        """
         walked = [stretch for stretch in stretches if stretch.walked]
         end, totals = stretches[-1].end, EpochTotals()
         for stretch in walked:
@@ -50,6 +55,7 @@ class JoinedSource:
             ends_data=bool(walked) and walked[-1].ends_data,
             fault=next((stretch.fault for stretch in walked if stretch.fault), None),
             differences=tuple(one for stretch in walked for one in stretch.differences),
+            restarted=restarted,
         )
 
     @property
@@ -62,25 +68,40 @@ class JoinedSource:
         if epoch == self.begin.epoch and not at_border(self.begin):
             return _COMPLETENESS.format(epoch, "begin")
         if epoch == self.end.epoch and not self.ends_data:
-            return _COMPLETENESS.format(epoch, "end")
+            return _RESTARTED.format(epoch) if self.restarted else _COMPLETENESS.format(epoch, "end")
         return None
 
 
-def files_needed(spec: DataSpec, sources: Mapping[str, JoinedSource]) -> list[tuple[str, EncoderChoice, int]]:
-    """Which source's files are to be summed up, and by which encoder."""
+def joined(stretches: Sequence[Stretches]) -> JoinedSources:
+    """Of the parts of a history, in order."""
+    keys = list(dict.fromkeys(key for part in stretches for key in part))
+    newest = dict(keys)  # of a source the start that comes last
+    return {
+        key: JoinedSource.of(
+            [part[key] for part in stretches if key in part], restarted=key[1] != newest[key[0]]
+        )
+        for key in keys
+    }
+
+
+def files_needed(spec: DataSpec, sources: JoinedSources) -> list[EpochFiles]:
+    """Which epochs' files are to be summed up, and by which encoder."""
     return list(
         dict.fromkeys(
-            (name, _encoder(spec, name, epoch)[0], _drawn_in(spec, name, epoch))
-            for name, source in sources.items()
+            _files(spec, name, epoch)
+            for (name, _), source in sources.items()
             for epoch in source.epochs
             if source.left_open(epoch) is None
         )
     )
 
 
-def _drawn_in(spec: DataSpec, source: str, epoch: int) -> int:
-    """The epoch whose draws make the documents; 0 where nothing is drawn."""
-    return epoch if spec.settings.transforms.get(source) else 0
+def _files(spec: DataSpec, source: str, epoch: int) -> EpochFiles:
+    """By the first epoch that has the same list, if transforms do not draw anew in each."""
+    lists, first = spec.lists_of(source), epoch
+    if not spec.settings.transforms.get(source):
+        first = next(each for each in range(epoch + 1) if lists.version(each) == lists.version(epoch))
+    return source, first, _encoder(spec, source, epoch)[0]
 
 
 def _encoder(spec: DataSpec, source: str, epoch: int) -> tuple[EncoderChoice, bool]:
@@ -90,14 +111,15 @@ def _encoder(spec: DataSpec, source: str, epoch: int) -> tuple[EncoderChoice, bo
 
 
 def epochs_verdict(
-    spec: DataSpec, sources: Mapping[str, JoinedSource], files: EncodedFiles
+    spec: DataSpec, sources: JoinedSources, files: EncodedFiles
 ) -> tuple[str | None, list[str]]:
     """The first epoch that held a record twice, or other documents than the files, and what of the epochs is
     not verified.
     """
     not_shown: list[str] = []
-    for name, source in sources.items():
-        of = f"source {name}: " if len(sources) > 1 else ""
+    several = len({name for name, _ in sources}) > 1
+    for (name, _), source in sources.items():
+        of = f"source {name}: " if several else ""
         reason, texts = _source_verdict(spec, name, source, files)
         if reason is not None:
             return of + reason, not_shown
@@ -114,13 +136,13 @@ def _source_verdict(
     for epoch in source.epochs:
         twice = source.totals.records[epoch].twice()
         if twice is not None:
-            path = spec.source_plan(name).manifest.path(twice[0])
+            path = spec.plan_of(name, epoch).manifest.path(twice[0])
             return f"epoch {epoch} held the record at {twice[1]} of {path} twice", not_shown
         if left_open := source.left_open(epoch):
             not_shown.append(left_open)
         else:
-            encoder, alone = _encoder(spec, name, epoch)
-            found, held = source.totals.sums[epoch], files[name, encoder, _drawn_in(spec, name, epoch)]
+            _, alone = _encoder(spec, name, epoch)
+            found, held = source.totals.sums[epoch], files[_files(spec, name, epoch)]
             if not alone:
                 not_shown.append(f"tokens of epoch {epoch} (two encoders made them)")
                 found, held = found.without_tokens(), held.without_tokens()

@@ -7,12 +7,15 @@ It reads no data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.coordinator.attempt import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.skips import SkipAt, skips_of
+from orchestrator.monitor.reference_lists import ClaimedLists, began
 from orchestrator.monitor.reference_mixture import MixtureRule, rule_of
+from orchestrator.planning.manifests import FIRST, ListSpan, SourceLists, start_of
 from orchestrator.records import Cursor, StepRecord, decode
 
 
@@ -29,8 +32,11 @@ class HistoryPart:
     known: Mapping[int, Cursor]  # the journal's cursors
     skips: tuple[SkipAt, ...]
     seq_lens: Mapping[tuple[int, int], int]  # by attempt and generation
-    rules: Mapping[int, MixtureRule]  # by attempt, where there are several sources
+    rules: Mapping[int, MixtureRule]  # by attempt
+    lists: Mapping[int, ClaimedLists]  # by attempt
+    num_bytes: Mapping[tuple[str, int], int]  # of a source's list by its start
     accepting: frozenset[int]  # attempts that were told to go on with changed files
+    before: int | None = None  # the attempt of the step before `first`
     is_last: bool = True
 
     def record(self, index: int) -> StepRecord:
@@ -47,6 +53,8 @@ class History:
     skips: tuple[SkipAt, ...]
     seq_lens: Mapping[tuple[int, int], int]
     rules: Mapping[int, MixtureRule]
+    lists: Mapping[int, ClaimedLists]
+    num_bytes: Mapping[tuple[str, int], int]
     accepting: frozenset[int]
 
     def part(self, wanted: range, is_last: bool = True) -> HistoryPart:
@@ -61,7 +69,10 @@ class History:
             skips=tuple(at for at in self.skips if first <= at.index < wanted.stop),
             seq_lens=self.seq_lens,
             rules=self.rules,
+            lists=self.lists,
+            num_bytes=self.num_bytes,
             accepting=self.accepting,
+            before=self.records[first - 1].attempt if first else None,
             is_last=is_last,
         )
 
@@ -98,19 +109,60 @@ def _whole(cursor: Cursor) -> bool:
 
 def history_of(spec: DataSpec, seen: Survey) -> History:
     """What the journal and the claims say of a run."""
-    records, num_bytes = seen.lineage.records, {plan.source: plan.manifest.num_bytes for plan in spec.plans}
+    records, lists = seen.lineage.records, _claimed_lists(spec, seen)
+    num_bytes = {
+        (name, start_of(version)): plan.manifest.num_bytes
+        for name, plans in spec.lists.items()
+        for version, plan in reversed(plans.items())  # a start's own list comes first, and counts
+    }
     return History(
         records=records,
         known=_known_cursors(seen, records),
         skips=skips_of(seen.lineage),
         seq_lens={start.id: start.seq_len for start in seen.journal.generations},
         rules={
-            event.attempt: rule_of(event.fields["config"], num_bytes)
+            event.attempt: rule_at(event.fields["config"], lists[event.attempt], num_bytes)
             for event in seen.journal.events
-            if event.kind == "attempt" and len(spec.plans) > 1
+            if event.kind == "attempt" and event.attempt in lists
         },
+        lists=lists,
+        num_bytes=num_bytes,
         accepting=accepting(seen),
     )
+
+
+def rule_at(
+    config: Mapping[str, Any], lists: ClaimedLists, num_bytes: Mapping[tuple[str, int], int]
+) -> MixtureRule:
+    """What a configuration says of the mixture of sources that follow these lists: limits of epochs count
+    from a source's newest start, and bytes are those of the list that it began with.
+    """
+    sources = [source for source in lists.sources if source.active]
+    rule = rule_of(config, {each.name: num_bytes[each.name, each.spans[-1].start] for each in sources})
+    first = {each.name: began(each) for each in sources}
+    limits = {name: None if limit is None else limit + first[name] for name, limit in rule.limits.items()}
+    return replace(rule, limits=limits)
+
+
+def _claimed_lists(spec: DataSpec, seen: Survey) -> dict[int, ClaimedLists]:
+    """What the claims of the history say of lists. Older ones do not: theirs are those of the first start."""
+    launches = {
+        event.attempt: event.fields["launch"] for event in seen.journal.events if event.kind == "attempt"
+    }
+    first = tuple(
+        SourceLists(name=each.name, number=each.number, spans=(ListSpan(begin=0),))
+        for each in spec.sources
+        if FIRST in spec.lists.get(each.name, ())
+    )
+    return {
+        claim.attempt: ClaimedLists(
+            attempt=claim.attempt,
+            launch=launches.get(claim.attempt, ""),
+            sources=claim.sources or first,
+            restarted=frozenset(claim.restart.paths if claim.restart is not None else ()),
+        )
+        for claim in seen.lineage.attempts
+    }
 
 
 def accepting(seen: Survey) -> frozenset[int]:

@@ -160,7 +160,7 @@ def reference_report(
         documents.setdefault((source, at, output), one)
     others, known = list[str](), 0
     for one in documents.values():
-        manifest = spec.source_plan(one.source).manifest
+        manifest = spec.plan_of(one.source, one.at[0]).manifest
         path, place = manifest.path(one.file), f"{format_of(manifest.format).unit} {one.place}"
         # a line names the file as its path was then
         named = re.compile(

@@ -529,13 +529,15 @@ class Run:
         from orchestrator.data.preparing import prepare_trained
         from orchestrator.monitor.audit import accepted_text
 
-        config = self._configs(seen)[-1][1]
+        configs = [config for _, config in self._configs(seen)]
         try:
-            spec = prepare_trained(config, Path(self._store.storage.root))
+            spec = prepare_trained(configs[-1], Path(self._store.storage.root), seen.sources)
         except DataIdentityError as error:
             raise DataIdentityError(f"{error}{accepted_text(seen)}") from error
         require_frozen(seen, spec)
-        return spec.made_by(seen.encoders)
+        # also of sources that the newest configuration does not have any more
+        loss: dict[str, str] = {s.name: s.loss for config in configs for s in config.data.sources}
+        return replace(spec, settings=replace(spec.settings, loss=loss)).made_by(seen.encoders)
 
     def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
         store, watched = self._store, None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.spec import DataSpec
 from orchestrator.monitor.epoch_checksum import EpochTotals
 from orchestrator.monitor.reference_encoding import EncodingDifference, ReferenceEncoding
@@ -38,23 +37,26 @@ class SourceStretch:
     differences: tuple[EncodingDifference, ...] = ()  # between the run's encoder and `tokenizers`
 
 
+Stretches = dict[tuple[str, int], SourceStretch]
+"""By source, and the start of the lists that it followed (`planning.manifests`)."""
+
+
 class SourceWalk:
     """The stream from a cursor on, and the samples of it that were trained."""
 
     def __init__(
         self,
         spec: DataSpec,
-        plan: SourcePlan,
-        cursor: Cursor,
+        source: str,
+        begin: SourceCursor,
         packer: type[ReferencePacker],
         windows: type[ReferenceWindows] = ReferenceWindows,
         by_reference: bool = False,
     ) -> None:
         """`by_reference`: each document is encoded by `tokenizers`, too."""
-        self.plan = plan
-        self.begin = cursor.sources.get(plan.source, SourceCursor())
-        chunks = spec.endless().chunks(cursor, plan.source)
-        self._encoding = ReferenceEncoding(spec, cursor, plan.source) if by_reference else None
+        self.begin, cursor = begin, Cursor(sources={source: begin})
+        chunks = spec.endless().chunks(cursor, source)
+        self._encoding = ReferenceEncoding(spec, cursor, source) if by_reference else None
         if self._encoding is not None:
             chunks = self._encoding.compare(chunks)
         self._trained: TrainedTokens | TrainedDocuments
@@ -107,5 +109,5 @@ class SourceWalk:
 
 def at_border(cursor: SourceCursor) -> bool:
     """Whether it names an epoch's beginning."""
-    place = (cursor.block, cursor.window, cursor.record, cursor.piece, cursor.token, cursor.packs)
-    return not any(place)
+    place = (cursor.block, cursor.window, cursor.record, cursor.output, cursor.piece, cursor.token)
+    return not any((*place, cursor.packs))

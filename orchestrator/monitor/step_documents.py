@@ -68,14 +68,14 @@ def _samples(spec: DataSpec, walk: Walk, text: bool) -> Iterator[dict[str, Any]]
     if step is None:
         return
     decode = _decoder(spec) if text else None
-    passed = dict.fromkeys((plan.source for plan in spec.plans), 0)
+    passed = dict.fromkeys((source.name for source in spec.sources), 0)
     for number, (source, num_tokens) in enumerate(step.turns):
         packer = walk.packer(source)
         assert isinstance(packer, (TracingPacker, TracingWindows)), "the walk was begun with them"
         stretches = packer.stretches(passed[source], passed[source] + num_tokens)
         passed[source] += num_tokens
-        manifest, inputs = spec.source_plan(source).manifest, step.samples.input_ids[number]
-        documents = [_document(manifest, each) for each in stretches]
+        inputs = step.samples.input_ids[number]
+        documents = [_document(spec.plan_of(source, each.epoch).manifest, each) for each in stretches]
         if decode is not None:
             labels = step.samples.labels[number] if isinstance(packer, TracingWindows) else None
             for document, stretch in zip(documents, stretches, strict=True):

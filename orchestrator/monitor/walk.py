@@ -6,23 +6,26 @@ It knows neither run nor processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.skips import SkipAt
-from orchestrator.monitor.history_parts import HistoryPart
-from orchestrator.monitor.reference_mixture import ReferenceMixture, rule_of
+from orchestrator.monitor.history_parts import HistoryPart, rule_at
+from orchestrator.monitor.reference_lists import ClaimedLists, begins_anew, lists_fault
+from orchestrator.monitor.reference_mixture import ReferenceMixture
 from orchestrator.monitor.reference_packing import NO_TARGET, ReferencePacker, Samples
 from orchestrator.monitor.reference_windows import ReferenceWindows
-from orchestrator.monitor.source_walk import SourceStretch, SourceWalk
+from orchestrator.monitor.source_walk import SourceWalk, Stretches
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.digest import batch_digest
-from orchestrator.records import Cursor, Int32Array, StepRecord
+from orchestrator.records import Cursor, Int32Array, MixtureShare, SourceCursor, StepRecord
 
+_COUNTED = ("documents", "special_texts")  # what counts in a source's cursor, and does not begin anew
 _RUN_TOKENS = 1 << 18  # skipped samples are drawn by so many tokens at a time
 
 
@@ -61,13 +64,18 @@ class PartWalk:
         encodes each document, too.
         """
         self._spec, self._part, self._begin = spec, part, part.begin
+        self._open = partial(
+            SourceWalk, spec, packer=packer, windows=windows, by_reference=by_reference
+        )
         # a history says itself how far it went: the last attempt's num_epochs may be smaller than an earlier
         # one's
         self._sources = {
-            plan.source: SourceWalk(spec, plan, part.begin, packer, windows, by_reference)
-            for plan in spec.plans
+            each.name: self._open(each.name, part.begin.sources.get(each.name, SourceCursor()))
+            for each in spec.sources
         }
-        self._numbers = {plan.source: number for number, plan in enumerate(spec.plans)}
+        self._numbers = {each.name: each.number for each in spec.sources}
+        self._lists = part.lists.get(part.before) if part.before is not None else None
+        self._closed: Stretches = {}  # of starts that another one has followed
         self._targets = part.begin.target_tokens
         self._skipped = (part.begin.skipped_samples, part.begin.skipped_tokens)
         self.passed: list[SkipAt] = []  # skips right before, or between, the wanted steps
@@ -88,6 +96,9 @@ class PartWalk:
             if index == part.wanted.start:
                 for source in self._sources.values():
                     source.before_wanted = source.place()
+            if reason := self._follow(part.lists[record.attempt], index):
+                yield Difference(index=index, reason=reason)
+                return
             for at in (at for at in part.skips if at.index == index):
                 if index >= part.wanted.start:
                     self.passed.append(at)
@@ -111,15 +122,42 @@ class PartWalk:
             else:
                 compared(num_tokens)
 
+    def _follow(self, lists: ClaimedLists, index: int) -> str | None:
+        """Goes on with the lists of the next step's attempt; why they cannot follow those before."""
+        before, self._lists = self._lists, lists
+        if before is lists:
+            return None
+        places = {name: walk.place() for name, walk in self._sources.items()}
+        if before is not None and (fault := lists_fault(before, lists, places)):
+            return fault
+        for source in lists.sources:
+            at, walk = places[source.name], self._sources[source.name]
+            first = begins_anew(source, at) if source.active and at != SourceCursor() else None
+            if first is None:
+                continue
+            if index <= self._part.wanted.start:
+                walk.before_wanted = at
+            self._closed[source.name, self._start(source.name, at)] = walk.stretch(may_be_last=True)
+            counts = {
+                name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)
+            }
+            anew = SourceCursor(epoch=first, **counts)
+            self._sources[source.name] = self._open(source.name, anew)
+            self._sources[source.name].before_wanted = anew
+        return None
+
+    def _start(self, source: str, at: SourceCursor) -> int:
+        return self._spec.lists_of(source).span(at.epoch).start
+
     def _pass(self, at: SkipAt, samples: int, tokens: int) -> str | None:
         """Draws what a claim says to have skipped; how it differs from what the stream holds there."""
         skip, drawn, done = at.skip, 0, 0
         seq_len = skip.seq_len
         said = f"attempt {at.attempt} says in its claim to have skipped {skip.samples:,} samples"
-        if len(self._sources) > 1:
-            before = self._begin.mixture if self._mixture is None else self._mixture.shares
-            num_bytes = {name: source.plan.manifest.num_bytes for name, source in self._sources.items()}
-            rule = rule_of(skip.settings, num_bytes)
+        mixed, lists = bool(skip.settings), self._part.lists[at.attempt]
+        if mixed:
+            before = self._shares(samples, tokens)
+            rule = rule_at(skip.settings, lists, self._part.num_bytes)
             self._mixture, self._mixed_in = ReferenceMixture(rule, before), 0
 
             def left(source: str, num: int) -> int:
@@ -127,12 +165,12 @@ class PartWalk:
 
         while done < skip.samples:
             num = min(max(1, _RUN_TOKENS // seq_len), skip.samples - done)
-            if self._mixture is not None and len(self._sources) > 1:
+            if self._mixture is not None and mixed:
                 turns = self._mixture.turns(num, None, seq_len, left)
                 if isinstance(turns, str):
                     return f"{said}: {turns}"
             else:
-                turns = [(next(iter(self._sources)), seq_len)] * num
+                turns = [(lists.active[0], seq_len)] * num
             _, wrong = self._samples(turns, seq_len)
             if wrong is not None:
                 return f"{said}: {wrong}"
@@ -159,15 +197,33 @@ class PartWalk:
             mixture=self._mixture.shares if self._mixture is not None else {},
         )
 
+    def _others(self, active: Collection[str]) -> bool:
+        """Whether something was trained of a source that is not read any more."""
+        gone = (walk for name, walk in self._sources.items() if name not in active)
+        return any(walk.place() != SourceCursor() for walk in gone)
+
+    def _shares(self, samples: int, tokens: int) -> Mapping[str, MixtureShare]:
+        """The mixture's counts by now. While there was one source, all was drawn from it."""
+        if self._mixture is not None:
+            return self._mixture.shares
+        drawn = samples + self._skipped[0], tokens + self._skipped[1]
+        only = [name for name, walk in self._sources.items() if walk.place() != SourceCursor()]
+        if self._begin.mixture or len(only) != 1:
+            return self._begin.mixture
+        return {only[0]: MixtureShare(weight=1, samples=drawn[0], tokens=drawn[1])}
+
     def _turns(self, record: StepRecord, num_samples: int, num_tokens: int) -> list[tuple[str, int]] | str:
         """(source, positions) of each of the step's samples, or why there are no such samples."""
         seq_len = self._part.seq_lens[record.attempt, record.generation]
-        if len(self._sources) > 1:
+        active = self._part.lists[record.attempt].active
+        if len(active) > 1 or self._mixture is not None or self._begin.mixture or self._others(active):
             if num_tokens < 1 or not 0 < num_samples <= num_tokens:
                 return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
             rule = self._part.rules[record.attempt]
             if self._mixture is None or self._mixed_in != record.attempt:
-                before = self._begin.mixture if self._mixture is None else self._mixture.shares
+                before = self._shares(
+                    record.consumed_samples - num_samples, record.consumed_tokens - num_tokens
+                )
                 self._mixture, self._mixed_in = ReferenceMixture(rule, before), record.attempt
 
             def left(source: str, num: int) -> int:
@@ -176,7 +232,7 @@ class PartWalk:
             return self._mixture.turns(num_samples, num_tokens, seq_len, left)
         if num_tokens < 1 or num_samples != ceil_div(num_tokens, seq_len):
             return f"the step took {num_samples} samples of {seq_len} for {num_tokens} tokens"
-        (source,) = self._sources
+        (source,) = active
         whole, rest = divmod(num_tokens, seq_len)
         return [(source, seq_len)] * whole + ([(source, rest)] if rest else [])
 
@@ -231,7 +287,11 @@ class PartWalk:
         """What makes the samples of a source."""
         return self._sources[source].packer
 
-    def stretches(self) -> dict[str, SourceStretch]:
+    def stretches(self) -> Stretches:
         """What the part took of each source, after its last step."""
         may_be_last = self._part.is_last or len(self._sources) > 1
-        return {name: walk.stretch(may_be_last) for name, walk in self._sources.items()}
+        last = {
+            (name, self._start(name, walk.place())): walk.stretch(may_be_last)
+            for name, walk in self._sources.items()
+        }
+        return self._closed | last

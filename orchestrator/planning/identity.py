@@ -25,6 +25,7 @@ STREAM_SETTINGS = (
     "data.fragment_bytes",
     "pack.mode",
 )
+OF_A_SOURCE = "data.sources."
 SOURCE_SETTINGS = ("format", "text_field")
 # Of a source whose content is not text, too: what its documents are made of.
 CONTENT_SETTINGS = {
@@ -71,6 +72,13 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
             if value := flat[f"data.{name}"] if own is None else own:  # older runs have none
                 settings[f"data.sources.{source['name']}.{name}"] = _canonical(value)
     return settings
+
+
+def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Of one source, by the field's name, as far as `values` say them: how its files are read."""
+    read = ("format", "text_field") if kind == "text" else ("format", *CONTENT_SETTINGS[kind])
+    found = {name: _canonical(values[name]) for name in read if name in values}
+    return found if kind == "text" else found | {"content": _canonical(kind)}
 
 
 def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from orchestrator.records import Cursor, SourceCursor
 
 FIRST = ""
+# What a place counts, and what does not begin anew with its source.
+_COUNTED = ("documents", "special_texts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,18 @@ class SourceLists:
         """
         return self.span(epoch).version(epoch)
 
+    @property
+    def began(self) -> int:
+        """The first epoch of its newest start: from here on limits of epochs count."""
+        return next(span.begin for span in self.spans if span.start == self.spans[-1].start)
+
+    @property
+    def begun_with(self) -> str:
+        """The list of its newest start."""
+        return ListSpan(begin=0, start=self.spans[-1].start).version(0)
+
     def epochs_before(self, epoch: int) -> int:
-        """How many epochs of its start lie before this one: what `num_epochs` counts."""
+        """How many epochs of its start lie before this one."""
         start = self.span(epoch).start
         return epoch - next(span.begin for span in self.spans if span.start == start)
 
@@ -75,6 +87,30 @@ class Wanted:
     names: tuple[str, ...]
     restart: frozenset[str] = frozenset()
     refresh: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """Which lists a job reads, and its place in them: `cursor` stands in lists of `sources`."""
+
+    sources: tuple[SourceLists, ...]
+    cursor: Cursor = Cursor()
+
+    def epoch(self, source: str) -> int:
+        """The epoch at hand."""
+        at = self.cursor.sources.get(source)
+        return 0 if at is None else at.epoch
+
+
+def order_of(version: str) -> tuple[int, int]:
+    """(start, the epoch that it was refreshed for, or -1) of a list: later lists are greater."""
+    start, is_refreshed, epoch = version.partition("e")
+    return int(start or 0), int(epoch) if is_refreshed else -1
+
+
+def start_of(version: str) -> int:
+    """The start that a list belongs to."""
+    return order_of(version)[0]
 
 
 def first_sources(wanted: Wanted) -> tuple[SourceLists, ...]:
@@ -143,13 +179,6 @@ def moved(sources: tuple[SourceLists, ...], cursor: Cursor) -> Cursor:
         newest = source.spans[-1]
         if at is not None and source.span(at.epoch).start != newest.start:
             begin = next(span.begin for span in source.spans if span.start == newest.start)
-            places[source.name] = SourceCursor(
-                epoch=begin,
-                documents=at.documents,
-                empty_documents=at.empty_documents,
-                bad_documents=at.bad_documents,
-                special_texts=at.special_texts,
-                filtered_documents=at.filtered_documents,
-                held_out_documents=at.held_out_documents,
-            )
+            counts = {name: getattr(at, name) for name in SourceCursor.__slots__ if name.endswith(_COUNTED)}
+            places[source.name] = SourceCursor(epoch=begin, **counts)
     return replace(cursor, sources=places)

@@ -8,7 +8,7 @@ returns one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from orchestrator.planning.batches import (
 from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
+from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.planning.skipping import Skip, SkipDecision
 from orchestrator.records import Cursor, StateKey, encode
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointInfo:
     """What the decision needs of a committed resume point. `world_size` is that of the generation that saved
-    it; no `encoders`: the run's first one made all of it.
+    it; no `encoders`: the run's first one made all of it; no `sources`: the lists of its first start.
     """
 
     name: str
@@ -48,6 +50,7 @@ class PointInfo:
     optimizer_steps: int
     budgets: Budgets
     encoders: tuple[EncoderSpan, ...] = ()
+    sources: tuple[SourceLists, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +79,9 @@ class ResumePlan:
     of `skip` (None: not drawn). `notes` are sentences: how the
     batch lies on the workers, what another number of them means, what is special about the data. `rewind`
     says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
-    data are not known), `skip` what is left out after the point (`cursor` is the point's own), `skip_note`
-    why a skip that is asked for is done already.
+    data are not known), `skip` what is left out after the point (`cursor` is the point's own), `lists` what
+    becomes of the sources (`cursor` is then where they begin anew); `skip_note` and `restart_note` say why a
+    skip or a restart that is asked for is done already.
     """
 
     action: str
@@ -102,12 +106,14 @@ class ResumePlan:
     sources: tuple[SourceSeen, ...] = ()
     skip: PlannedSkip | None = None
     skip_note: str = ""
+    lists: tuple[SourceChange, ...] = ()
+    restart_note: str = ""
     drawn: Skip | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
         document: dict[str, Any] = encode(self)
-        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note", "drawn"):
+        for inner in ("budgets", "encoders", "encoder", "rewind", "skip_note", "restart_note", "drawn"):
             del document[inner]
         return {**document, "notes": list(self.all_notes)}
 
@@ -139,15 +145,15 @@ class ResumePlan:
             html_text.lines(f"refused: {text}" for text in self.refusals),
             html_text.facts(pairs),
             html_text.table(("field", "old", "new", "on resume"), rows),
-            html_text.lines(map(str, (*self.sources, *([self.skip] if self.skip else ())))),
+            html_text.lines(map(str, (*self.sources, *self.lists, *([self.skip] if self.skip else ())))),
             html_text.lines(self.all_notes),
         )
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What a rewind sets aside, first, that a skip is done, and `notes`."""
-        said = (self.rewind, f"note: {self.skip_note}" if self.skip_note else "")
-        return (*filter(None, said), *self.notes)
+        """What a rewind sets aside, first, that a skip or a restart is done, and `notes`."""
+        done = [f"note: {note}" for note in (self.skip_note, self.restart_note) if note]
+        return (*filter(None, [self.rewind]), *done, *self.notes)
 
 
 def plan_resume(
@@ -161,6 +167,8 @@ def plan_resume(
     weights: Mapping[str, int] | None = None,
     num_blocks: Mapping[str, int] | None = None,
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
+    lists: tuple[SourceChange, ...] = (),
+    restart: RestartDecision = RestartDecision(),  # noqa: B008  frozen
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
@@ -168,17 +176,18 @@ def plan_resume(
     configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
     job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
     it is known, `installed` are the encoders here (see `encoders.choose_next`), `weights` and `num_blocks`
-    are those of the job's sources where they are known, `skip` what became of a skip that is asked for. A
-    refusal names the run,
-    both values and what to do; a stop that is already reached is no refusal but a resume with nothing
-    remaining. Raises `ConfigError` for a schedule without an end.
+    are those of the job's sources where they are known, `skip` and `restart` what became of a skip and of a
+    restart that are asked for, `lists` how the job's sources differ from the point's, whose cursor stands in
+    the job's. A refusal names the run, both values and what to do; a stop that is already reached is no
+    refusal but a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
     """
     old = _with_defaults(old_flat) if old_flat is not None else config.flat()
-    different = differences(old, config.flat(), rules)
+    different = differences(old, config.flat(), rules, restart.sources)
     refused = list(refusals(different, point.name if point else "", identities is not None))
     if identities is not None:
-        refused += _identity_refusals(identities, config, old_flat is not None)
-    refused += [skip.refusal] if skip.refusal else []
+        refused += _identity_refusals(identities, config, old_flat)
+    refused += [each.refusal for each in (skip, restart) if each.refusal]
+    refused += _both(skip, lists)
     refused += _pack_refusals(config, point)
     refused = [f"{config.run.run_uri}: {text}" for text in refused]  # which run, where several are at work
     cursor = point.cursor if point else Cursor()
@@ -211,7 +220,19 @@ def plan_resume(
         sources=sources_seen(cursor, weights, num_blocks) if weights is not None and num_blocks else (),
         skip=_planned_skip(skip, point),
         skip_note=skip.note,
+        lists=lists,
+        restart_note=restart.note,
     )
+
+
+def _both(skip: SkipDecision, lists: Iterable[SourceChange]) -> Iterator[str]:
+    """A skip is drawn from the sources of the point."""
+    changed = [each for each in lists if each.change != "refreshed"]
+    if skip.request is not None and changed:
+        yield (
+            f"{skip.request} leaves out samples of the point's sources, and this start changes them "
+            f"({'; '.join(map(str, changed))}); do one after the other, at two starts"
+        )
 
 
 def _planned_skip(skip: SkipDecision, point: PointInfo | None) -> PlannedSkip | None:
@@ -260,19 +281,29 @@ def step_label(point: PointInfo | None, global_batch_size: int, seq_len: int) ->
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], rules: Mapping[str, str]
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    rules: Mapping[str, str],
+    restarted: Collection[str] = (),
 ) -> tuple[Difference, ...]:
     """The fields that differ between two flat configurations, by name; what one of them lacks is None there.
 
-    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. A source's weight
-    and `max_epochs`, which may change, are named by the source (`data.sources.web.weight`). Also a
-    `train.precision` that is the weights' own type must stay, for a point's weights would have to be rounded.
+    `rules` maps a dotted path to its resume rule; a field that has none must stay the same. Fields of a
+    source are named by it (`data.sources.web.weight`); a source that only one of them has is a field of its
+    own (`data.sources.web`), which may change, as may the fields of a source that is `restarted`. The order
+    of sources means nothing. Also a `train.precision` that is the weights' own type must stay, for a point's
+    weights would have to be rounded.
     """
-    old, new = _by_source(old), _by_source(new)
+    names = _names(old), _names(new)
+    both = names[0] & names[1]
+    old, new = _by_source(old, both), _by_source(new, both)
 
     def rule(name: str) -> str:
         if name.startswith(_OF_A_SOURCE):
-            return "may_change"
+            source, _, of_it = name.removeprefix(_OF_A_SOURCE).rpartition(".")
+            free = of_it in _CHANGING or name.removeprefix(_OF_A_SOURCE) in names[0] ^ names[1]
+            anew = source in restarted and of_it != "loss"
+            return "may_change" if free or anew else "same"
         pure = name == "train.precision" and "pure_bf16" in (old.get(name), new.get(name))
         return "same" if pure else rules.get(name, "same")
 
@@ -284,19 +315,26 @@ def differences(
 
 
 _OF_A_SOURCE = "data.sources."
+_CHANGING = ("weight", "max_epochs")
 
 
-def _by_source(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """With what may change of each source as a field of its own; a single one's weight means nothing."""
+def _names(flat: Mapping[str, Any]) -> set[str]:
+    return {each["name"] for each in flat.get("data.sources") or ()}
+
+
+def _by_source(flat: Mapping[str, Any], both: Collection[str]) -> dict[str, Any]:
+    """With each field of the sources that `both` have, and each other source, as a field of its own; a single
+    one's weight means nothing.
+    """
     found = dict(flat)
-    sources = found.get("data.sources")
-    if not isinstance(sources, list):
-        return found
-    changing = ("weight", "max_epochs")
-    found["data.sources"] = [{k: v for k, v in each.items() if k not in changing} for each in sources]
-    told = changing if len(sources) > 1 else ("max_epochs",)
+    sources = found.pop("data.sources", None) or []
     for each in sources:
-        found |= {f"{_OF_A_SOURCE}{each['name']}.{name}": each.get(name) for name in told}
+        prefix = f"{_OF_A_SOURCE}{each['name']}"
+        if each["name"] not in both:
+            found[prefix] = each["path"]
+            continue
+        untold = ("name",) if len(sources) > 1 else ("name", "weight")
+        found |= {f"{prefix}.{name}": value for name, value in each.items() if name not in untold}
     return found
 
 
@@ -316,11 +354,9 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
 
 
 def is_content(difference: Difference) -> bool:
-    """Whether only names of contents differ: another path to a tokenizer, or to the same sources."""
-    old, new = difference.old, difference.new
-    if difference.field != "data.sources" or not isinstance(old, list) or not isinstance(new, list):
-        return difference.field == "data.tokenizer"
-    return [{**source, "path": None} for source in old] == [{**source, "path": None} for source in new]
+    """Whether only names of contents differ: another path to a tokenizer, or to a source."""
+    name = difference.field
+    return name == "data.tokenizer" or (name.startswith(_OF_A_SOURCE) and name.endswith(".path"))
 
 
 def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,11 +368,14 @@ def _with_defaults(old_flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _identity_refusals(
-    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, settings_named: bool
+    identities: tuple[RunIdentity, RunIdentity], config: JobConfig, old_flat: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
     old, new = identities
-    if settings_named:  # the differences have named the settings already
-        new = replace(new, settings=old.settings)
+    if old_flat is not None:  # the differences have named the settings already, but of sources that come back
+        back = _names(config.flat()) - _names(old_flat)
+        prefixes = tuple(f"{_OF_A_SOURCE}{name}." for name in back)
+        of_these = {name: value for name, value in new.settings.items() if name.startswith(prefixes)}
+        new = replace(new, settings=old.settings | of_these)
     return compare(old, new, accept_changed=config.resume.accept_changed)
 
 

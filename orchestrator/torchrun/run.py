@@ -32,6 +32,7 @@ from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import Screen, let_go
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import GroupMember, Held, Stall, decode, encode
@@ -136,8 +137,9 @@ def _lead(
     total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
     progress.begin(folder, attempt.number, rendezvous.world_size, total)
     with _ending(recorder), rendezvous.reporting_failure("decision"):
-        spec = starting.freeze(job, folder, spec, attempt.encoders)
-        rendezvous.publish("decision", [encode(attempt.budgets), [encode(span) for span in attempt.encoders]])
+        spec = starting.freeze(job, folder, spec, attempt)
+        spans = [encode(span) for span in attempt.encoders]
+        rendezvous.publish("decision", [encode(attempt.budgets), spans, encode(starting.reading_of(attempt))])
     for note in spec.notes:
         progress.say(f"note: {note}")
     starting.announce(progress.say, job, attempt, plan)
@@ -157,12 +159,12 @@ def _lead(
 
 
 def _follow(rendezvous: StoreRendezvous, job: JobConfig, folder: Path, fault_plan: str) -> Outcome | None:
-    """The other ranks: of the decision they need budgets and encoders; the data are frozen by then."""
+    """The other ranks: of the decision they need budgets, encoders and lists; the data are frozen by then."""
     decision = rendezvous.receive("decision")
     if decision is None:
         return None
-    budgets, encoders = decision
-    spec = starting.prepare(job, folder, freeze=True)
+    budgets, encoders, reading = decision
+    spec = starting.read_frozen_data(job, folder, decode(Reading, reading))
     spec = spec.made_by(tuple(decode(EncoderSpan, span) for span in encoders))
     return _train(
         rendezvous, job, spec, folder, decode(Budgets, budgets), None, lambda text: None, fault_plan

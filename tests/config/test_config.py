@@ -167,7 +167,10 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("cluster.address=somewhere", "expected null, auto, or host:port"),
         ("resume.from=480", "is 480; expected latest, or a point's name"),
         ("resume.data=skip", "is skip; say how much: set resume.skip_steps or resume.skip_samples"),
-        ("resume.data=restart", "is 'restart', which comes with a later version; continue and"),
+        ("resume={data: restart, skip_steps: 2}", "is restart, and a skip is given, too; do one after the"),
+        ("resume={restart_sources: [x]}", "names [\"x\"], the sources are [\"stdlib\"]; name these"),
+        ("resume={restart_sources: [stdlib], data: restart}", "which restarts all sources; leave"),
+        ("resume={restart_sources: [stdlib], skip_samples: 2}", "is given, and a skip; do one after the"),
         ("resume.skip_steps=0", "resume.skip_steps is 0; expected a whole number >= 1"),
         (
             "resume={skip_steps: 2, skip_samples: 7}",
@@ -377,7 +380,7 @@ def test_what_shapes_the_stream_stays_and_what_shapes_batches_may_change() -> No
     assert {rule for path, rule in rules.items() if path.startswith("train.")} == {"may_change"}
     decisive = (
         *("resume.from", "resume.data", "resume.skip_steps", "resume.skip_samples"),
-        *("resume.accept_changed", "data.max_bad_share"),
+        *("resume.restart_sources", "resume.accept_changed", "data.max_bad_share"),
     )
     assert {rules[p] for p in decisive} == {"may_change"}, "they decide what is trained, or whether"
     loose = ("cluster.", "monitor.", "resume.")

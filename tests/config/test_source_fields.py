@@ -22,7 +22,7 @@ def test_a_source_stored_before_it_had_a_content_is_the_same_source(tiny_config:
     assert differences(in_todays_fields({**flat, "data.sources": old}), flat, RULES) == ()
     other = [{**source, "content": "chat"} for source in old]
     assert [d.field for d in differences(in_todays_fields({**flat, "data.sources": other}), flat, RULES)] == [
-        "data.sources"
+        "data.sources.stdlib.content"
     ]
 
 

@@ -32,6 +32,11 @@ def as_told(document: Fields, seed: int) -> Iterator[Fields]:
             yield {**document, name: " ".join(words[number :: int(told)])}
 
 
+def twice(document: Fields, seed: int) -> list[Fields]:
+    del seed
+    return [document, document]
+
+
 def short_ones_only(document: Fields, seed: int) -> Fields | None:
     del seed
     return document if len(document["text"]) < 90 else None

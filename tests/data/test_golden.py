@@ -122,7 +122,7 @@ def test_the_layout_of_a_drawn_step() -> None:
     step = StepRange(first_sample=3, num_samples=2, num_tokens=5, seq_len=3)
     tokens, starts = np.array([10, 11, 12, 13, 14, 15], np.int32), np.array([2, 4], np.int64)
     run = Run(tokens=tokens, document_starts=starts)
-    drawn = StepSamples(step, [run], np.zeros(2, np.int32), Cursor(), True, ())
+    drawn = StepSamples(step, {0: run}, np.zeros(2, np.int32), Cursor(), True, ())
     batch = drawn.slice(3, 5)
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, 0]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, 15, -100]]

@@ -52,7 +52,9 @@ def packer_of(
     *chunks: TokenChunk, settings: StreamSettings = ONE, blocks: int = 1, done: bool = True
 ) -> Stream:
     packer = Stream(
-        Cursor(), [StreamSource(name="s", num_blocks=blocks, num_epochs=settings.num_epochs)], settings
+        Cursor(),
+        [StreamSource(name="s", number=0, num_blocks=lambda _: blocks, num_epochs=settings.num_epochs)],
+        settings,
     )
     for one in chunks:
         packer.feed(one)

@@ -159,7 +159,7 @@ def draw_all(
     cursor = cursor or Cursor()
     at = cursor.sources.get("made", SourceCursor())
     chunks = iter(c for c in chunks_of(windows, cuts) if c.block >= at.block and at.epoch == 0)
-    source = StreamSource(name="made", num_blocks=len(windows), num_epochs=1)
+    source = StreamSource(name="made", number=0, num_blocks=lambda _: len(windows), num_epochs=1)
     stream, rows, turn = Stream(cursor, [source], how), list[Row](), 0
     cursors, inside, reasons = list[Cursor](), list[Cursor](), list[str]()
     while True:
@@ -352,13 +352,13 @@ def test_another_length_is_refused_inside_a_windows_packs_and_taken_at_its_borde
     ]
     # a job of another length reads on what was trained with this one
     how, rest = settings_of("bestfit", 5), chunks_of(made, 9)
-    other = Stream(inside, [StreamSource(name="made", num_blocks=2, num_epochs=1)], how)
+    other = Stream(inside, [StreamSource(name="made", number=0, num_blocks=lambda _: 2, num_epochs=1)], how)
     coming = iter(rest)
     step = next_range(1, 7, 1, 7)
     assert step is not None
     assert draw_step(other, step, lambda _: next(coming, None)).cursor == border
     # of an open stream, too
-    source = StreamSource(name="made", num_blocks=2, num_epochs=1)
+    source = StreamSource(name="made", number=0, num_blocks=lambda _: 2, num_epochs=1)
     stream, chunks = Stream(Cursor(), [source], settings_of("bestfit", 7)), iter(chunks_of(made, 9))
     for seq_len, samples in ((3, 4), (7, 2)):
         step = next_range(stream.cursor.consumed_samples, 0, samples, seq_len)
@@ -471,7 +471,10 @@ def test_packed_samples_do_not_depend_on_the_steps_they_are_drawn_in(
 
 def test_under_stop_a_mixture_ends_before_the_first_pack_that_is_not_there() -> None:
     how, made = settings_of("pad", 4), documents([[(4, "all")] * 5])
-    sources = [StreamSource(name=name, num_blocks=1, num_epochs=1) for name in "ab"]
+    sources = [
+        StreamSource(name=name, number=number, num_blocks=lambda _: 1, num_epochs=1)
+        for number, name in enumerate("ab")
+    ]
     mixture = MixtureSettings(weights={"a": 2, "b": 1}, on_end="stop", by="tokens")
     stream = Stream(Cursor(), sources, how, mixture)
     coming = {name: iter(chunks_of(made, 9, name)) for name in "ab"}

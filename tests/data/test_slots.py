@@ -51,11 +51,14 @@ class Source:
         return [
             (self.name, epoch, block, window, chunk)
             for epoch in range(self.num_epochs)
-            for block in range(self.num_blocks)
+            for block in range(self.blocks(epoch))
             for window in range(self.real(epoch, block))
             for chunk in range(self.chunks_per_window)
             if (epoch, block, window) >= self.start
         ]
+
+    def blocks(self, epoch: int) -> int:
+        return self.num_blocks + epoch % 2
 
     def windows(self) -> SourceWindows:
         epoch, block, window = self.start
@@ -63,7 +66,7 @@ class Source:
         return SourceWindows(
             source=self.name,
             first=first if epoch < self.num_epochs else None,
-            num_blocks=self.num_blocks,
+            num_blocks=self.blocks,
             num_epochs=self.num_epochs,
             expected=self.guess,
         )

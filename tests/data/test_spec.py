@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.data import first_start, preparing
+from orchestrator.data import later_lists, preparing
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import freeze, from_parquet, to_parquet
@@ -238,7 +238,7 @@ def test_a_run_that_was_started_with_a_file_twice_goes_on_so_and_says_it(
     names = [f"{way}part-{i}.jsonl" for way in ("", "self/", "self/self/") for i in range(3)]
     with monkeypatch.context() as patch:  # as an older version listed
         every = replace(list_files("made", str(data), "jsonl"), names=tuple(names))
-        patch.setattr(first_start, "list_files", lambda *_: every)
+        patch.setattr(later_lists, "list_files", lambda *_: every)
         old = prepare_data(job(tiny_config, data), run)
     assert len(old.plans[0].manifest.files) == 9
     again = prepare_data(job(tiny_config, data), run)

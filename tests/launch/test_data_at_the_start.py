@@ -46,7 +46,7 @@ def started(job: JobConfig, meanwhile: Callable[[], object]) -> tuple[DataSpec, 
     assert starting.look_before_start(store, job, looked_at, nobody).action == "start"
     meanwhile()
     with starting.claimed(store, job, looked_at, 0) as (attempt, _):
-        return looked_at, starting.freeze(job, folder, looked_at, attempt.encoders)
+        return looked_at, starting.freeze(job, folder, looked_at, attempt)
 
 
 def frozen_digest(job: JobConfig) -> str:

@@ -28,7 +28,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import Cursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord, decode, encode
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
@@ -50,6 +50,7 @@ class SkippingRun:
         self.folder = starting.run_folder(parse_config(self.mapping))
         self.store = RunStore(Storage(str(self.folder)))
         self.trained: list[int] = []  # indices, in the order of training
+        self.batches: list[BatchSlice] = []
 
     def job(self, *overrides: str) -> JobConfig:
         return parse_config(self.mapping, overrides)
@@ -60,12 +61,13 @@ class SkippingRun:
     def begin(self, *overrides: str) -> Attempt:
         """A start command until it has claimed."""
         job = self.job(*overrides)
-        spec = starting.prepare(job, self.folder, freeze=True)
+        spec = starting.prepare(job, self.folder, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
         looked = starting.look_before_start(self.store, job, spec, lambda: newest)
         assert not starting.reached(looked)
         with starting.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
+            starting.freeze(job, self.folder, spec, attempt)
             starting.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
@@ -89,7 +91,8 @@ class SkippingRun:
                 target_tokens=cursor.target_tokens, global_batch_size=batch, seq_len=seq_len,
             )
         )  # fmt: skip
-        feed = InProcessFeed(starting.prepare(job, self.folder, freeze=False).made_by(attempt.encoders))
+        data = starting.read_frozen_data(job, self.folder, starting.reading_of(attempt))
+        feed = InProcessFeed(data.made_by(attempt.encoders))
         for _ in range(num_steps):
             asked = StepRange(
                 first_sample=cursor.consumed_samples, num_samples=batch, num_tokens=batch * seq_len,
@@ -99,6 +102,7 @@ class SkippingRun:
             if not taken.step.num_samples:
                 break
             self.trained += range(taken.first_index, taken.first_index + taken.step.num_samples)
+            self.batches.append(taken)
             cursor, key = taken.cursor, replace(key, step=key.step + 1)
             journal.step(
                 StepRecord(

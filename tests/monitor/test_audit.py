@@ -23,7 +23,7 @@ from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.coordinator import attempt as attempt_module
 from orchestrator.coordinator.attempt import survey
-from orchestrator.data import first_start
+from orchestrator.data import later_lists
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog
 from orchestrator.data.feed.local_feed import InProcessFeed
@@ -876,7 +876,7 @@ def test_of_files_that_an_older_version_listed_twice_no_document_is_said_to_be_t
     names = tuple(f"{folder}part-{i}.jsonl" for folder in ("", "self/") for i in range(3))
     with monkeypatch.context() as older:
         listed = replace(list_files("made", str(tmp_path / "data"), "jsonl"), names=names)
-        older.setattr(first_start, "list_files", lambda *_: listed)
+        older.setattr(later_lists, "list_files", lambda *_: listed)
         run = TrainedRun(mapping)
     run.attempt(1000)
     report = run.audit()

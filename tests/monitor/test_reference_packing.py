@@ -217,7 +217,7 @@ def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
     chunks = [chunk for epoch in range(3) for chunk in epoch_chunks(blocks, epoch)]
     of_the_run = [chunk for chunk in chunks if chunk.epoch < 2]
     wide = StreamSettings(num_epochs=2, max_bad_share=1.0)
-    source = StreamSource(name="made", num_blocks=len(blocks) + 1, num_epochs=2)
+    source = StreamSource(name="made", number=0, num_blocks=lambda _: len(blocks) + 1, num_epochs=2)
     trainer = Stream(Cursor(), [source], wide)
     for chunk in of_the_run:
         trainer.feed(chunk)

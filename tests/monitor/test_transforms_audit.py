@@ -15,7 +15,7 @@ from orchestrator.data.sources.windows import OrderedWindow
 from orchestrator.data.tokens import chunks
 from orchestrator.data.transforms import Output
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import TokenChunk
+from orchestrator.records import Cursor, TokenChunk
 from tests.data.making import write_corpus
 from tests.data.test_transforms import HERE, told_texts
 from tests.monitor.test_audit import TrainedRun
@@ -188,3 +188,21 @@ def test_a_transform_that_makes_another_thing_later_is_found(tmp_path: Path, tin
         mood["now"] = 0
     assert found is not None
     assert "trained samples have digest" in found["reason"]
+
+
+def test_a_cursor_at_the_second_document_of_an_epochs_first_record_is_no_epochs_begin(
+    tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = transformed_run(tmp_path, tiny_config, transforms=[f"{HERE}:twice"], holdout=0.0)
+    first = next(chunk for chunk in run.spec.chunks(Cursor()))
+    assert (first.record[:2].tolist(), first.outputs[:2].tolist()) == ([0, 0], [0, 1])
+    run.attempt(1, batch=1, seq_len=int(first.num_tokens[0]))
+    at = run.cursor.sources["made"]
+    assert (at.block, at.window, at.record, at.output, at.piece, at.token) == (0, 0, 0, 1, 0, 0)
+    (text,) = run.audit()["not_shown"]
+    assert text == "completeness of epoch 0 (the audited steps end inside it); no duplicates found"
+    for _ in range(3):
+        run.attempt(1, batch=1, seq_len=7)
+    whole = run.audit()
+    assert whole["exactly_once"], whole["first_difference"]
+    assert in_parts(run, monkeypatch, 1) == whole

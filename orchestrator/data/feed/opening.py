@@ -80,13 +80,17 @@ def source_windows(spec: DataSpec, cursor: Cursor) -> list[SourceWindows]:
         SourceWindows(
             source=plan.source,
             first=next(spec.tasks_from(cursor, plan.source), None),
-            num_blocks=plan.num_blocks,
+            num_blocks=partial(spec.num_blocks, plan.source),
             num_epochs=spec.num_epochs(plan.source),
-            expected=partial(expected_windows, plan, spec.settings),
+            expected=partial(_expected, spec, plan.source),
             share=float(spec.weights[plan.source]),
         )
         for plan in spec.plans
     ]
+
+
+def _expected(spec: DataSpec, source: str, epoch: int, position: int) -> int:
+    return expected_windows(spec.plan_of(source, epoch), spec.settings, epoch, position)
 
 
 def expected_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, position: int) -> int:

@@ -128,7 +128,7 @@ class Tokenizer:
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
         task, window = self._read(slot)
-        plan = self._spec.source_plan(task.source)
+        plan = self._spec.plan_of(task.source, task.epoch)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
             # said for each chunk, so that a place that is left is left within a chunk
             if not self._working(slot, 0):
@@ -140,7 +140,8 @@ class Tokenizer:
         others can then be given. Raises `NotWantedError` if there is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
-            plan, passed = self._spec.source_plan(task.source), WorkReports(partial(self._working, slot))
+            plan = self._spec.plan_of(task.source, task.epoch)
+            passed = WorkReports(partial(self._working, slot))
             found = self._blocks.read(task, plan, self._spec.settings, passed)
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
             if not ray.get(self._feeder.read.remote(self._pipeline, slot, task, num_windows)):

@@ -33,8 +33,8 @@ class NoTask(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceWindows:
-    """A source from `first` on (None: its data are over there), for `num_epochs` epochs (None: endless) of
-    `num_blocks` blocks.
+    """A source from `first` on (None: its data are over there), until epoch `num_epochs` begins (None:
+    endless). `num_blocks` says how many blocks an epoch has.
 
     `expected` says of (epoch, block) how many windows it will probably have: an estimate, at least 1, wrong
     in either direction without harm to the stream. `share` is the source's part of the mixture, in tokens and
@@ -43,7 +43,7 @@ class SourceWindows:
 
     source: str
     first: WindowTask | None
-    num_blocks: int
+    num_blocks: Callable[[int], int]
     num_epochs: int | None
     expected: Callable[[int, int], int]
     share: float = 1.0
@@ -266,7 +266,7 @@ class _Source:
 
     def _block_after(self, block: _Block) -> _Block | None:
         epoch, number = block.epoch, block.block + 1
-        if number == self._windows.num_blocks:
+        if number == self._windows.num_blocks(epoch):
             epoch, number = epoch + 1, 0
         num_epochs = self._windows.num_epochs
         if num_epochs is not None and epoch >= num_epochs:

@@ -32,7 +32,7 @@ class Drawing:
 
     def samples(self, seq_len: int) -> Iterator[Sample]:
         """All samples to the end of the data."""
-        return draw_samples(self._stream, self._names, self._next_chunk, seq_len)
+        return draw_samples(self._stream, self._next_chunk, seq_len)
 
     def steps(self, global_batch_size: int, seq_len: int) -> Iterator[StepSamples]:
         """All steps to the end of the data, the last one of fewer samples if need be."""

@@ -48,6 +48,7 @@ class SampleStream:
                 f"rank={rank!r} of world_size={world_size!r}: a rank is a whole number from 0 to "
                 "world_size - 1; nothing is read"
             )
+        _require_one_list(config, at)
         self._config, self._rank, self._world_size = config, rank, world_size
         # what prepares the data reads them; every other place in them is opened without that
         prepared = prepare_data(_with_any_encoder(config) if isinstance(at, Mapping) else config)
@@ -147,8 +148,9 @@ class SampleStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at exactly the next unread token of `state`. Raises `DataIdentityError` with both values if
-        it is a state of another stream.
+        it is a state of another stream, `RefusedError` where the configuration asks for a restart.
         """
+        _require_one_list(self._config, state)
         self._open(state)
 
 
@@ -157,6 +159,21 @@ def _with_any_encoder(config: JobConfig) -> JobConfig:
     for its stream, and `continue_from` takes that.
     """
     return config.model_copy(update={"data": config.data.model_copy(update={"encoder": TOKENIZERS})})
+
+
+def _require_one_list(config: JobConfig, at: Place) -> None:
+    """Raises `RefusedError` for what needs a run's folder to keep lists of files in."""
+    if config.data.refresh is not None:
+        raise RefusedError(
+            f"data.refresh={config.data.refresh}: lists of epochs are kept in a run's folder, and a stream "
+            "without a run has none; set data.refresh=null, and open a new stream for new files"
+        )
+    asks = config.resume.data == "restart" or config.resume.restart_sources
+    if asks and at is not None:
+        raise RefusedError(
+            "resume.data=restart or resume.restart_sources is set, and the stream is opened at a place in "
+            "its files: only a run can begin sources anew; open it without a state, or leave the restart out"
+        )
 
 
 def _is_int(value: object) -> bool:

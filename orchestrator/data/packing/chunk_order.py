@@ -5,6 +5,8 @@ It knows no packing: every packer of a source asks it about each chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from orchestrator.data.packing.segments import Counts
 from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, FeedError
@@ -12,15 +14,15 @@ from orchestrator.records import SourceCursor, TokenChunk
 
 
 class ChunkOrder:
-    """The order of one source's chunks from a cursor on. `num_epochs` is the source's limit; None: it has no
-    end.
+    """The order of one source's chunks from a cursor on. `num_blocks` says how many blocks an epoch has;
+    `num_epochs` is the epoch before which the source ends (None: it has no end).
     """
 
     def __init__(
         self,
         start: SourceCursor,
         source: str,
-        num_blocks: int,
+        num_blocks: Callable[[int], int],
         settings: StreamSettings,
         num_epochs: int | None,
     ) -> None:
@@ -61,7 +63,7 @@ class ChunkOrder:
             block, window = block + 1, 0
         elif chunk.ends_window:
             window += 1
-        ends_epoch = block == self._num_blocks
+        ends_epoch = block == self._num_blocks(epoch)
         if ends_epoch:
             if self._epoch_tokens < 2 and not self._settings.held_out:
                 raise DataError(

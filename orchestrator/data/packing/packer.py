@@ -7,7 +7,7 @@ place in the order is checked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class Packer:
         self,
         start: SourceCursor,
         source: str,
-        num_blocks: int,
+        num_blocks: Callable[[int], int],
         settings: StreamSettings,
         num_epochs: int | None,
     ) -> None:

@@ -6,7 +6,7 @@ run it. (The Feeder's chunks come by themselves: there `feed.opening` does the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,18 +69,14 @@ def open_samples(spec: DataSpec, cursor: Cursor, seq_len: int) -> Iterator[Sampl
     """
     encoders = spec.build_encoders()
     chunks = {plan.source: spec.chunks(cursor, plan.source, encoders) for plan in spec.plans}
-    return draw_samples(
-        spec.stream(cursor, seq_len), list(chunks), lambda source: next(chunks[source], None), seq_len
-    )
+    return draw_samples(spec.stream(cursor, seq_len), lambda source: next(chunks[source], None), seq_len)
 
 
 def draw_samples(
-    stream: Stream, names: Sequence[str], next_chunk: Callable[[str], TokenChunk | None], seq_len: int
+    stream: Stream, next_chunk: Callable[[str], TokenChunk | None], seq_len: int
 ) -> Iterator[Sample]:
-    """The samples of a stream from where it stands, fed as `draw_step` does; `names` are its sources' in the
-    order in which they are numbered.
-    """
-    num_samples = max(1, _RUN_TOKENS // seq_len)
+    """The samples of a stream from where it stands, fed as `draw_step` does."""
+    num_samples, names = max(1, _RUN_TOKENS // seq_len), stream.names
     while True:
         step = StepRange(
             first_sample=stream.cursor.consumed_samples,

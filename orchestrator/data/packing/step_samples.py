@@ -6,7 +6,7 @@ It knows no chunk and no file; the stream makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +32,7 @@ class StepSamples:
     def __init__(
         self,
         step: StepRange,
-        runs: Sequence[Run | PackedRun],
+        runs: Mapping[int, Run | PackedRun],
         numbers: Int32Array,
         cursor: Cursor,
         end_of_data: bool,
@@ -56,12 +56,12 @@ class StepSamples:
     @cached_property
     def targets(self) -> int:
         """Target tokens of the step: positions that are neither padding nor masked."""
-        return sum(run.num_targets for run in self._runs)
+        return sum(run.num_targets for run in self._runs.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes that keeping it costs."""
-        return self.numbers.nbytes + sum(run.nbytes for run in self._runs)
+        return self.numbers.nbytes + sum(run.nbytes for run in self._runs.values())
 
     @cached_property
     def digest(self) -> int:
@@ -116,13 +116,16 @@ class StepSamples:
         """
         return _arrays(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
 
-    def _cut(self, start: int, stop: int) -> tuple[Run | PackedRun, ...]:
+    def _cut(self, start: int, stop: int) -> dict[int, Run | PackedRun]:
         """The runs of samples [start, stop) alone, counted within the step."""
         if len(self._runs) == 1:
-            return (self._runs[0].cut(start, stop, self.step.seq_len),)
-        first, last = (np.bincount(self.numbers[:at], minlength=len(self._runs)) for at in (start, stop))
-        ranges = zip(self._runs, first.tolist(), last.tolist(), strict=True)
-        return tuple(run.cut(begin, end, self.step.seq_len) for run, begin, end in ranges)
+            ((number, only),) = self._runs.items()
+            return {number: only.cut(start, stop, self.step.seq_len)}
+        cut = {}
+        for number, run in self._runs.items():
+            first, last = (int((self.numbers[:at] == number).sum()) for at in (start, stop))
+            cut[number] = run.cut(first, last, self.step.seq_len)
+        return cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +138,7 @@ class StepShare:
     start: int
     stop: int
     numbers: Int32Array  # (stop - start,) the number of each sample's source
-    runs: tuple[Run | PackedRun, ...]  # by the source's number
+    runs: dict[int, Run | PackedRun]  # by the source's number
     step_targets: int
     step_digest: int
     cursor: Cursor
@@ -144,7 +147,7 @@ class StepShare:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return self.numbers.nbytes + sum(run.nbytes for run in self.runs)
+        return self.numbers.nbytes + sum(run.nbytes for run in self.runs.values())
 
     def slice(self) -> BatchSlice:
         """The same with arrays of its own, which belong to the caller."""
@@ -161,10 +164,11 @@ class StepShare:
         )
 
 
-def _arrays(numbers: Int32Array, runs: Sequence[Run | PackedRun], seq_len: int) -> Arrays:
+def _arrays(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
     """All samples of these runs, in the order in which their sources take turns."""
     if len(runs) == 1:
-        return (numbers, *runs[0].rows(0, len(numbers), seq_len))
+        (only,) = runs.values()
+        return (numbers, *only.rows(0, len(numbers), seq_len))
     table = np.empty((3, len(numbers), seq_len), np.int32)
     for number in np.unique(numbers).tolist():
         mine = numbers == number

@@ -14,7 +14,7 @@ import numpy as np
 from orchestrator.data.packing.packer import Packer, RunCursors
 from orchestrator.data.packing.runs import PackedRun, Run
 from orchestrator.data.packing.step_samples import StepSamples
-from orchestrator.data.packing.window_packer import PackCursors, WindowPacker
+from orchestrator.data.packing.window_packer import PackCursors, PathOf, WindowPacker
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
@@ -26,21 +26,23 @@ __all__ = ["Stream", "StreamSource"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """What the stream has to know of a source: its name, its blocks in an epoch, and its limit of epochs
-    (None: endless). `path_of` gives a file's path by its number, for messages.
+    """What the stream has to know of a source: its name, its number in the digests, how many blocks an epoch
+    has, and the epoch before which it ends (None: endless). `path_of` gives a file's path by epoch and
+    number, for messages.
     """
 
     name: str
-    num_blocks: int
+    number: int
+    num_blocks: Callable[[int], int]
     num_epochs: int | None
-    path_of: Callable[[int], str] = str
+    path_of: PathOf | None = None
 
 
 class Stream:
     """Chunks in, steps out, from a cursor on. Holds the chunks not drawn yet; not for several threads.
 
     `feed` each source's chunks from the cursor on, in that source's order, then `finish` it; `draw`
-    consecutive steps. Sources are numbered as they are given. With one source, its last sample is padded
+    consecutive steps. With one source, its last sample is padded
     where the data do not fill it. With several, data rule 20: under `on_end: stop` the stream ends before the
     first sample that its source cannot fill; under `drop` that source gives what it has, and the others go
     on.
@@ -56,8 +58,11 @@ class Stream:
         """`mixture` is needed for several sources."""
         self._before = cursor
         self._names = [source.name for source in sources]
+        self._numbers = {source.name: source.number for source in sources}
         # one source goes without a mixture's counts, unless it was one of several
-        self._mixed = len(sources) > 1 or bool(cursor.mixture)
+        self._mixed = (
+            len(sources) > 1 or bool(cursor.mixture) or not cursor.sources.keys() <= self._numbers.keys()
+        )
         self._packers = {
             source.name: _packer(cursor.sources.get(source.name, SourceCursor()), source, settings)
             for source in sources
@@ -70,6 +75,11 @@ class Stream:
         self._mixture = Mixture.at(weights, self._limits, _shares(cursor), by)
         self._asked: StepRange | None = None  # the shape of the steps that are drawn
         self._needs: frozenset[str] | None = None  # until it is asked for again
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The sources by their numbers."""
+        return {number: name for name, number in self._numbers.items()}
 
     @property
     def cursor(self) -> Cursor:
@@ -231,10 +241,8 @@ class Stream:
                 num_tokens=plan.num_tokens,
                 seq_len=step.seq_len,
             ),
-            runs=runs,
-            numbers=np.array([self._names.index(name) for name in plan.sources], np.int32)
-            if several
-            else np.zeros(len(plan.sources), np.int32),
+            runs=dict(zip(self._numbers.values(), runs, strict=True)),
+            numbers=np.array([self._numbers[name] for name in plan.sources], np.int32),
             cursor=self._before,
             end_of_data=plan.ends,
             bad_reasons=reasons,
@@ -246,7 +254,8 @@ def _packer(start: SourceCursor, source: StreamSource, settings: StreamSettings)
     """What makes samples of a source's chunks, by `pack.mode`."""
     if settings.pack_mode == "concat":
         return Packer(start, source.name, source.num_blocks, settings, source.num_epochs)
-    return WindowPacker(start, source.name, source.num_blocks, settings, source.num_epochs, source.path_of)
+    path_of = {} if source.path_of is None else {"path_of": source.path_of}
+    return WindowPacker(start, source.name, source.num_blocks, settings, source.num_epochs, **path_of)
 
 
 def _shares(cursor: Cursor) -> Mapping[str, MixtureShare]:

@@ -35,7 +35,11 @@ from orchestrator.records import (
     TokenChunk,
 )
 
-PathOf = Callable[[int], str]  # a file's number in the manifest
+PathOf = Callable[[int, int], str]  # (epoch, a file's number in its list)
+
+
+def _by_number(_: int, file: int) -> str:
+    return str(file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,10 +196,10 @@ class WindowPacker:
         self,
         start: SourceCursor,
         source: str,
-        num_blocks: int,
+        num_blocks: Callable[[int], int],
         settings: StreamSettings,
         num_epochs: int | None,
-        path_of: PathOf = str,
+        path_of: PathOf = _by_number,
     ) -> None:
         """`num_epochs` is the source's limit; None: it has no end."""
         self._source, self._settings, self._path_of = source, settings, path_of
@@ -318,7 +322,9 @@ class WindowPacker:
         kept, long_documents = documents.length > 1, tuple[str, ...]()
         if settings.long_document != "split":
             long = documents.length > self._seq_len + 1
-            long_documents = tuple(self._long(documents, int(number)) for number in np.flatnonzero(long))
+            long_documents = tuple(
+                self._long(documents, int(number), begin.epoch) for number in np.flatnonzero(long)
+            )
             if long_documents and settings.long_document != "skip":
                 raise DataError(
                     f"{long_documents[0]}; set pack.long_document=split or skip in a new run (another "
@@ -350,9 +356,9 @@ class WindowPacker:
             reasons=reasons,
         )
 
-    def _long(self, documents: _Documents, number: int) -> str:
+    def _long(self, documents: _Documents, number: int, epoch: int) -> str:
         """Says of a document that it is too long."""
-        path, place = self._path_of(int(documents.file[number])), int(documents.place[number])
+        path, place = self._path_of(epoch, int(documents.file[number])), int(documents.place[number])
         return (
             f"{path}: the document at {place} (source {self._source}) has {documents.length[number]:,} "
             f"tokens, a sample of pack.seq_len={self._seq_len:,} holds {self._seq_len + 1:,}"

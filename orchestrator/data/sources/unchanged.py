@@ -55,18 +55,19 @@ def compare_files(
     return manifest, found.now, (*listing.notes(source.name), *_notes(listing, frozen, found.changed, later))
 
 
-def find_unchanged(source: SourceConfig, frozen: Manifest) -> Manifest:
+def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manifest:
     """The frozen list, at a folder in which its files lie as they were frozen: that of the path that the job
-    names, or the one in which the run was started. It needs no path to mean these files now: a relative one
-    does in one folder only, and files that came later are none of the run's.
+    names (None: it names none), or the one in which they were listed. It needs no path to mean these files
+    now: a relative one does in one folder only, and files that came later are none of the list's.
 
     Raises `DataIdentityError` with both values for files that are changed or gone, in the folder where the
     fewest are.
     """
     bases = dict[str, Listing | None]()
     with suppress(ConfigError):
-        listing = list_files(source.name, source.path, frozen.format, frozen.base)
-        bases[listing.base] = listing
+        if path is not None:
+            listing = list_files(frozen.source, path, frozen.format, frozen.base)
+            bases[listing.base] = listing
     bases.setdefault(frozen.base, None)
     wrong: list[tuple[Sequence[str], Sequence[str]]] = []
     for base, here in bases.items():

@@ -20,18 +20,21 @@ import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
+from orchestrator.coordinator.sources import SourcesHere, sources_here
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
-from orchestrator.launch.start import prepare
+from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.records import encode
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
@@ -89,10 +92,13 @@ class Planner:
             wanted = asked.point or "latest"
             job = parse_config(nested(in_todays_fields(flat)), [*asked.overrides, f"resume.from={wanted}"])
             point, damages, refused = self._choose(views, wanted)
-            data = self._look_at_data(job)
-            facts, key = views.facts, point.key if point is not None else None
-            skip = skip_here(job, key, facts.files.parents.values(), facts.path.lineage)
-            found = decide(self._run.store, job, point, data.identities, data=data.spec, skip=skip)
+            facts, key, store = views.facts, point.key if point is not None else None, self._run.store
+            parents = tuple(facts.files.parents.values())
+            skip = skip_here(job, key, parents, facts.path.lineage)
+            info = point_info(store, point) if point is not None else None
+            here = sources_here(job, Path(store.storage.root), info, parents, facts.path.lineage)
+            data = self._look_at_data(job, here)
+            found = decide(store, job, point, data.identities, data=data.spec, skip=skip, here=here)
             found = _completed(found, data, damages, refused, point)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))
@@ -122,15 +128,17 @@ class Planner:
             return _readable(store, wanted), (), (str(error),)
         return point, damages, ()
 
-    def _look_at_data(self, job: JobConfig) -> _Data:
+    def _look_at_data(self, job: JobConfig, here: SourcesHere) -> _Data:
         pack = "" if job.pack.mode == "concat" else job.to_json()["pack"]
-        key = json.dumps([job.to_json()["data"], job.resume.accept_changed, pack])
+        epochs = [here.reading.epoch(source.name) for source in job.data.sources]
+        lists = [encode(here.reading.sources), epochs]
+        key = json.dumps([job.to_json()["data"], job.resume.accept_changed, pack, lists])
         known = self._data.get(key)
         if known is None or self._clock() - known[0] > _DATA_S:
-            known = self._data[key] = (self._clock(), self._data_now(job))
+            known = self._data[key] = (self._clock(), self._data_now(job, here))
         return known[1]
 
-    def _data_now(self, job: JobConfig) -> _Data:
+    def _data_now(self, job: JobConfig, here: SourcesHere) -> _Data:
         run = self._run.store.read_run()
         if run is None:
             return _Data(identities=None, notes=(), refusals=())
@@ -139,7 +147,7 @@ class Planner:
             note = "the data are not looked at: this machine does not see the run's tokenizer"
             return _Data(identities=same, notes=(note,), refusals=())
         try:
-            spec = prepare(job, Path(self._run.store.storage.root), freeze=False)
+            spec = read_frozen_data(job, here.folder, here.reading)
         except DataIdentityError as error:
             return _Data(identities=None, notes=(), refusals=(str(error),))
         except OrchestratorError as error:  # they are elsewhere: this machine need not see them

@@ -33,6 +33,7 @@ _FORMS: dict[str, str] = {
     EventKind.UNREADABLE_FILE: "{file} is not as it was written: {reason}",
     EventKind.LEFTOVER_KEPT: "What was left of the save of {point} could not be removed: {reason}",
     EventKind.LEFTOVER_REMOVED: "What was left of the save of {point} was removed",
+    EventKind.SOURCES_CHANGED: "Sources: {text}",
     EventKind.SAMPLES_SKIPPED: "{samples} samples ({tokens} tokens) after {point} are skipped on purpose, "
     "from sample {first_index} on: {setting}",
     EventKind.BAD_DOCUMENT: "Document skipped: {text}",

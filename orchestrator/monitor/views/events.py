@@ -26,6 +26,7 @@ _LEVEL = {
     EventKind.POINT_COMMITTED: "point", EventKind.DELETING_POINTS: "point", EventKind.POINTS_DELETED: "point",
     EventKind.POINT_VERIFIED: "point", "point pinned": "point", "point unpinned": "point",
     EventKind.BAD_DOCUMENT: "data", EventKind.ENCODERS_DIFFER: "data", EventKind.SAMPLES_SKIPPED: "data",
+    EventKind.SOURCES_CHANGED: "data",
 }  # fmt: skip
 _OWN = frozenset({"seq", "run", "run_id", "time", "config"})  # of a line, and not shown with an event
 

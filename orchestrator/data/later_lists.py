@@ -1,0 +1,133 @@
+"""Lists of files that come after a run's first start, as they are now: for a restart, with a source that is
+added, for an epoch that is refreshed; and as they were frozen.
+
+It decides nothing: `planning.manifests` says which list an epoch reads.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.data.frozen import LaterList, manifest_path, read_later, write_later
+from orchestrator.data.sources import manifest as manifests
+from orchestrator.data.sources.documents import Content
+from orchestrator.data.sources.fragments import SourcePlan, frozen_at, plan_source
+from orchestrator.data.sources.listing import list_files
+from orchestrator.errors import ConfigError, DataIdentityError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import SourceConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A list as it is now: its plan, the absolute paths that it was listed by, and what to say of it."""
+
+    plan: SourcePlan
+    paths: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def later(self, version: str, fragment_bytes: int, window_bytes: int) -> LaterList:
+        """What is frozen of it under a version."""
+        return LaterList(
+            manifest=self.plan.manifest,
+            version=version,
+            fragment_bytes=fragment_bytes,
+            window_bytes=window_bytes,
+            fragments_per_block=self.plan.fragments_per_block,
+            paths=self.paths,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """How a source is listed, and into what its files are cut. `path` is as the configuration has it."""
+
+    name: str
+    path: str | tuple[str, ...]
+    format: str
+    content: Content
+    fragment_bytes: int
+    window_bytes: int
+
+    def now(self) -> Found:
+        """Its files as they are now. Raises `ConfigError` if there are none, if they hold no records, or are
+        not of the format; `DataError` if one cannot be read.
+        """
+        listing = list_files(self.name, self.path, self.format)
+        manifest = manifests.freeze_listed(self.name, listing, self.format, self.content)
+        plan = plan_source(manifest, self.fragment_bytes, self.window_bytes)
+        if not plan.num_blocks:
+            raise ConfigError(
+                f"data.sources {self.name}: the {len(manifest.files)} files of {self.path!r} hold no "
+                "records; fix the path"
+            )
+        return Found(plan=plan, paths=listing.paths, notes=tuple(listing.notes(self.name)))
+
+
+def listed_as(source: SourceConfig, fragment_bytes: int, window_bytes: int) -> Listed:
+    """How a source of a configuration is listed."""
+    content = Content(
+        kind=source.content,
+        text_field=source.text_field,
+        messages_field=source.messages_field,
+        prompt_field=source.prompt_field,
+        completion_field=source.completion_field,
+    )
+    return Listed(
+        name=source.name,
+        path=source.path,
+        format=source.format,
+        content=content,
+        fragment_bytes=fragment_bytes,
+        window_bytes=window_bytes,
+    )
+
+
+def later_plan(folder: Path, found: LaterList, base: str | None = None) -> SourcePlan:
+    """The plan of a frozen list, with its files at `base` (None: where they were). Raises `DataIdentityError`
+    where this program makes other blocks of it.
+    """
+    manifest = found.manifest if base is None else replace(found.manifest, base=base)
+    plan = plan_source(manifest, found.fragment_bytes, found.window_bytes)
+    if plan.fragments_per_block != found.fragments_per_block:
+        raise DataIdentityError(
+            f"source {plan.source} was frozen with {found.fragments_per_block} fragments per block, this "
+            f"program makes {plan.fragments_per_block}; use the version of orchestrator that the run was "
+            "started with"
+        )
+    path = os.path.abspath(folder / manifest_path(plan.source, found.version))
+    return frozen_at(plan, path, found.fragment_bytes, found.window_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refreshing:
+    """Lists that come with their epoch (`data.refresh: epoch`), kept in the run's `folder`. `bases` say where
+    the files of a folder lie that a list was frozen with, if that is elsewhere now.
+    """
+
+    folder: str
+    sources: tuple[Listed, ...]
+    bases: dict[str, str] = field(default_factory=dict)
+
+    def plan(self, source: str, version: str) -> SourcePlan:
+        """The list of a refreshed epoch: frozen by whoever comes to it first, and the same for all others,
+        in any process and any attempt (data rule 24). Raises as `Listed.now` and `read_later`.
+        """
+        listed = next(each for each in self.sources if each.name == source)
+        return _refreshed(self.folder, listed, version, tuple(self.bases.items()))
+
+
+# A process has few sources, and of each the list of the epoch at hand and the next.
+@lru_cache(maxsize=64)
+def _refreshed(folder: str, listed: Listed, version: str, bases: tuple[tuple[str, str], ...]) -> SourcePlan:
+    where = Path(folder)
+    found = read_later(where, listed.name, version)
+    if found is None:
+        now = listed.now().later(version, listed.fragment_bytes, listed.window_bytes)
+        found = write_later(where, now)
+    return later_plan(where, found, dict(bases).get(found.manifest.base))

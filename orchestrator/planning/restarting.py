@@ -1,0 +1,196 @@
+"""Sources that a resume starts anew (`resume.data: restart`, `resume.restart_sources`): what was asked for,
+whether it is done already on a history, and what becomes of a job's sources (data rule 23).
+
+It reads no data and lists no files. A restart belongs to the claim, as a skip does, so that everybody who
+continues, reads or proves the history follows the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.planning.skipping import LATEST
+from orchestrator.records import Cursor, StateKey
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.planning.manifests import SourceLists
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartRequest:
+    """A setting as a job gives it: `resume.from` (a folder absolute), and the paths of the sources that begin
+    anew, by name; `everything`: all that the job has (`resume.data: restart`).
+    """
+
+    where: str
+    everything: bool
+    paths: dict[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        what = (
+            "resume.data=restart"
+            if self.everything
+            else f"resume.restart_sources=[{', '.join(sorted(self.paths))}]"
+        )
+        return what if self.where == LATEST else f"resume.from={self.where} {what}"
+
+    def repeats(self, earlier: RestartRequest) -> bool:
+        """Whether it may be the same wish as an earlier one, left in the configuration: no point, or the same
+        one, is named, and no source that was not restarted then, or has another path now. One that came into
+        a job whose sources were all restarted begins by itself.
+        """
+        if self.where not in (LATEST, earlier.where) or self.everything != earlier.everything:
+            return False
+        common = self.paths.keys() & earlier.paths.keys()
+        same = all(self.paths[name] == earlier.paths[name] for name in common)
+        return same and (self.everything or self.paths.keys() <= earlier.paths.keys())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartClaim:
+    """A claim of the run that says a restart: its number, the point that it continues (None: none), and what
+    was asked.
+    """
+
+    attempt: int
+    parent: StateKey | None
+    request: RestartRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartDecision:
+    """What to do about a request: `sources` begin anew; the `request` stands in the claim, also where nothing
+    was read that could begin anew; why not (`note`), or refuse (`refusal`).
+    """
+
+    sources: frozenset[str] = frozenset()
+    request: RestartRequest | None = None
+    note: str = ""
+    refusal: str = ""
+
+
+def restart_request(config: JobConfig, where: str) -> RestartRequest | None:
+    """What the job asks for; `where` is its `resume.from`, a folder as an absolute one."""
+    everything = config.resume.data == "restart"
+    names = config.resume.restart_sources
+    if not (everything or names):
+        return None
+    paths = {
+        source.name: (source.path,) if isinstance(source.path, str) else source.path
+        for source in config.data.sources
+        if everything or source.name in names
+    }
+    return RestartRequest(where=where, everything=everything, paths=paths)
+
+
+def decide_restart(
+    request: RestartRequest | None,
+    point: StateKey | None,
+    claims: Iterable[RestartClaim],
+    path: Collection[int],
+) -> RestartDecision:
+    """Which sources a start that continues `point` begins anew. `claims` are all of the run that say a
+    restart, `path` the attempts through which the point came.
+
+    As with a skip: one request restarts at one place, and once on a history, so that the same command, given
+    again after a crash or a preemption, continues. A start that continues the point at which it was first
+    carried out does so again, for nothing after it is kept. Any other point was not meant: it is refused, and
+    naming that point makes another request of it. A run without a point begins with its files as they are
+    now; the request is noted as carried out.
+    """
+    if request is None:
+        return RestartDecision()
+    asked = frozenset(request.paths)
+    if point is None:
+        return RestartDecision(sources=asked, request=request)
+    made = sorted((c for c in claims if request.repeats(c.request)), key=lambda claim: claim.attempt)
+    for claim in made:
+        if claim.attempt <= point.attempt and claim.attempt in path:
+            return RestartDecision(
+                note=f"{request} is done: attempt {claim.attempt} began there with the files of that time, "
+                "and this start goes on in them; to begin anew once more, name the point after which: "
+                f"resume.from={point.point_name}"
+            )
+    if not made or made[-1].parent in (point, None):
+        return RestartDecision(sources=asked, request=request)
+    last = made[-1]
+    assert last.parent is not None, "looked at just before"
+    return RestartDecision(
+        refusal=f"{request} was carried out after {last.parent.point_name} (attempt {last.attempt}), and "
+        f"this start would continue {point.point_name}, which does not come from there: to restart here, "
+        f"name the point: resume.from={point.point_name}; else leave the restart out, or name the point that "
+        "it was meant for"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceChange:
+    """What a start does with a source: `restarted`, `added`, `removed`, `back` (it goes on where it was taken
+    away), or `refreshed` (its files are listed anew for each epoch). `epoch` is the one from which on that
+    holds; files are numbers of them in the list before and in the new one, where there are any.
+    """
+
+    source: str
+    change: str
+    epoch: int
+    files_before: int | None = None
+    files_now: int | None = None
+
+    def __str__(self) -> str:
+        now, before = _files(self.files_now), _files(self.files_before)
+        before = f" ({before} before)" if before else ""
+        texts = {
+            "restarted": f"begins anew with its {now} as they are now{before}, as epoch {self.epoch}; "
+            "what is left of the epoch at hand is not trained",
+            "added": f"comes in with its {now} as they are now, as epoch {self.epoch}",
+            "removed": f"is taken away in epoch {self.epoch}; its place is kept, and it goes on from there "
+            "if it comes back",
+            "back": f"comes back and goes on in epoch {self.epoch}, where it was taken away",
+            "refreshed": f"has its files listed anew for each epoch from epoch {self.epoch} on",
+        }
+        return f"source {self.source} {texts[self.change]}"
+
+
+def _files(num: int | None) -> str:
+    return "" if num is None else f"{num:,} file{'' if num == 1 else 's'}"
+
+
+def source_changes(
+    before: Iterable[SourceLists],
+    now: Iterable[SourceLists],
+    cursor: Cursor,
+    num_files: Mapping[str, tuple[int | None, int | None]],
+) -> tuple[SourceChange, ...]:
+    """How the sources of a start differ from those of what it continues, at `cursor`, which stands in the new
+    ones; `num_files` are the numbers of files of a source's list before and now.
+    """
+    old, found = {source.name: source for source in before}, list[SourceChange]()
+    for source in now:
+        was, at = old.get(source.name), cursor.sources.get(source.name)
+        epoch = 0 if at is None else at.epoch
+        files_before, files_now = num_files.get(source.name, (None, None))
+
+        def note(
+            change: str,
+            first: int,
+            of: str = source.name,
+            files: tuple[int | None, int | None] = (files_before, files_now),
+        ) -> None:
+            found.append(
+                SourceChange(source=of, change=change, epoch=first, files_before=files[0], files_now=files[1])
+            )
+
+        if was is None:
+            note("added", epoch, files=(None, files_now))
+        elif was.active and not source.active:
+            note("removed", epoch, files=(None, None))
+        elif source.active and was.spans[-1].start != source.spans[-1].start:
+            note("restarted", source.began)
+        elif source.active and not was.active:
+            note("back", epoch, files=(None, None))
+        if source.active and source.spans[-1].refresh and not (was and was.spans[-1].refresh):
+            note("refreshed", max(source.began + 1, epoch + 1), files=(None, None))
+    return tuple(found)
