@@ -22,8 +22,8 @@ _PARTS = re.compile(
 class FeederStats:
     """What the feeder holds, and what it did since its process started.
 
-    `waits` and `wait_s` are of the calls of `get` that found their samples missing. Slots count from the start
-    of the pipeline on; `opens` counts the openings; `bytes_passed` were decoded on the way to cursors;
+    `waits` and `wait_s` are of the calls of `get` that found their samples missing. Slots count from the
+    start of the pipeline on; `opens` counts the openings; `bytes_passed` were decoded on the way to cursors;
     `pipeline_threads` are alive: two while the pipeline runs (ours and Ray Data's).
     """
 
