@@ -308,10 +308,13 @@ def some_start(rng: random.Random, real: Table, num_blocks: int, epochs: int) ->
     return rng.choice(((0, 0, 0), (epoch, block, window)))
 
 
-def some_source(rng: random.Random, name: str) -> Source:
+def some_source(rng: random.Random, name: str, crossed: bool = False) -> Source:
+    """`crossed`: its long blocks seem short, and its short ones long."""
     num_blocks = rng.randint(1, 3)
     real = tuple(rng.choice((1, 1, 2, 3, 6)) for _ in range(num_blocks))
     guess = tuple(max(1, n + rng.choice((0, 0, 0, -1, 1, -6, 4))) for n in real)
+    if crossed:
+        guess = tuple(1 if n > 1 else 6 for n in real)
     epochs = rng.randint(1, 2)
     start = some_start(rng, Table(real), num_blocks, epochs)
     return Source(name, Table(real), Table(guess), num_blocks, epochs, start, rng.randint(1, 2))
@@ -337,7 +340,7 @@ def search(seeds: range, make: Callable[..., Slots] = Slots) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         names = ["a", "b", "c"][: rng.choice((1, 1, 2, 3))]
-        sources = {name: some_source(rng, name) for name in names}
+        sources = {name: some_source(rng, name, crossed=seed % 3 == 0) for name in names}
         wanted = tuple(rng.choices(names, k=rng.randint(1, 6))) + tuple(names)
         places = [
             {name: some_start(rng, of.real, of.num_blocks, of.num_epochs) for name, of in sources.items()}
@@ -477,7 +480,7 @@ class Counting(Slots):
         (Generous, "more is read ahead"),
         (Careless, "nothing can happen"),
         (Deaf, "nothing can happen|brought|is due"),
-        (Blind, "brought"),
+        (Blind, "brought|the same again|told|is due"),
         (Reusing, "brought|the same again|told|is due"),
         (Counting, "brought"),
     ],
