@@ -54,16 +54,16 @@ _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 MAX_CALLS = 20_000
 # Shares that are there are answered together up to this: through Ray's object store an answer costs the
 # feeder over a millisecond, whatever its size.
-TOGETHER_BYTES = 1 << 20
+TOGETHER_BYTES = 4 << 20
 
 
 class Feeder:
     """One per launch; create it with `start_feeder`. All methods run on one event loop; the pipeline is read
     by a thread.
 
-    Memory: about one step and one chunk of tokens, the pipeline's look-ahead in the object store, and
-    `replay_bytes` of steps that may be asked for again. An error of the data is final: every later `get`
-    raises it. After its process died it is blank, and answers `Reopen` until it is opened.
+    Memory: the tokens of the steps that are asked for next and a chunk, the pipeline's look-ahead in the
+    object store, and `replay_bytes` of steps that may be asked for again. An error of the data is final:
+    every later `get` raises it. After its process died it is blank, and answers `Reopen` until it is opened.
     """
 
     def __init__(
@@ -150,6 +150,8 @@ class Feeder:
                     break
             if not isinstance(found, HeldStep):
                 return found
+            if self._run is not None and self._run.want(steps):
+                self._changed.notify_all()
             mine = (rank, world_size, micro_batch_size)
             shares = [found.samples.share(*found.samples_of(*mine))]
             for step in steps[1:]:

@@ -5,6 +5,7 @@ It knows no Ray, no thread and no waiting; the feeder asks it what may happen no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from orchestrator.data.feed.replay import ReplayBuffer
@@ -15,7 +16,10 @@ from orchestrator.data.sources.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, TokenChunk, WindowTask
+from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
+
+# So many tokens at most, and a chunk, are taken from the pipeline before their steps are drawn.
+MAX_WANTED_TOKENS = 1 << 22
 
 
 class Opening:
@@ -38,12 +42,21 @@ class Opening:
         before = None if after is None else after.slots
         self.slots: Slots = Slots(source_windows(spec, cursor), num_tokenizers, before)
         self._finished: set[str] = set()
+        self._wanted_tokens = 0
         self._finish_ended()
 
     @property
     def wants(self) -> bool:
         """Whether the next chunk should be taken now."""
-        return self.slots.arriving or bool(self.stream.needs)
+        return self.slots.arriving or bool(self.stream.needs) or self.buffered_tokens < self._wanted_tokens
+
+    def want(self, steps: Sequence[StepRange]) -> bool:
+        """So many steps are asked for together: as many more will be, and their tokens are wanted before, up
+        to `MAX_WANTED_TOKENS`. Whether the next chunk is wanted only now.
+        """
+        wanted = self.wants
+        self._wanted_tokens = min(sum(step.num_tokens for step in steps), MAX_WANTED_TOKENS)
+        return self.wants and not wanted
 
     @property
     def over(self) -> bool:
