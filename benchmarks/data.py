@@ -8,8 +8,8 @@ processes for the whole way from the files to the arrays of a rank, over that of
 and is the median of `--repeats`: `jsonl`, `parquet`, `fallback` (with `tokenizers` as encoder),
 `open_stream_256` (sample by sample at seq_len 256). `open_stream_first_batch_s`: from `open_stream` at a
 state in the middle to its first batch. `first_batch_90_over_1`: the same of a stream that is prepared, at
-90 % of the corpus over at 1 %. `feeder_first_batch_s`: a warm feeder at a place that it does not hold;
-`replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to eight consumers, with two
+86 to 90 % of the corpus over at 1 to 5 %. `feeder_first_batch_s`: a warm feeder at a place that it does not
+hold; `replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to eight consumers, with two
 tokenizers, all on this machine's cores; `feeder_tokens_per_cpu_s`: of the feeder's process alone, which is
 what one serves that has a core for itself. `prepare_100k_files_s`: the first start's look at 100,000 files.
 `scaling_…`: see `benchmarks.data_scaling`. With `--peers PYTHON` (a Python that has them, `make bench-peers`)

@@ -1,24 +1,29 @@
-"""Whether a source's files hold what `format` and `text_field` say: a look at each source's first records,
-before a start.
+"""Whether a source's files hold what `format` and `text_field` say, and its transforms make documents of
+them: a look at each source's first records, before a start.
 
-It tokenizes nothing and knows no order; what a record is, and why it is bad, `sources` says.
+It tokenizes nothing; what a record is, and why it is bad, `sources` says.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
+from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.documents import BadRecordError, WrongFieldError
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.readers import naming_damage
+from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import ConfigError
+from orchestrator.data.transforms import Transforms
+from orchestrator.errors import ConfigError, DataError
 
 # Looked at are so many records in each of so many files, as far as they lie in a file's first MiB.
 NUM_FILES = 8
 NUM_RECORDS = 64
+# So many documents of a source are transformed.
+NUM_TRANSFORMED = 16
 
 
 def check_first_records(spec: DataSpec) -> None:
@@ -30,9 +35,29 @@ def check_first_records(spec: DataSpec) -> None:
     bad document of the stream; whether a file is a Parquet file, and has the column, was seen when the files
     were listed, and its values are not looked at. A source whose first records are longer than 1 MiB is not
     judged, of a `text` only its lines in the first MiB.
+
+    The transforms of a source, if it has any, are called with the first documents of its order, here and
+    with the same seeds as when they are trained. Raises `DataError`, with the place, as they would there.
     """
     for plan in spec.plans:
         _check(plan)
+        if refs := spec.settings.transforms.get(plan.source):
+            _try_transforms(plan, spec.settings, Transforms(refs))
+
+
+def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Transforms) -> None:
+    window = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
+    for position in range(min(NUM_TRANSFORMED, len(window))):
+        try:
+            document = window.document(position)
+            if document is not None:
+                transforms.outputs(document, window.seed(position))
+        except BadRecordError:
+            continue
+        except DataError as error:
+            raise DataError(
+                f"{window.place(position)}: {error}\nNothing was started: this run.name is still free"
+            ) from error
 
 
 def _check(plan: SourcePlan) -> None:

@@ -5,23 +5,16 @@ It knows no file, no window and no tokens; who has the record says where it lies
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import orjson
-from blake3 import blake3
 
 from orchestrator.data.sources.documents import (
     BadRecordError,
@@ -31,6 +24,7 @@ from orchestrator.data.sources.documents import (
     Prompted,
     document_of,
 )
+from orchestrator.data.user_code import UserCode, load
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.record_keys import document_seed
 
@@ -47,8 +41,8 @@ _HOW = "a transform takes (document, seed) and returns a document, several in a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformRef:
-    """A transform and what it is: `name` as in the configuration; `source` is the blake3 of its module's
-    source, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
+    """A transform and what it is: `name` as in the configuration; `source` says the blake3 of its module's
+    file, and what that module says in `VERSION`. Of what the module imports only `VERSION` can tell.
     """
 
     name: str
@@ -56,81 +50,35 @@ class TransformRef:
 
 
 def find_transform(name: str) -> TransformRef:
-    """The transform `pkg.module:function` as it is now, imported as any module is: from `sys.path`, last of
-    all from the current folder.
+    """The transform `pkg.module:function` as it is now (`user_code.load`).
 
     Raises `ConfigError` if it cannot be imported, or is no function of two arguments.
     """
-    return _imported(name)[0]
+    return TransformRef(name=name, source=_loaded(name).identity)
 
 
 @cache
 def _function(ref: TransformRef) -> _Function:
     """The transform that a run was started with. Raises `DataIdentityError` if it is another one here."""
-    found, function = _imported(ref.name)
-    if found != ref:
+    found = _loaded(ref.name)
+    if found.identity != ref.source:
+        where = inspect.getsourcefile(found.function) or ref.name
         raise DataIdentityError(
-            f"data.transforms {ref.name} had source {ref.source} when the run was started, and has "
-            f"{found.source} on this machine ({_file(ref.name.partition(':')[0])}); put the module back as "
-            "it was: a run's transforms never change"
+            f"data.transforms {ref.name} had {ref.source} when the run was started, and has "
+            f"{found.identity} on this machine ({where}); put the module back as it was: a run's transforms "
+            "never change"
         )
-    return function
+    return found.function
 
 
-def _imported(name: str) -> tuple[TransformRef, _Function]:
-    """What the name is now, and its function, both of the same source."""
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # Ray's workers have it, a command has not
-    try:
-        source = Path(_file(module_name)).read_bytes()
-        module = _executed(module_name, source)
-        function = getattr(module, attribute)
-        with suppress(ValueError):  # some that are written in C do not say their arguments
-            inspect.signature(function).bind({}, 0)
-    except Exception as error:
-        raise ConfigError(
-            f"data.transforms {name} cannot be used ({type(error).__name__}: {error}); {_HOW}. Give "
-            "pkg.module:function, of a module that every machine of the run can import"
-        ) from error
-    version = getattr(module, "VERSION", None)
-    said = "" if version is None else f" VERSION {version}"
-    return TransformRef(name=name, source=blake3(source).hexdigest() + said), function
-
-
-def _file(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise ModuleNotFoundError(f"No module named {module!r}")
-    if spec.origin is None or not os.path.isfile(spec.origin):
-        raise ImportError(f"module {module} has no file, so nobody could say whether it is the same later")
-    return spec.origin
-
-
-# The modules that were executed here, and of which source.
-_EXECUTED: dict[str, tuple[bytes, ModuleType]] = {}
-
-
-def _executed(name: str, source: bytes) -> ModuleType:
-    """The module as this source makes it. One that somebody imported earlier may be an older one, which was
-    edited since, as in a notebook: that stays theirs.
-    """
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, f"{name} has a file"
-    if not str(spec.origin).endswith(".py"):
-        return importlib.import_module(name)
-    last_source, module = _EXECUTED.get(name, (None, None))
-    if module is not None and last_source == source:
-        return module
-    new = importlib.util.module_from_spec(spec)
-    if sys.modules.setdefault(name, new) is module:
-        sys.modules[name] = new
-    exec(compile(source, str(spec.origin), "exec", dont_inherit=True), new.__dict__)  # noqa: S102  an import
-    around, _, last = name.rpartition(".")
-    if around and sys.modules[name] is new:
-        setattr(sys.modules[around], last, new)
-    _EXECUTED[name] = source, new
-    return new
+def _loaded(name: str) -> UserCode:
+    found = load(name, f"data.transforms {name}")
+    with suppress(ValueError):  # some that are written in C do not say their arguments
+        try:
+            inspect.signature(found.function).bind({}, 0)
+        except TypeError as error:
+            raise ConfigError(f"data.transforms {name}: {error}; {_HOW}") from error
+    return found
 
 
 class Transforms:

@@ -7,12 +7,14 @@ of what the function is for.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -41,8 +43,9 @@ class UserCode:
 
 
 def load(name: str, where: str) -> UserCode:
-    """The function called `name`. Its module is imported once per process, and anew where its file has
-    changed since (a notebook's user may have fixed it); the modules that it imports are not.
+    """The function called `name`, of its module as the file is now: what is known is what is executed. A
+    module that somebody imported earlier stays theirs, it may have been edited since, as in a notebook; the
+    modules that it imports are not looked at.
 
     Raises `ConfigError`, which begins with `where`, if there is no such module or function, if the import
     fails, or if the module has no file to know it by.
@@ -63,20 +66,27 @@ def load(name: str, where: str) -> UserCode:
 
 
 _lock = threading.Lock()
-# Of each module that was loaded here, the digest of the file that its code came from.
-_loaded: dict[str, str] = {}
+# The modules that were executed here, and of which content of their files.
+_executed: dict[str, tuple[bytes, ModuleType]] = {}
 
 
 def _import(name: str, where: str) -> tuple[ModuleType, str]:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+        sys.path.append(here)  # Ray's workers have it, a command has not
     try:
         importlib.invalidate_caches()
-        module = importlib.import_module(name)
-        source = _digest(module, where)
-        if _loaded.get(name, source) != source:
-            module = importlib.reload(module)
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        if spec.origin is None or not os.path.isfile(spec.origin):
+            raise ConfigError(
+                f"{where}: module {name} has no file of its own to know its code by; put the function into a "
+                "module that every machine of the run can import"
+            )
+        with open(spec.origin, "rb") as file:
+            content = file.read()
+        return _module(spec, content), blake3(content).hexdigest()[:_DIGITS]
     except ConfigError:
         raise
     except ModuleNotFoundError as error:
@@ -86,19 +96,30 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
         ) from error
     except Exception as error:  # whatever a user's module does
         raise ConfigError(f"{where}: module {name} cannot be imported:\n{shown(error)}") from error
-    _loaded[name] = source
-    return module, source
 
 
-def _digest(module: ModuleType, where: str) -> str:
-    origin = module.__spec__.origin if module.__spec__ is not None else None
-    if origin is None or not os.path.isfile(origin):
-        raise ConfigError(
-            f"{where}: module {module.__name__} has no file of its own to know its code by; put the function "
-            "into a module that every machine of the run can import"
-        )
-    with open(origin, "rb") as file:
-        return blake3(file.read()).hexdigest()[:_DIGITS]
+def _module(spec: ModuleSpec, content: bytes) -> ModuleType:
+    """The module as this content of its file makes it."""
+    name = spec.name
+    if not str(spec.origin).endswith(".py"):
+        return importlib.import_module(name)
+    before, module = _executed.get(name, (None, None))
+    if module is not None and before == content:
+        return module
+    new = importlib.util.module_from_spec(spec)
+    if sys.modules.setdefault(name, new) is module:
+        sys.modules[name] = new
+    try:
+        exec(compile(content, str(spec.origin), "exec", dont_inherit=True), new.__dict__)  # noqa: S102
+    except BaseException:
+        if sys.modules.get(name) is new:
+            del sys.modules[name]
+        raise
+    around, _, last = name.rpartition(".")
+    if around and sys.modules[name] is new:
+        setattr(sys.modules[around], last, new)
+    _executed[name] = content, new
+    return new
 
 
 def shown(error: BaseException) -> str:

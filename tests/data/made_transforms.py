@@ -108,3 +108,9 @@ def a_surrogate(document: Fields, seed: int) -> Fields:
 def without_end(document: Fields, seed: int) -> Iterator[Fields]:
     while seed >= 0:
         yield document
+
+
+def as_rubbish(document: Fields, seed: int) -> Any:
+    """No document."""
+    del document, seed
+    return [12]

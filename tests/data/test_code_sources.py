@@ -8,7 +8,7 @@ import itertools
 import json
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from orchestrator.data.sources.manifest import freeze_listed, from_parquet, to_p
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
+from tests.data.code_sources import Numbered
 from tests.data.making import plain, samples, some_texts, spec_of
 
 Make = Callable[..., dict[str, Any]]
@@ -122,21 +123,6 @@ def test_open_stream_gives_it(tiny_config: Make) -> None:
     ]
 
 
-class Numbered(Sequence[str]):
-    """As many texts as asked for, of `size` characters."""
-
-    def __init__(self, num: int, size: int) -> None:
-        self._num, self._size = num, size
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < self._num:
-            raise IndexError(index)
-        return f"{index} ".ljust(self._size, "x")
-
-
 @given(num=st.integers(0, 300), size=st.integers(8, 40), unit=st.integers(1, 400), most=st.integers(1, 50))
 def test_any_number_of_records_is_cut_into_runs_that_hold_each_once(
     num: int, size: int, unit: int, most: int
@@ -144,14 +130,15 @@ def test_any_number_of_records_is_cut_into_runs_that_hold_each_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(python, "_UNIT_BYTES", unit)
         patch.setattr(python, "_MAX_UNITS", most)
-        patch.setitem(globals(), "numbered", lambda: Numbered(num, size))
-        plan = planned(f"{__name__}:numbered", window_bytes=200)
+        patch.setenv("NUMBERED", f"{num} {size}")
+        name = "tests.data.code_sources:numbered"
+        plan = planned(name, window_bytes=200)
         row = plan.manifest.files[0]
         assert (row.bytes, sum(row.group_rows)) == (num, num)
         assert len(row.group_rows) <= most
         assert all(row.group_rows)
         assert max(row.group_rows, default=0) - min(row.group_rows, default=0) <= 1
-        expected = [(f"{__name__}:numbered[{i}]", Numbered(num, size)[i]) for i in range(num)]
+        expected = [(f"{name}[{i}]", Numbered(num, size)[i]) for i in range(num)]
         assert read(plan, 200) == expected
         straight = [part.records[i] for part in read_files(plan) for i in range(len(part.records))]
         assert straight == [text for _, text in expected]

@@ -342,11 +342,11 @@ def test_two_results_are_compared_document_by_document() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("no.such.module:fn", "ModuleNotFoundError: No module named 'no'"),
-        ("nosuch:fn", "ModuleNotFoundError: No module named 'nosuch'"),
-        (f"{HERE}:nothing", f"AttributeError: module '{HERE}' has no attribute 'nothing'"),
-        (f"{HERE}:two_arguments_are_needed", "TypeError: too many positional arguments"),
-        ("sys:exit", "ImportError: module sys has no file"),
+        ("no.such.module:fn", "No module named 'no'; it was looked for in "),
+        ("nosuch:fn", "No module named 'nosuch'; it was looked for in "),
+        (f"{HERE}:nothing", f"module {HERE} ("),
+        (f"{HERE}:two_arguments_are_needed", "too many positional arguments; a transform takes"),
+        ("sys:exit", "module sys has no file of its own"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_anything_starts(
@@ -357,8 +357,16 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(
     for look in (prepare_data, plan, orchestrator.open_stream):
         with pytest.raises(ConfigError) as caught:
             look(config)
-        assert f"data.transforms {name} cannot be used ({text}" in str(caught.value)
-        assert "a transform takes (document, seed)" in str(caught.value)
+        assert f"data.transforms {name}: {text}" in str(caught.value)
+
+
+def test_a_new_run_tries_its_transforms_before_anything_starts(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "data", [f"twelve {i}" for i in range(40)], "jsonl", 1)
+    config = job(tiny_config, tmp_path / "data", transforms=[f"{HERE}:as_rubbish"])
+    with pytest.raises(DataError) as caught:
+        plan(config)
+    for part in ("line ", "returned a int where a document is expected", "this run.name is still free"):
+        assert part in str(caught.value)
 
 
 @pytest.fixture
@@ -375,12 +383,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_module_is_known_by_its_source_and_version(module: Path) -> None:
-    digest = blake3(module.read_bytes()).hexdigest()
-    assert find_transform("my_transforms:same").source == f"{digest} VERSION 3"
+    digest = blake3(module.read_bytes()).hexdigest()[:32]
+    assert find_transform("my_transforms:same").source == f"module source {digest}, VERSION 3"
     # it was edited since, as in a notebook
     module.write_text("def same(document, seed):\n    return {'text': 'other'}\n")
     found = find_transform("my_transforms:same")
-    assert found.source == blake3(module.read_bytes()).hexdigest()
+    assert found.source == f"module source {blake3(module.read_bytes()).hexdigest()[:32]}"
     assert Transforms([found]).outputs("x", 0) == ["other"]
 
 
@@ -400,7 +408,7 @@ def test_a_changed_module_is_refused_with_both_values(
     # whoever reads the run once more, and a process that comes later, takes no other either
     for spec in (prepare_trained(config, tmp_path / "run"), began):
         with pytest.raises(
-            DataIdentityError, match=f"had source {old} when .* and has {new} on this machine"
+            DataIdentityError, match=f"had {old} when .* and has {new} on this machine"
         ):
             samples(spec, 64)
 

@@ -5,7 +5,7 @@ It knows no record and no file but by their numbers; what an entry is, it is tol
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,10 @@ def unencodable(place: str, error: UnencodableTextError) -> str:
     )
 
 
+# A comparison of the encoders: what they differ in, None for nothing.
+Check = Callable[[], str | None]
+
+
 class ChunkWriter:
     """Gathers the entries of one window, encodes them in batches, and cuts them into chunks.
 
@@ -49,7 +53,8 @@ class ChunkWriter:
         self.task, self._manifest = task, manifest
         self.output = 0
         self._outputs: list[int] | None = [] if settings.transforms.get(task.source) else None
-        self.differences: list[str] = []
+        self._checks: list[Check] = []  # of the chunk at hand
+        self._due: list[Check] = []  # of the one before
         self._window, self._last_window, self._settings = window, last_window, settings
         self._encoder: Encoder | None = None
         self._entries: list[_Entry] = []  # in the order of _FIELDS
@@ -130,6 +135,12 @@ class ChunkWriter:
         """Whether what was added is enough for a call of the encoder."""
         return self._text_size >= self._batch_bytes or len(self._entries) >= _BATCH_ENTRIES
 
+    def check_later(self, check: Check) -> None:
+        """Makes this comparison of the encoders, which gives what they differ in, when the next chunk but one
+        is due, or the window's last: whoever waits for a first chunk does not wait for it.
+        """
+        self._checks.append(check)
+
     def full_chunks(self) -> Iterator[TokenChunk]:
         """The chunks that are full now."""
         if self.is_full:
@@ -168,7 +179,10 @@ class ChunkWriter:
             )
             for name in batches[0].columns
         }
-        differences, self.differences = self.differences, []
+        made, self._due, self._checks = self._due, self._checks, []
+        if ends_window:
+            made, self._due = made + self._due, []
+        differences = [difference for check in made if (difference := check()) is not None]
         return TokenChunk(
             source=self.task.source,
             epoch=self.task.epoch,

@@ -299,11 +299,13 @@ class _Records:
         self._add_difference(position, difference)
 
     def _add_difference(self, position: int, difference: Callable[[], str | None]) -> None:
-        place, differences = self._window.place(position), self._writer.differences
-        try:
-            found = difference()
-        except UnencodableTextError as error:
-            differences.append(f"{place}: tokenizers cannot encode {error.reason}")
-            return
-        if found is not None:
-            differences.append(f"{place}: {self._writer.encoder.choice}: {found}")
+        place, choice = self._window.place(position), self._writer.encoder.choice
+
+        def check() -> str | None:
+            try:
+                found = difference()
+            except UnencodableTextError as error:
+                return f"{place}: tokenizers cannot encode {error.reason}"
+            return None if found is None else f"{place}: {choice}: {found}"
+
+        self._writer.check_later(check)
