@@ -72,7 +72,7 @@ def step_of(of: list[Run], seed: int = 0) -> StepSamples:
     step = StepRange(
         first_sample=40, num_samples=len(numbers), num_tokens=len(numbers) * SEQ_LEN, seq_len=SEQ_LEN
     )
-    return StepSamples(step, of, numbers, Cursor(consumed_samples=40 + len(numbers)), False, ())
+    return StepSamples(step, dict(enumerate(of)), numbers, Cursor(consumed_samples=40 + len(numbers)), False, ())
 
 
 @given(st.lists(runs(), min_size=1, max_size=3), st.integers(0, 99), st.data())
@@ -110,7 +110,7 @@ def test_what_is_drawn_ahead_leaves_half_of_the_limit_for_going_back() -> None:
     for number in range(6):
         step = StepRange(first_sample=2 * number, num_samples=2, num_tokens=2 * SEQ_LEN, seq_len=SEQ_LEN)
         cursor = Cursor(consumed_samples=2 * number + 2)
-        held.append(step, StepSamples(step, [run], np.zeros(2, np.int32), cursor, False, ()))
+        held.append(step, StepSamples(step, {0: run}, np.zeros(2, np.int32), cursor, False, ()))
         ahead.append(held.has_room_ahead(2))  # the caller has those from the second step on
     assert ahead == [True] * 5 + [False]
     assert held.has_room_ahead(8), "a caller who is further needs fewer of them"
