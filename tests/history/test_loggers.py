@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
