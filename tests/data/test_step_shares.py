@@ -72,9 +72,8 @@ def step_of(of: list[Run], seed: int = 0) -> StepSamples:
     step = StepRange(
         first_sample=40, num_samples=len(numbers), num_tokens=len(numbers) * SEQ_LEN, seq_len=SEQ_LEN
     )
-    return StepSamples(
-        step, dict(enumerate(of)), numbers, Cursor(consumed_samples=40 + len(numbers)), False, ()
-    )
+    cursor = Cursor(consumed_samples=40 + len(numbers))
+    return StepSamples(step, dict(enumerate(of)), numbers, cursor, False, ())
 
 
 @given(st.lists(runs(), min_size=1, max_size=3), st.integers(0, 99), st.data())

@@ -19,7 +19,9 @@ from tests.launch.test_start import Runner
 
 @pytest.fixture
 def runner(tiny_config: Any) -> Runner:
-    return Runner(tiny_config({"train.max_steps": 1000}))
+    job = tiny_config({"train.max_steps": 1000})
+    job["data"]["sources"][0]["name"] = "s"  # that of the cursors
+    return Runner(job)
 
 
 def begun(runner: Runner, command: str = "") -> list[JournalEvent]:
