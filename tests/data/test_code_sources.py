@@ -445,3 +445,14 @@ def test_the_example_of_the_documents_is_read(tmp_path: Path, module: Callable[[
     a, _, rest = str(document).partition(" + ")
     b, _, total = rest.partition(" = ")
     assert (place, int(total)) == ("my_data.tasks:sums[7]", int(a) + int(b))
+
+
+def test_code_that_exits_is_refused_as_code_that_fails(
+    module: Callable[[str], str], tiny_config: Make
+) -> None:
+    leaves = module("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="cannot be imported:(.|\n)*SystemExit: 3"):
+        prepare_data(job(tiny_config, f"{leaves}:f"))
+    factory = module("import sys\n\n\ndef f():\n    sys.exit(4)\n")
+    with pytest.raises(ConfigError, match="SystemExit: 4"):
+        prepare_data(job(tiny_config, f"{factory}:f"))
