@@ -238,8 +238,7 @@ def _each_source_once(sources: list[Any]) -> str | None:
 
 
 def _weights(sources: list[Any]) -> str | None:
-    weights = {str(source.get("name")): source.get("weight") for source in sources}
-    without = [name for name, weight in weights.items() if weight is None]
+    without = [str(source.get("name")) for source in sources if source.get("weight") is None]
     if len(sources) == 1 or len(without) in (0, len(sources)):
         return None
     return (

@@ -20,7 +20,7 @@ from orchestrator.data.settings import (
     wanted_of,
     with_transforms,
 )
-from orchestrator.data.source_notes import notes_of
+from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, read_windows
@@ -84,7 +84,7 @@ def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
         run_identity=identity_of(config, facts.digest, encoder, [p.manifest for p in plans], plans, refs),
         mixture=mixture_of(config, {plan.source: plan.manifest.num_bytes for plan in plans}),
         max_epochs=limits_of(config),
-        notes=(*facts.notes, *notes, *compared),
+        notes=(*facts.notes, *notes, *shared_files(plans), *compared),
         unfrozen=FrozenData(
             record=record,
             manifests={plan.source: plan.manifest for plan in plans},

@@ -41,7 +41,7 @@ from orchestrator.data.settings import (
     wanted_of,
     with_transforms,
 )
-from orchestrator.data.source_notes import notes_of
+from orchestrator.data.source_notes import notes_of, shared_files
 from orchestrator.data.sources.fragments import SourcePlan, frozen_at
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.unchanged import compare_files, find_unchanged
@@ -256,7 +256,7 @@ def _from_frozen(
     return replace(
         spec,
         run_identity=identity_of(config, asked, encoder, now, spec.plans, refs),
-        notes=(*facts.notes, *notes, *windows),
+        notes=(*facts.notes, *notes, *windows, *shared_files(spec.plans)),
         unwritten=tuple(unwritten),
         refreshing=_refreshing(config, folder, settings, bases),
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from itertools import combinations
+
 from orchestrator.data.packing.arrangement import few_packs
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.formats import Cut, format_of
@@ -12,12 +16,33 @@ from orchestrator.data.sources.fragments import (
     num_window_shuffled,
 )
 
-__all__ = ["notes_of"]
+__all__ = ["notes_of", "shared_files"]
 
 
 def notes_of(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:
     """Sentences, for the start and for `plan`; none for most sources."""
     return (*_window_notes(plan, settings), *_fill_notes(plan, settings))
+
+
+def shared_files(plans: Sequence[SourcePlan]) -> tuple[str, ...]:
+    """Which files several sources have: each reads and trains them for itself, and what one holds out the
+    other trains. By their paths; a link of another name is not followed.
+    """
+    notes = []
+    for one, other in combinations(plans, 2):
+        bases = sorted(os.path.join(plan.manifest.base, "") for plan in (one, other))
+        if not bases[1].startswith(bases[0]):
+            continue
+        few, many = sorted((one.manifest, other.manifest), key=lambda manifest: len(manifest.files))
+        paths = {few.path(file) for file in range(len(few.files))}
+        found = [path for file in range(len(many.files)) if (path := many.path(file)) in paths]
+        if found:
+            notes.append(
+                f"warning: sources {one.source} and {other.source} have {len(found)} of their files in "
+                f"common, e.g. {found[0]}: each trains all of its own, so these documents are trained by "
+                "both, also those that one of them holds out"
+            )
+    return tuple(notes)
 
 
 def _window_notes(plan: SourcePlan, settings: StreamSettings) -> tuple[str, ...]:

@@ -162,10 +162,10 @@ def _called(
         made = function(dict(fields), seed)
         if made is None or isinstance(made, Mapping):
             return [made]
-        several = list(islice(made, MAX_OUTPUTS + 1)) if _is_several(made) else [made]
+        several = [_own(each) for each in islice(made, MAX_OUTPUTS + 1)] if _is_several(made) else [made]
     except BadDocument as error:
         return [BadRecordError(f"{name} says: {error}")]
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit would end the process, and nobody knew whose it was
         raise DataError(_failed(name, error)) from error
     if len(several) > MAX_OUTPUTS:
         raise _too_many(name)
@@ -176,6 +176,17 @@ def _called(
                 f"which is a dict of its fields; {_HOW}"
             )
     return several or [None]
+
+
+def _own(value: Any) -> Any:
+    """Of one document of several, dicts and lists that no other has: a generator may go on with what it has
+    yielded, and the next function may change one of two that are the same object.
+    """
+    if isinstance(value, dict):
+        return {key: _own(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_own(each) for each in value]
+    return value
 
 
 def _is_several(made: object) -> bool:
@@ -216,7 +227,7 @@ def _too_many(name: str) -> DataError:
     )
 
 
-def _failed(name: str, error: Exception) -> str:
+def _failed(name: str, error: BaseException) -> str:
     own = error.__traceback__.tb_next if error.__traceback__ is not None else None
     trace = "".join(traceback.format_exception(type(error), error, own))
     return (

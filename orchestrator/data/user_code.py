@@ -94,7 +94,7 @@ def _import(name: str, where: str) -> tuple[ModuleType, str]:
             f"{where}: {error}; it was looked for in {here} and on Python's path: start from the folder that "
             "the module lies in, or install it on every machine of the run"
         ) from error
-    except Exception as error:  # whatever a user's module does
+    except (Exception, SystemExit) as error:  # whatever a user's module does
         raise ConfigError(f"{where}: module {name} cannot be imported:\n{shown(error)}") from error
 
 

@@ -235,7 +235,8 @@ def test_sources_of_a_mixture_have_names_of_their_own_and_all_of_them_weights_or
     said = refusal(sources_of(", weight: 2", ""))[0]
     assert said.startswith("data.sources gives a weight to some sources and none to b; give every source one")
     twice = "data.sources=[{name: a, path: x, format: lines}, {name: a, path: y, format: lines}]"
-    assert refusal(twice)[0].startswith("data.sources has a twice; give each source a name of its own")
+    (said,) = refusal(twice)
+    assert said.startswith("data.sources has a twice; give each source a name of its own")
 
 
 def test_sources_that_repeat_without_end_need_a_stop() -> None:

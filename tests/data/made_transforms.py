@@ -5,6 +5,7 @@ none, `b~…` a bad one, `e~…` an empty one, anything else stays.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,23 @@ def as_rubbish(document: Fields, seed: int) -> Any:
     """No document."""
     del document, seed
     return [12]
+
+
+def one_dict_over_and_over(document: Fields, seed: int) -> Iterator[Fields]:
+    """As one may write it where each document is taken before the next is made."""
+    del seed
+    for number in range(3):
+        document["text"] = f"{number} {document['text'][-5:]}"
+        yield document
+
+
+def louder(document: Fields, seed: int) -> Fields:
+    """Changes what it was given."""
+    del seed
+    for message in document["messages"]:
+        message["content"] += "!"
+    return document
+
+
+def leaving(document: Fields, seed: int) -> Fields:
+    sys.exit(3)

@@ -445,3 +445,28 @@ def test_the_example_of_the_documents_is_read(tmp_path: Path, module: Callable[[
     a, _, rest = str(document).partition(" + ")
     b, _, total = rest.partition(" = ")
     assert (place, int(total)) == ("my_data.tasks:sums[7]", int(a) + int(b))
+
+
+def test_code_that_exits_is_refused_as_code_that_fails(
+    module: Callable[[str], str], tiny_config: Make
+) -> None:
+    leaves = module("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="cannot be imported:(.|\n)*SystemExit: 3"):
+        prepare_data(job(tiny_config, f"{leaves}:f"))
+    factory = module("import sys\n\n\ndef f():\n    sys.exit(4)\n")
+    with pytest.raises(ConfigError, match="SystemExit: 4"):
+        prepare_data(job(tiny_config, f"{factory}:f"))
+
+
+@pytest.mark.parametrize(
+    ("content", "setting"), [("text", "text_field"), ("prompt", "prompt_field or completion_field")]
+)
+def test_a_record_without_its_field_names_the_setting_of_its_content(
+    module: Callable[[str], str], tiny_config: Make, content: str, setting: str
+) -> None:
+    name = module("def f():\n    return [{'body': 'x'}] * 3\n")
+    config = tiny_config(
+        {"data.sources": [{"name": "a", "path": f"{name}:f", "format": "python", "content": content}]}
+    )
+    with pytest.raises(BadDocumentError, match=rf"it has: body; set {setting} or data.on_bad_document"):
+        samples(prepare_data(parse_config(config)), 16)

@@ -17,7 +17,7 @@ import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, RefusedError
+from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError
 from orchestrator.planning.identity import compare
 from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
 from orchestrator.records import Cursor, decode, encode
@@ -219,6 +219,33 @@ def test_a_hold_out_that_there_is_not_is_refused_and_an_empty_one_is_empty(
     for wrong in (1, -0.1, 1.5):
         with pytest.raises(ConfigError, match=r"data.holdout is .*; expected a number >= 0 and < 1"):
             job(tiny_config, tmp_path / "data", holdout=float(wrong))
+
+
+def test_of_a_source_that_is_all_held_out_it_is_said(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "data", some_texts(12), "jsonl", 1)
+    spec = spec_of(job(tiny_config, tmp_path / "data", holdout=0.9999))
+    with pytest.raises(DataError, match=r"2 are the least \(of its records so far 0 gave .* 12 held out"):
+        samples(spec, 48)
+
+
+def test_sources_that_have_files_in_common_are_named(tmp_path: Path, tiny_config: Make) -> None:
+    write_corpus(tmp_path / "data" / "inner", some_texts(12), "jsonl")
+    write_corpus(tmp_path / "data", some_texts(2), "lines", 1)
+    write_corpus(tmp_path / "data-2", some_texts(2), "jsonl", 1)
+    ways = {"all": "data/**/*.jsonl", "one": "data/inner/part-1.jsonl", "other": "data-2"}
+    ways["texts"] = "data/*.txt"
+    listed = [
+        {"name": name, "path": str(tmp_path / way), "format": "lines" if name == "texts" else "jsonl"}
+        for name, way in ways.items()
+    ]
+    config = parse_config(tiny_config({"data.sources": listed}))
+    run = tmp_path / "run"
+    for spec in (prepare_data(config), prepare_data(config, run), prepare_data(config, run)):
+        (note,) = (note for note in spec.notes if "in common" in note)
+        assert note.startswith(
+            "warning: sources all and one have 1 of their files in common, e.g. "
+            f"{tmp_path}/data/inner/part-1.jsonl: each trains all of its own"
+        )
 
 
 def test_the_share_belongs_to_the_runs_identity(tmp_path: Path, tiny_config: Make) -> None:

@@ -223,6 +223,11 @@ def test_a_state_of_another_stream_is_refused_at_opening(mapping: dict[str, Any]
         stream(change(mapping), state)
 
 
+def test_a_state_that_is_still_a_text_is_refused(mapping: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match=r"given as str; give what state_dict"):
+        stream(mapping, "{}")
+
+
 def test_a_refused_state_leaves_the_loader_where_it_stood(mapping: dict[str, Any]) -> None:
     other = stream({**mapping, "data": {**mapping["data"], "seed": 5}}).state_dict()
     samples = list(stream(mapping))

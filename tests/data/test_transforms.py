@@ -22,7 +22,7 @@ import orchestrator
 from orchestrator.config.schema import JobConfig
 from orchestrator.data import transforms as transforms_module
 from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.sources.documents import BadRecordError
+from orchestrator.data.sources.documents import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.transforms import Transforms, find_transform, first_difference
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
@@ -214,6 +214,16 @@ def test_transforms_follow_each_other_and_a_sources_own_take_the_place_of_all(
     assert spec_of(without).run_identity.transforms == {}
 
 
+def test_documents_of_one_record_have_nothing_in_common_that_one_could_change_for_the_other() -> None:
+    outputs = Transforms([find_transform(f"{HERE}:one_dict_over_and_over")]).outputs("abcde", 0)
+    assert outputs == ["0 abcde", "1 abcde", "2 abcde"]
+    both = Transforms([find_transform(f"{HERE}:{name}") for name in ("twice", "louder")])
+    said = Conversation(messages=({"role": "user", "content": "hello"},), tools=None)
+    assert [each.messages for each in both.outputs(said, 0) if isinstance(each, Conversation)] == [
+        ({"role": "user", "content": "hello!"},)
+    ] * 2
+
+
 def test_a_stream_without_transforms_has_no_column_for_them(tmp_path: Path, tiny_config: Make) -> None:
     spec = spec_of(told_job(tiny_config, tmp_path / "data", told_texts(20), transforms=[]))
     assert all(chunk.output is None for chunk in spec.chunks(Cursor()))
@@ -273,6 +283,11 @@ def test_an_exception_stops_with_file_line_and_the_users_traceback(tmp_path: Pat
     assert "raised ValueError: no twelves" in text
     assert f'File "{made_transforms.__file__}"' in text
     assert 'raise ValueError("no twelves")' in text
+
+
+def test_an_exit_is_an_exception_too() -> None:
+    with pytest.raises(DataError, match=r"made_transforms:leaving raised SystemExit: 3(.|\n)*sys.exit\(3\)"):
+        Transforms([find_transform(f"{HERE}:leaving")]).outputs("x", 0)
 
 
 def test_a_bad_document_follows_on_bad_document(tmp_path: Path, tiny_config: Make) -> None:
@@ -382,6 +397,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.path[:] = before
 
 
+def test_a_module_that_exits_is_refused(module: Path) -> None:
+    module.write_text("import sys\nsys.exit('usage: …')\n")
+    with pytest.raises(ConfigError, match="cannot be imported:(.|\n)*SystemExit: usage"):
+        find_transform(f"{module.stem}:f")
+
+
 def test_a_module_is_known_by_its_source_and_version(module: Path) -> None:
     digest = blake3(module.read_bytes()).hexdigest()[:32]
     assert find_transform("my_transforms:same").source == f"module source {digest}, VERSION 3"
@@ -407,9 +428,7 @@ def test_a_changed_module_is_refused_with_both_values(
         assert part in refusal
     # whoever reads the run once more, and a process that comes later, takes no other either
     for spec in (prepare_trained(config, tmp_path / "run"), began):
-        with pytest.raises(
-            DataIdentityError, match=f"had {old} when .* and has {new} on this machine"
-        ):
+        with pytest.raises(DataIdentityError, match=f"had {old} when .* and has {new} on this machine"):
             samples(spec, 64)
 
 

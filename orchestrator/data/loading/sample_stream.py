@@ -64,8 +64,13 @@ class SampleStream:
         self._last: Sample | None = None
 
     def _resolved(self, at: Place) -> tuple[DataSpec, Cursor]:
-        if not isinstance(at, Mapping):
+        if at is None or isinstance(at, Cursor):
             return self._prepared, at or Cursor()
+        if not isinstance(at, Mapping):
+            raise RefusedError(
+                f"the place is given as {type(at).__name__}; give what state_dict() returned (json.loads of "
+                "a text), or a sample's cursor"
+            )
         config = self._config
         return continue_from(self._prepared, at, config.data.encoder, config.resume.accept_changed)
 

@@ -67,8 +67,9 @@ class ChunkOrder:
         if ends_epoch:
             if self._epoch_tokens < 2 and not self._settings.held_out:
                 raise DataError(
-                    f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, 2 are the "
-                    "least; look at data.sources: its path, its text_field, what its transforms drop"
+                    f"epoch {epoch} of source {self.source} has {self._epoch_tokens} tokens, 2 are the least "
+                    f"({_of(counts)}); look at data.sources: its path, its fields, what its transforms drop, "
+                    "its holdout"
                 )
             epoch, block = epoch + 1, 0
             self._epoch_tokens = 0
@@ -100,3 +101,12 @@ class ChunkOrder:
                 f"{bad} of the first {seen} documents of source {self.source} are bad, more than "
                 f"data.max_bad_share={self._settings.max_bad_share}; fix them, or allow a larger share"
             )
+
+
+def _of(counts: Counts) -> str:
+    """What became of a source's records, for people."""
+    documents, empty, bad, _, filtered, held_out = counts
+    return (
+        f"of its records so far {documents} gave a document, {empty} an empty one or one without a target, "
+        f"{bad} were bad, {filtered} dropped by transforms, {held_out} held out"
+    )

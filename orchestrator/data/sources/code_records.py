@@ -60,7 +60,7 @@ class CodeRecords:
         """The record. Raises `DataError` with the place and the traceback where the user's code fails."""
         try:
             return self._records[index]
-        except Exception as error:  # whatever a user's code does: it is no bad record, but a fault
+        except (Exception, SystemExit) as error:  # whatever a user's code does: no bad record, but a fault
             raise DataError(
                 f"{self.name}[{index}]: its __getitem__ failed; fix the code (a change of it is another "
                 f"identity, see resume.accept_changed):\n{shown(error)}"
@@ -97,7 +97,7 @@ def _open(name: str) -> _Opened:
         num_records = operator.index(len(records))
         fingerprint = getattr(records, "fingerprint", None)
         known_by = fingerprint() if callable(fingerprint) else None
-    except Exception as error:  # whatever a user's code does
+    except (Exception, SystemExit) as error:  # whatever a user's code does
         raise ConfigError(
             f"{where}: it cannot be called without arguments, or what it returns has no length or a "
             f"fingerprint() that fails:\n{shown(error)}"

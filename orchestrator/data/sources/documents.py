@@ -18,6 +18,14 @@ _FIELDS = {"text": ("text",), "chat": ("messages",), "prompt": ("prompt", "compl
 TOOLS_FIELD = "tools"
 
 
+# What names a record's fields in the configuration, by content.
+FIELD_SETTINGS = {
+    "text": "text_field",
+    "chat": "messages_field",
+    "prompt": "prompt_field or completion_field",
+}
+
+
 class BadRecordError(Exception):
     """A record that is no document; the text is the reason."""
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import BadRecordError, Document, WrongFieldError
+from orchestrator.data.sources.documents import BadRecordError, Content, Document, WrongFieldError
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers
@@ -62,6 +62,11 @@ class OrderedWindow:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    @property
+    def content(self) -> Content:
+        """What its records hold, and in which fields."""
+        return self._plan.manifest.content
 
     def size(self, position: int) -> int:
         """Decoded bytes of the record, line end included; a document's text has at most so many in UTF-8."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources.documents import Conversation, Document, Prompted
+from orchestrator.data.sources.documents import FIELD_SETTINGS, Conversation, Document, Prompted
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.windows import (
     BadRecordError,
@@ -269,7 +269,8 @@ class _Records:
     def _add_bad(self, position: int, error: Exception) -> Iterator[TokenChunk]:
         reason = f"{self._window.place(position)}: {error}"
         if self._settings.on_bad_document == "stop":
-            fields = "text_field or " if isinstance(error, WrongFieldError) else ""
+            setting = FIELD_SETTINGS[self._window.content.kind]
+            fields = f"{setting} or " if isinstance(error, WrongFieldError) else ""
             raise BadDocumentError(
                 f"{reason}; set {fields}data.on_bad_document=skip {_NEW_RUN}, or fix the document {_IN_PLACE}"
             ) from None
