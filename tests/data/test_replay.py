@@ -102,8 +102,8 @@ def test_only_the_cursor_of_exactly_a_held_place_is_served(spec: DataSpec) -> No
 
 
 def test_a_slot_is_the_same_task_whoever_executes_it_again(spec: DataSpec) -> None:
-    opening = Opening(1, spec, Cursor(), 80, 1 << 20)
-    slots = opening.list_slots(80)
+    opening = Opening(spec, Cursor(), 80, 1 << 20)
+    slots = range(80)
     first = [opening.begin(slot) for slot in slots]
     tasks = list(spec.tasks_from(Cursor()))
     assert first[: len(tasks)] == tasks
@@ -112,11 +112,11 @@ def test_a_slot_is_the_same_task_whoever_executes_it_again(spec: DataSpec) -> No
 
 
 def test_slots_are_given_as_chunks_are_taken_and_their_windows_are_the_stream(spec: DataSpec) -> None:
-    opening = Opening(1, spec, Cursor(), 2, 1 << 20)
+    opening = Opening(spec, Cursor(), 2, 1 << 20)
     encoders, expected = spec.build_encoders(), spec.stream(Cursor())
     blocks, settings = OpenBlocks(), spec.settings
     given = 0
-    for slot in opening.list_slots(256):
+    for slot in range(256):
         while isinstance(opening.begin(given), WindowTask):
             given += 1
             assert given <= slot + 2 + SLOTS_AHEAD + 1
@@ -132,7 +132,7 @@ def test_slots_are_given_as_chunks_are_taken_and_their_windows_are_the_stream(sp
         for chunk in tokenize_window(task, window, plan, encoders, settings):
             opening.take(slot, chunk)
     # the last chunk of the last slot ended the stream: a step beyond the data is answered
-    assert not opening.list_slots(256)
+    assert opening.over
     for chunk in spec.chunks(Cursor()):
         expected.feed(chunk)
     expected.finish(spec.only_source)
@@ -145,7 +145,7 @@ def test_slots_are_given_as_chunks_are_taken_and_their_windows_are_the_stream(sp
 
 
 def test_a_chunk_that_comes_out_of_turn_is_caught(spec: DataSpec) -> None:
-    opening = Opening(1, spec, Cursor(), 2, 1 << 20)
+    opening = Opening(spec, Cursor(), 2, 1 << 20)
     encoders = spec.build_encoders()
     opening.begin(0)
     task = opening.begin(1)
@@ -159,7 +159,7 @@ def test_a_chunk_that_comes_out_of_turn_is_caught(spec: DataSpec) -> None:
 def test_a_cursor_behind_the_last_block_is_refused_when_it_is_opened(spec: DataSpec) -> None:
     cursor = Cursor(sources={"stdlib": SourceCursor(block=999)})
     with pytest.raises(DataIdentityError, match="block 999"):
-        Opening(1, spec, cursor, 2, 1 << 20)
+        Opening(spec, cursor, 2, 1 << 20)
 
 
 def test_the_windows_that_a_block_will_have_are_estimated_from_sizes(tmp_path: Path) -> None:
