@@ -50,7 +50,7 @@ from orchestrator.trainer.step_summary import RankContribution, StepSummary
 from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
-# A feed is told of so many coming steps; it fetches as many as it likes.
+# A feed is notified of so many coming steps, and fetches as many as it has room for.
 _STEPS_AHEAD = 8
 LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 

@@ -1,6 +1,6 @@
 """Entries of a window, encoded in batches and cut into chunks.
 
-It knows no record and no file but by their numbers; what an entry is, it is told.
+It knows records and files by their numbers only; the caller says what an entry is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`cbor`: a map per item of a CBOR sequence (RFC 8949, RFC 8742), as Epochraft reads it.
 
 An item's end shows only when it is read, so a file is read from its first byte to its last. Where items end
-is found here, so that a file that is cut off is told from one that ends; what they hold says `cbor2`.
+is found here, which distinguishes a truncated file from a complete one; `cbor2` decodes what they hold.
 """
 
 from __future__ import annotations
