@@ -64,7 +64,7 @@ class Consumer:
                 began, first = time.monotonic(), cursor.consumed_tokens
             if taken.end_of_data:
                 return began, time.monotonic(), cursor.consumed_tokens - first
-            self._feed.prefetch([_step(cursor, n) for n in range(8)], self._rank, _CONSUMERS, 1)
+            self._feed.prefetch([_step(cursor, n) for n in range(32)], self._rank, _CONSUMERS, 1)
 
 
 def _first_and_again(feeder: Any) -> tuple[float, float]:

@@ -112,9 +112,9 @@ def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, l
                 raise RuntimeError(f"the feeder answers {found}")
             (found,) = found
             if not began:
-                began, first = time.monotonic(), found.cursor.consumed_tokens
-            cursor = found.cursor
-            if found.end_of_data:
+                began, first = time.monotonic(), found.facts.cursor.consumed_tokens
+            cursor = found.facts.cursor
+            if found.facts.end_of_data:
                 return (cursor.consumed_tokens - first) / (time.monotonic() - began)
     finally:
         ray.kill(feeder)

@@ -38,9 +38,9 @@ SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
 
-_ARRAYS = dict.fromkeys(
-    ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file"), "<i4"
-) | {"place": "<i8"}
+_INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
+# `loss` is null where all tokens are targets, `output` where each record gives one document
+_BINARIES = dict.fromkeys(_INT32S, "<i4") | {"place": "<i8", "loss": "?", "output": "<i4"}
 _TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
 _ROW = pa.schema(
@@ -53,9 +53,7 @@ _ROW = pa.schema(
         ("ends_window", pa.bool_()),
         ("ends_block", pa.bool_()),
         *((name, pa.list_(pa.string())) for name in _TEXTS),
-        *((name, pa.large_binary()) for name in _ARRAYS),
-        ("loss", pa.large_binary()),  # a byte for each token, null where all are targets
-        ("output", pa.large_binary()),  # null where each record gives one document
+        *((name, pa.large_binary()) for name in _BINARIES),
     ]
 )
 
@@ -171,17 +169,21 @@ def _of_ours(error: Exception) -> OrchestratorError:
 
 
 def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
-    """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
-    values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
-    values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
+    """A chunk as a table of one row: integers, and the arrays as little-endian bytes, which it shares."""
+    values: dict[str, Any] = {"slot": [slot]}
+    values |= {name: [getattr(chunk, name)] for name in _SCALARS}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
-    values["loss"] = [None if chunk.loss is None else memoryview(_bytes(chunk.loss, "?"))]
-    values["output"] = [None if chunk.output is None else memoryview(_bytes(chunk.output, "<i4"))]
-    return pa.table({"slot": [slot], **values}, schema=_ROW)
+    values |= {name: _binary(getattr(chunk, name), kind) for name, kind in _BINARIES.items()}
+    return pa.table(values, schema=_ROW)
 
 
-def _bytes(array: npt.NDArray[Any], kind: str) -> Any:
-    return np.ascontiguousarray(array, dtype=kind).view(np.uint8)
+def _binary(array: npt.NDArray[Any] | None, kind: str) -> pa.LargeBinaryArray:
+    """One value, of the array's memory: Arrow's own way copies it."""
+    if array is None:
+        return pa.nulls(1, pa.large_binary())
+    data = np.ascontiguousarray(array, dtype=kind).view(np.uint8)
+    offsets = np.array([0, len(data)], "<i8")
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
@@ -192,15 +194,19 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
     if row["source"][0].as_py() is None:
         return slot, None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
-    arrays: dict[str, Any] = {
-        name: np.frombuffer(row[name][0].as_buffer(), dtype=kind) for name, kind in _ARRAYS.items()
-    }
     texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
-    mask = row["loss"][0].as_buffer()
-    loss = None if mask is None else np.frombuffer(mask, np.bool_)
-    numbers = row["output"][0].as_buffer()
-    output = None if numbers is None else np.frombuffer(numbers, "<i4")
-    return slot, TokenChunk(**scalars, **arrays, **texts, loss=loss, output=output)
+    arrays: dict[str, Any] = {name: _array(row[name].chunk(0), kind) for name, kind in _BINARIES.items()}
+    return slot, TokenChunk(**scalars, **arrays, **texts)
+
+
+def _array(value: pa.LargeBinaryArray, kind: str) -> npt.NDArray[Any] | None:
+    """The inverse of `_binary`; a value that is taken out of its column is a copy."""
+    if value.null_count:
+        return None
+    _, offsets, data = value.buffers()
+    begin, end = np.frombuffer(offsets, "<i8", count=2, offset=8 * value.offset).tolist()
+    kind_bytes = np.dtype(kind).itemsize
+    return np.frombuffer(data or b"", kind, count=(end - begin) // kind_bytes, offset=begin)
 
 
 def _configure(num_cpus: float) -> None:
