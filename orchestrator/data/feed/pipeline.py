@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 import ray.data
+from ray.data._internal.execution import streaming_executor_state
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import TaskCancelledError
@@ -37,6 +38,10 @@ from orchestrator.records import TokenChunk, WindowTask
 SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
+
+# A tokenizer that is done is given its next slot when all of them have something to give, or after so many
+# seconds, for which Ray has no setting. It is short while a chunk is waited for: each look costs a millisecond.
+_LOOKS_S, _RAY_LOOKS_S = 0.01, streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
 
 _INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
 # `loss` is null where all tokens are targets, `output` where each record gives one document
@@ -127,10 +132,13 @@ class Tokenizer:
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
         task, window = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
+        # said for each chunk, so that a place that is left is left within two of them: the answer, which the
+        # feeder gives when it has time, comes while the next one is made
+        wanted = None
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # said for each chunk, so that a place that is left is left within a chunk
-            if not self._working(slot, 0):
+            if wanted is not None and not ray.get(wanted):
                 raise NotWantedError
+            wanted = self._feeder.working.remote(self._pipeline, slot, 0)
             yield chunk
 
     def _read(self, slot: int) -> tuple[WindowTask, Window]:
@@ -259,8 +267,16 @@ def read_chunks(
         fn_constructor_args=(spec, feeder, pipeline),
         **placed,
     )
+    _look_every(_LOOKS_S)
     for bundle in dataset.iter_internal_ref_bundles():
         for reference in bundle.block_refs:
             block = ray.get(reference)
             for i in range(block.num_rows):
+                _look_every(_RAY_LOOKS_S)
                 yield row_to_chunk(block.slice(i, 1))
+                _look_every(_LOOKS_S)
+
+
+def _look_every(seconds: float) -> None:
+    """How long Ray Data waits for all tokenizers, in this process, which runs no other dataset."""
+    streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
