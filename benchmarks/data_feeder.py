@@ -28,7 +28,7 @@ from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor, GenerationView, StepRange
 
 _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
-_WARM_STEPS = 4
+_WARM_STEPS, _EPOCHS = 4, 4
 STEPS_AHEAD = 32  # as the training loop asks for steps of this size
 _LAUNCH = "measured"
 REPLAY_BYTES = 256 << 20  # as data.replay_bytes is by default
@@ -98,7 +98,7 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
 
 def measure(corpus: Corpus) -> dict[str, float]:
     """All figures, on a Ray that runs."""
-    spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH)))
+    spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH, num_epochs=_EPOCHS)))
     feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=1)
     try:
         first, again = _first_and_again(feeder)
@@ -113,7 +113,7 @@ def num_tokenizers() -> int:
 
 
 def _speed(spec: DataSpec) -> dict[str, float]:
-    """Of one epoch, from the first steps on, when the pipeline runs."""
+    """From the first steps on, when the pipeline runs."""
     feeder = start_feeder(_LAUNCH, spec, num_tokenizers=num_tokenizers(), replay_bytes=REPLAY_BYTES)
     try:
         consumers = [Consumer.remote(feeder, rank) for rank in range(_CONSUMERS)]

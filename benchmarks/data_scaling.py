@@ -2,7 +2,7 @@
 plain files and for one large .jsonl.gz.
 
 `python -m benchmarks.data_scaling [--megabytes 150] [--repeats 3] [--encoder auto]`; last line: JSON. The
-text is Python source that is installed here, each document once. The clock runs from the first step that the
+text is Python source that is installed here, each document once in an epoch. The clock runs from the first step that the
 feeder hands out to the last, so that no start of a process is in it; feeder and Ray share the machine's cores
 with the tokenizers. On two cores one tokenizer, the feeder and Ray fill more than one and a half already.
 """
@@ -32,7 +32,7 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
 from orchestrator.records import Cursor
 
-FILE_BYTES, WINDOW_BYTES = 8 << 20, 4 << 20
+FILE_BYTES, EPOCHS = 8 << 20, 3
 VOCAB_SIZE, TOKENIZER_BYTES = 16_000, 4 << 20
 SEQ_LEN, STEP_SAMPLES = 2048, 128
 KINDS = ("many", "one_gz")
@@ -84,7 +84,7 @@ def job(corpus: Corpus, kind: str, encoder: str) -> dict[str, Any]:
     data = {"sources": [source], "tokenizer": str(corpus.folder / "tokenizer"), "encoder": encoder}
     return {
         "run": {"name": "scaling", "storage": str(corpus.folder / "runs")},
-        "data": {**data, "window_bytes": WINDOW_BYTES},
+        "data": {**data, "num_epochs": EPOCHS},
         "pack": {"seq_len": SEQ_LEN},
         "model": {"factory": "nobody:model"},
         "train": {"global_batch_size": STEP_SAMPLES, "micro_batch_size": 1, "max_steps": 1, "lr": 0.1},
@@ -93,7 +93,7 @@ def job(corpus: Corpus, kind: str, encoder: str) -> dict[str, Any]:
 
 
 def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, launch: str) -> float:
-    """Of one epoch, after its first step. A rank of many takes its small share, asking ahead as ranks do: who
+    """Of all epochs, after the first step. A rank of many takes its small share, asking ahead as ranks do: who
     takes is not measured. `ray.init` comes before.
     """
     spec = prepare_data(parse_config(job(corpus, kind, encoder)))

@@ -40,7 +40,7 @@ SLOTS_PER_TOKENIZER = 1
 TOKENIZER_NICENESS = 19
 
 # A tokenizer that is done is given its next slot when all of them have something to give, or after so many
-# seconds, for which Ray has no setting. It is short while a chunk is waited for: each look costs a millisecond.
+# seconds, for which Ray has no setting: short while a chunk is waited for, since a look costs a millisecond.
 _LOOKS_S, _RAY_LOOKS_S = 0.01, streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
 
 _INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
@@ -130,30 +130,31 @@ class Tokenizer:
             yield _no_window(slot)
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
-        task, window = self._read(slot)
+        task, window, wanted = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
-        # said for each chunk, so that a place that is left is left within two of them: the answer, which the
-        # feeder gives when it has time, comes while the next one is made
-        wanted = None
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            if wanted is not None and not ray.get(wanted):
+            # asked for each chunk, so that a place that is left is left within two: the feeder answers when
+            # it has time, while the next one is made
+            if not ray.get(wanted):
                 raise NotWantedError
             wanted = self._feeder.working.remote(self._pipeline, slot, 0)
             yield chunk
 
-    def _read(self, slot: int) -> tuple[WindowTask, Window]:
-        """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
-        others can then be given. Raises `NotWantedError` if there is no window for it.
+    def _read(self, slot: int) -> tuple[WindowTask, Window, Any]:
+        """What the slot is, its window, read, and a reference to whether it is still wanted; the feeder is
+        notified at once of what follows it, which others can then be given. Raises `NotWantedError` if there
+        is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
             plan = self._spec.plan_of(task.source, task.epoch)
             passed = WorkReports(partial(self._working, slot))
             found = self._blocks.read(task, plan, self._spec.settings, passed)
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
-            if not ray.get(self._feeder.read.remote(self._pipeline, slot, task, num_windows)):
-                break
+            wanted = self._feeder.read.remote(self._pipeline, slot, task, num_windows)
             if isinstance(found, Window):
-                return task, found
+                return task, found, wanted
+            if not ray.get(wanted):
+                break
         raise NotWantedError
 
     def _working(self, slot: int, bytes_passed: int) -> bool:
