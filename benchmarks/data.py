@@ -13,8 +13,8 @@ hold; `replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to
 `feeder_tokenizers` tokenizers, all on this machine's cores; `feeder_tokens_per_cpu_s`: of the feeder's
 process alone, which is what one serves that has a core for itself. `prepare_100k_files_s`: the first start's
 look at 100,000 files. `scaling_…`: see `benchmarks.data_scaling`. With `--peers PYTHON` (a Python that has
-them, `make bench-peers`) `peers` has ours over theirs for each loader that is installed there. `--quick` takes
-a small corpus and 2,000 files: it shows that all of it runs. The last line is one JSON object.
+them, `make bench-peers`) `peers` has ours over theirs for each loader that is installed there. `--quick` is a
+small corpus and 2,000 files: it shows that all of it runs. The last line is one JSON object.
 """
 
 from __future__ import annotations

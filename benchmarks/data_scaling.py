@@ -2,9 +2,10 @@
 plain files and for one large .jsonl.gz.
 
 `python -m benchmarks.data_scaling [--megabytes 150] [--repeats 3] [--encoder auto]`; last line: JSON. The
-text is Python source that is installed here, each document once in an epoch. The clock runs from the first step that the
-feeder hands out to the last, so that no start of a process is in it; feeder and Ray share the machine's cores
-with the tokenizers. On two cores one tokenizer, the feeder and Ray fill more than one and a half already.
+text is Python source that is installed here, each document once in an epoch. The clock runs from the first
+step that the feeder hands out to the last, so that no start of a process is in it; feeder and Ray share the
+machine's cores with the tokenizers. On two cores one tokenizer, the feeder and Ray fill more than one and a
+half already.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def job(corpus: Corpus, kind: str, encoder: str) -> dict[str, Any]:
 
 
 def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, launch: str) -> float:
-    """Of all epochs, after the first step. A rank of many takes its small share, asking ahead as ranks do: who
-    takes is not measured. `ray.init` comes before.
+    """Of all epochs, after the first step. A rank of many takes its small share and asks ahead as ranks do:
+    who takes is not measured. `ray.init` comes before.
     """
     spec = prepare_data(parse_config(job(corpus, kind, encoder)))
     feeder = start_feeder(launch, spec, num_tokenizers=num_tokenizers, replay_bytes=REPLAY_BYTES)

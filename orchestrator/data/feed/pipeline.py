@@ -17,13 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 import ray.data
-from ray.data._internal.execution import streaming_executor_state
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.data_share import take_own_share
+from orchestrator.cluster.data_share import looking_often, take_own_share
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
 from orchestrator.data.sources.windows import Window
@@ -38,10 +37,6 @@ from orchestrator.records import TokenChunk, WindowTask
 SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
-
-# A tokenizer that is done is given its next slot when all of them have something to give, or after so many
-# seconds, for which Ray has no setting: short while a chunk is waited for, since a look costs a millisecond.
-_LOOKS_S, _RAY_LOOKS_S = 0.01, streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
 
 _INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
 # `loss` is null where all tokens are targets, `output` where each record gives one document
@@ -268,16 +263,13 @@ def read_chunks(
         fn_constructor_args=(spec, feeder, pipeline),
         **placed,
     )
-    _look_every(_LOOKS_S)
-    for bundle in dataset.iter_internal_ref_bundles():
+    bundles = dataset.iter_internal_ref_bundles()
+    while True:
+        with looking_often():
+            bundle = next(bundles, None)
+        if bundle is None:
+            return
         for reference in bundle.block_refs:
             block = ray.get(reference)
             for i in range(block.num_rows):
-                _look_every(_RAY_LOOKS_S)
                 yield row_to_chunk(block.slice(i, 1))
-                _look_every(_LOOKS_S)
-
-
-def _look_every(seconds: float) -> None:
-    """How long Ray Data waits for all tokenizers, in this process, which runs no other dataset."""
-    streaming_executor_state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S = seconds
