@@ -162,8 +162,9 @@ class Feeder:
             for step in steps[1:]:
                 if room <= 0 or shares[-1].facts.end_of_data:
                     break
-                while (more := self._there(step, steps[0])) is None and await self._changes_before(until):
-                    pass
+                while (more := self._there(step, steps[0])) is None and self._may_come(steps[0]):
+                    if not await self._changes_before(until):
+                        break
                 if more is None:
                     break
                 shares.append(more.samples.share(*more.samples_of(*mine)))
@@ -325,12 +326,16 @@ class Feeder:
     def _there(self, step: StepRange, first: StepRange) -> HeldStep | None:
         """The step, if it is held or can be drawn at once; its caller is given those from `first` on."""
         run = self._run
-        assert run is not None, "the step before it was given"
-        held = run.steps.find(step.first_sample)
-        if held is not None:
-            return held if held.asked == step else None
+        held = None if run is None else run.steps.find(step.first_sample)
+        if run is None or held is not None:
+            return held if held is not None and held.asked == step else None
         follows = step.first_sample == run.steps.next_cursor.consumed_samples
         return self._draw(run, step) if follows and run.steps.has_room_ahead(first.first_sample) else None
+
+    def _may_come(self, first: StepRange) -> bool:
+        """Whether a step that is not there may be there soon."""
+        run = self._run
+        return run is not None and self._error is None and run.steps.has_room_ahead(first.first_sample)
 
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
         wanted = run.wants
