@@ -18,7 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cluster.ray_state import NODE_DIED, ray_says
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, write_down_end
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
 from orchestrator.coordinator.launch_machine import (
     Action,
@@ -143,7 +145,7 @@ class Coordinator:
         self._journal = JournalWriter(
             self._store.storage, attempt.number, start.run, run_id=attempt.run_id, listener=self._metrics
         )
-        if attempt.ended is None:
+        if attempt.earlier.ended is None:
             note_beginning(self._journal, attempt, start.flat_config)
             self._journal.flush()
         skipped = SkippedDocuments(start.storage, attempt.number)
@@ -157,7 +159,7 @@ class Coordinator:
             max_workers=start.max_workers,
             expected=start.expected,
             settings=start.rendezvous,
-            previous=attempt.previous,
+            previous=attempt.earlier.previous,
             first_attempt=start.attempt.number,
             rebase=lambda parent, cursor: attempt.step_label,  # noqa: ARG005
         )
@@ -165,15 +167,15 @@ class Coordinator:
             rendezvous.set_newest_point(point.key, point.cursor, point.name)
         self._launch = LaunchMachine(
             rendezvous,
-            FailureBudget(start.max_failures, attempt.failures, attempt.step_label),
+            FailureBudget(start.max_failures, attempt.earlier.failures, attempt.step_label),
             StorageTrouble(start.storage_limit_s),
-            last_step=attempt.last_step,
-            previous=attempt.previous.members if attempt.previous else (),
-            infos=attempt.members,
-            finished={member: (reason, step) for member, reason, step in attempt.finished},
-            ended=attempt.ended,
+            last_step=attempt.earlier.last_step,
+            previous=attempt.earlier.previous.members if attempt.earlier.previous else (),
+            infos=attempt.earlier.members,
+            finished={member: (reason, step) for member, reason, step in attempt.earlier.finished},
+            ended=attempt.earlier.ended,
             saved=attempt.parent,
-            answered=attempt.answered,
+            answered=attempt.earlier.answered,
             budgets=attempt.budgets,
             stop_by=start.stop_by,
         )
@@ -206,18 +208,18 @@ class Coordinator:
         self._beating: Future[bool] | None = None
         self._joins: dict[str, asyncio.Future[Any]] = {}
         self._journalled: dict[str, JoinRequest] = {}  # the newest join of each member, without its records
-        self._end_is_written = attempt.ended is not None
+        self._end_is_written = attempt.earlier.ended is not None
         self._view: GenerationView | None = None
         self._acknowledged = -1
         self._version = 0
         # what the supervisor has to hear, with the version in which it came; what the first attempt's start
         # found, it has seen itself
         restarted = attempt.number != start.attempt.number
-        self._warnings = [(1, str(file)) for file in attempt.unreadable if restarted]
+        self._warnings = [(1, str(file)) for file in attempt.found.unreadable if restarted]
         self._notices: list[tuple[int, str]] = []
         self._kills: list[tuple[int, MemberInfo]] = []
         self._changes: list[tuple[int, GroupChange]] = []
-        self._roster = Roster(start.max_workers, attempt.members, attempt.why)
+        self._roster = Roster(start.max_workers, attempt.earlier.members, attempt.why)
         self._changed = asyncio.Condition()
         # generations whose end is waited for, apart from the rest: a thousand members are not woken for less
         self._overs: dict[tuple[int, int], asyncio.Event] = {}
@@ -309,7 +311,7 @@ class Coordinator:
         was given up, `StillWaiting` after a while: it asks again.
         """
         self._check(launch)
-        if vote.key.attempt != self._attempt.number or self._attempt.ended is not None:
+        if vote.key.attempt != self._attempt.number or self._attempt.earlier.ended is not None:
             return False  # no half-collected save is adopted from an older coordinator
         self._take_records(vote.records)
         self._launch.voted()
@@ -329,7 +331,8 @@ class Coordinator:
         """
         self._check(launch)
         await self._do(self._launch.finished(member, key, reason, time.monotonic()))
-        if self._attempt.ended is not None or await self._flush(ANSWER_S) or self._launch.ended is not None:
+        was_over = self._attempt.earlier.ended is not None
+        if was_over or await self._flush(ANSWER_S) or self._launch.ended is not None:
             return None
         await asyncio.sleep(FLUSH_EVERY_S)
         return StillWaiting()
@@ -424,7 +427,7 @@ class Coordinator:
         """The first call starts the loops: a restarted actor has no caller that would."""
         if not self._tasks:
             at_work = (self._keep_journal, self._beat, self._hear_requests)
-            writing = () if self._attempt.ended is not None else at_work
+            writing = () if self._attempt.earlier.ended is not None else at_work
             loops = (self._act, self._watch_members, *writing)
             self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop)) for loop in loops]
 

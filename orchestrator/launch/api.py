@@ -175,7 +175,8 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
 
 def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
-    from orchestrator.coordinator.attempt import choose_point, decide, survey, wanted_point
+    from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
+    from orchestrator.coordinator.survey import survey
 
     store = RunStore(Storage(str(folder)))
     try:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import Attempt, require_journals, survey
+from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.forking import describe, found_run, take_over
+from orchestrator.coordinator.survey import require_journals, survey
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
@@ -148,19 +149,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
             origin=origin,
         )
         store.write_parent(parent)
-        attempt = Attempt(
-            number=claim.number,
-            launch=claim.launch,
-            why=claim.why,
-            point=point,
-            inherited=parent.inherited,
-            step_label=point.key.step,
-            budgets=origin.budgets,
-            encoders=origin.encoders,
-            sources=origin.sources,
-            run_id=run.id,
-            forked_from=origin.forked_from,
-        )
+        attempt = Attempt.claimed(claim, parent, point, point.key.step, run.id)
         reason = f"forked from {origin.forked_from.run} at {origin.forked_from.point} by {by}"
         end_at_once(store, attempt, run, config, reason)
 

@@ -121,9 +121,9 @@ def trained_again(attempt: Attempt) -> list[str]:
     """What it costs that newer points were found damaged: the steps between, as their points were labelled.
     Empty where none was.
     """
-    if attempt.point is None or not attempt.damages:
+    if attempt.point is None or not attempt.found.damages:
         return []
-    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.damages]
+    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.found.damages]
     last = max(key.step for key in keys if key is not None)
     what = f"steps {step + 1} to {last} ({last - step} of them) are"
     if last == step + 1:

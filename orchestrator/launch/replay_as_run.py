@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from orchestrator.config.schema import JobConfig, nested, parse_config
-from orchestrator.coordinator.attempt import Survey, survey
+from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError
 from orchestrator.history.request_files import asker

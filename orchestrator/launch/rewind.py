@@ -12,16 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import (
-    Attempt,
-    Survey,
-    note_beginning,
-    require_journals,
-    survey,
-    up_to,
-    write_down_end,
-)
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.choosing import up_to
 from orchestrator.coordinator.forking import point_info
+from orchestrator.coordinator.survey import Survey, require_journals, survey
 from orchestrator.errors import RefusedError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import Claim, ClaimParent
@@ -181,23 +176,7 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
         sources=info.sources,
     )
     store.write_parent(parent)
-    return _attempt(claim, found.point, parent, run), config
-
-
-def _attempt(claim: Claim, point: Point, parent: ClaimParent, run: RunFile) -> Attempt:
-    assert parent.budgets is not None, "just computed"
-    return Attempt(
-        number=claim.number,
-        launch=claim.launch,
-        why=claim.why,
-        point=point,
-        inherited=parent.inherited,
-        step_label=point.key.step,
-        budgets=parent.budgets,
-        encoders=parent.encoders,
-        sources=parent.sources,
-        run_id=run.id,
-    )
+    return Attempt.claimed(claim, parent, found.point, found.point.key.step, run.id), config
 
 
 def end_at_once(

@@ -27,21 +27,9 @@ from blake3 import blake3
 from orchestrator.cluster.machine import Process
 from orchestrator.cluster.ray_inventory import JOB_COPIES
 from orchestrator.config.schema import JobConfig, field_rules
-from orchestrator.coordinator.attempt import (
-    LOOKS,
-    Attempt,
-    begin_launch,
-    choose_point,
-    decide,
-    deleted_now,
-    has_its_steps,
-    kept_point,
-    moved_on,
-    require_frozen,
-    require_journals,
-    rewind_sentence,
-    survey,
-)
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.begin_launch import begin_launch
+from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence
 from orchestrator.coordinator.forking import (
     fork_to_begin,
     found_run,
@@ -59,6 +47,15 @@ from orchestrator.coordinator.sources import (
     plain_reading,
     read_as,
     sources_here,
+)
+from orchestrator.coordinator.survey import (
+    LOOKS,
+    deleted_now,
+    has_its_steps,
+    moved_on,
+    require_frozen,
+    require_journals,
+    survey,
 )
 from orchestrator.errors import (
     BusyError,
@@ -377,7 +374,7 @@ def claimed(
     drawn: Skip | None = None,
 ) -> Iterator[tuple[Attempt, ResumePlan]]:
     """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
-    `coordinator.attempt.begin_launch`. Inside, this process shows other starts that the attempt is alive;
+    `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
     `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`; `drawn` is
     what `look_before_start` drew.
 
@@ -523,7 +520,7 @@ def rng_document(job: JobConfig) -> dict[str, Any]:
 
 def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
     """Says what this start continues, what it found damaged, and what differs."""
-    for damage in attempt.damages:
+    for damage in attempt.found.damages:
         say(f"warning: {damage}; falling back to an older resume point")
     if attempt.point is None:
         say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
@@ -532,13 +529,13 @@ def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan:
             f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
             f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
         )
-    if attempt.lifted and attempt.point is not None:
+    if attempt.found.lifted and attempt.point is not None:
         say(f"note: every byte of {attempt.point.name} is right again: it is quarantined no more")
     if plan.rewind:
         say(plan.rewind)
-    for file in attempt.unreadable:
+    for file in attempt.found.unreadable:
         say(f"warning: {file}")
-    for left in attempt.leftovers:
+    for left in attempt.found.leftovers:
         say(f"warning: {left}" if left.kept else f"note: {left}")
     for difference in plan.differences:
         say(f"  {difference}")
@@ -554,7 +551,7 @@ def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePla
             f"{attempt.point.name if attempt.point else 'the point'}, from sample {first:,} on: they are not "
             f"trained ({attempt.skip.request}); the same setting skips them once"
         )
-    for change in attempt.lists:
+    for change in attempt.found.lists:
         say(f"  {change}")
     for note in filter(None, (plan.skip_note, plan.restart_note)):
         say(f"note: {note}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.skips import SkipAt, skips_of
 from orchestrator.monitor.reference_lists import ClaimedLists, began

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
+from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
 from orchestrator.errors import (
     DataIdentityError,
     OrchestratorError,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import commands as cli
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.launch import fork as forks

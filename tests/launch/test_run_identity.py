@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import continue_launch, survey
+from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault
 from orchestrator.launch import start as starting

@@ -16,8 +16,10 @@ import pytest
 import orchestrator
 from orchestrator.cli.tables import plan_lines
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator import attempt as coordinator_attempt
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator import begin_launch as beginning
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing import skipping as data_skipping
 from orchestrator.data.packing.samples import open_samples
@@ -436,7 +438,7 @@ def test_packs_of_several_sources_are_skipped_and_the_audit_follows(packed: Skip
 
 
 def the_skipped_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_attempt, "moved", lambda point, skip: point)
+    monkeypatch.setattr(beginning, "moved", lambda point, skip: point)
 
 
 def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:

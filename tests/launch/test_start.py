@@ -17,7 +17,10 @@ import pytest
 import orchestrator
 from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, survey
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
@@ -238,7 +241,7 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
     told = f"warning: resume point {newer.point_name}"
     assert [note for note in runner.plan().notes if note.startswith(told)]
     attempt = runner.begin()
-    assert (attempt.parent, [damage.point for damage in attempt.damages]) == (older, [newer.point_name])
+    assert (attempt.parent, [damage.point for damage in attempt.found.damages]) == (older, [newer.point_name])
     shutil.rmtree(runner.folder / "points")
     for look in (runner.begin, runner.plan):
         with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
@@ -336,7 +339,8 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
         write_vote(storage, at, rank=0)
     attempt = runner.begin()
     assert attempt.number == 2
-    assert attempt.leftovers == (Leftover(point=given_up.point_name), Leftover(point=unfinished.point_name))
+    removed = (given_up.point_name, unfinished.point_name)
+    assert attempt.found.leftovers == tuple(Leftover(point=name) for name in removed)
     assert runner.store.leftovers() == [later.point_name], "what is not older stays"
     assert runner.store.point_names() == [first.point_name]
     assert runner.store.verify_point(first.point_name) == []
@@ -357,8 +361,8 @@ def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(r
     crashed = runner.begin()
     write_vote(runner.store.storage, key(14), rank=0)
     write_vote(runner.store.storage, key(12, attempt=crashed.number), rank=0)
-    assert runner.begin().leftovers == (Leftover(point=key(14).point_name),)
-    assert runner.begin().leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=key(14).point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
     assert runner.store.leftovers() == []
 
 
@@ -371,7 +375,7 @@ def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_en
     journal = runner.journal(crashed)
     journal.event(EventKind.DELETING_POINTS, points=[deleted.point_name])
     journal.close()
-    assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=deleted.point_name),)
     assert runner.store.leftovers() == [unfinished.point_name]
 
 
@@ -492,7 +496,7 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     path = runner.folder / file
     path.write_bytes(path.read_bytes()[:40])
     attempt = runner.begin()
-    assert [unreadable.path for unreadable in attempt.unreadable] == [file]
+    assert [unreadable.path for unreadable in attempt.found.unreadable] == [file]
     said: list[str] = []
     starting.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]

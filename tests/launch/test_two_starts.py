@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.cluster.machine import Process, machine_id, process_start
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import note_beginning
+from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError
 from orchestrator.history.busy import Busy
 from orchestrator.launch import api

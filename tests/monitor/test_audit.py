@@ -22,7 +22,7 @@ import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
 from orchestrator.coordinator import attempt as attempt_module
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.data import later_lists
 from orchestrator.data.feed import feed_notes
 from orchestrator.data.feed.feed_notes import FeedLog

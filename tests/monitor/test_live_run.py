@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.cli import commands as cli
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import LOOKS
+from orchestrator.coordinator.survey import LOOKS
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind

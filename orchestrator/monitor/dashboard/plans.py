@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.coordinator.sources import SourcesHere, sources_here
@@ -239,7 +239,7 @@ def _completed(
 
 
 def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
-    """What leaves the history; see `coordinator.attempt.rewind_sentence`."""
+    """What leaves the history; see `coordinator.choosing.rewind_sentence`."""
     aside = views.point(wanted)["aside"]
     names = _on_history(views)
     kept = {*up_to(names, point)}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.views import path
 from orchestrator.monitor.views.columns import Columns, read_columns
