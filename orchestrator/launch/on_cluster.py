@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.remote_feed import notes_of
