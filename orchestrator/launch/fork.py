@@ -17,6 +17,7 @@ from orchestrator.coordinator.survey import require_journals, survey
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
+from orchestrator.launch import busy_watch, claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
@@ -125,7 +126,7 @@ def carry_out(
     Raises as `fork` does.
     """
     run = starting.find_run(new)
-    newest = 0 if run is None else starting.refuse_busy(new, say)
+    newest = 0 if run is None else busy_watch.refuse_busy(new, say)
     if run is None:
         run = found_run(new, config["run.name"], origin, by, pinned)
     take_over_and_end(new, run, newest, config, by)
@@ -135,7 +136,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
     """Claims the attempt after `newest` for a fork that has taken nothing over yet. Its history begins as
     soon as the parent file is durable; a kill before that leaves it to the next start.
     """
-    with starting.claiming(store, run.id, newest + 1, FORK) as claim:
+    with claiming.claiming(store, run.id, newest + 1, FORK) as claim:
         if survey(store).lineage.attempt is not None:
             raise BusyError(f"{store.storage.root}: another start has just made this fork; look at it first")
         point, origin = take_over(store, run, claim.number)

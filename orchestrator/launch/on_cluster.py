@@ -32,6 +32,7 @@ from orchestrator.errors import OrchestratorError, text_of
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import asker
+from orchestrator.launch import announcing, stop_signals
 from orchestrator.launch import start as starting
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
@@ -68,7 +69,7 @@ def supervise(
             f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
             "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
         )
-    starting.announce(progress.say, job, attempt, plan)
+    announcing.announce(progress.say, job, attempt, plan)
     for line in trained_again(attempt):
         progress.say(line)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
@@ -106,10 +107,10 @@ def supervise(
     stalled = partial(_say_stall, progress, coordinator)
     supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
     try:
-        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
+        with stop_signals.stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
         if status.ended == "done":
-            why = starting.why_done(job, attempt.budgets, status.last_step)
+            why = announcing.why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
         return say_end(progress, job, status, RunStore(Storage(str(folder))), attempt.run_id)
     finally:

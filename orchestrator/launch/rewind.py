@@ -23,6 +23,7 @@ from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import asker
+from orchestrator.launch import busy_watch, claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Found, PointPlan, Wanted, count, find, place, planned
 from orchestrator.planning.schedule import budgets_for
@@ -128,7 +129,7 @@ def rewind(
     if the run has moved on since `agree` heard of it.
     """
     plan = look(store, wanted, run)  # first: a wish that cannot be met needs no watch
-    with starting.watching(store, say) as watched:
+    with busy_watch.watching(store, say) as watched:
         newest = watched()
         again = look(store, wanted, run)  # a launch that ended during the watch has trained until then
         plan = again if again.sets_aside() != plan.sets_aside() else replace(plan, attempt=again.attempt)
@@ -147,7 +148,7 @@ def carry_out(store: RunStore, plan: RewindPlan, newest: int, by: str) -> None:
     run = starting.find_run(store)
     if run is None:
         raise RefusedError(f"{store.storage.root}: there is no run (no run.json), so nothing to rewind")
-    with starting.claiming(store, run.id, newest + 1, REWIND) as claim:
+    with claiming.claiming(store, run.id, newest + 1, REWIND) as claim:
         attempt, config = _begin(store, claim, run, plan)
         end_at_once(store, attempt, run, config, f"rewound to {plan.point} by {by}")
 

@@ -27,6 +27,7 @@ from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
+from orchestrator.launch import announcing, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
@@ -66,11 +67,11 @@ class SkippingRun:
         spec = starting.prepare(job, self.folder, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
-        looked = starting.look_before_start(self.store, job, spec, lambda: newest)
-        assert not starting.reached(looked)
-        with starting.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
+        looked = looking_ahead.look_before_start(self.store, job, spec, lambda: newest)
+        assert not looking_ahead.reached(looked)
+        with claiming.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
             starting.freeze(job, self.folder, spec, attempt)
-            starting.announce(said.append, job, attempt, plan)
+            announcing.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
 
@@ -285,10 +286,10 @@ def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: Skipping
     def job(point: StateKey) -> JobConfig:
         return run.job(f"resume.from={point.point_name}", "resume.skip_samples=5")
 
-    looked = starting.look_before_start(run.store, job(first), spec, lambda: 2)
+    looked = looking_ahead.look_before_start(run.store, job(first), spec, lambda: 2)
     assert looked.drawn is not None
     assert looked.drawn.begin == run.store.read_point(first.point_name).cursor
-    with starting.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
+    with claiming.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
         assert attempt.skip is not None
     assert attempt.skip.begin == run.store.read_point(second.point_name).cursor
     assert attempt.skip.end.skipped_samples == 5

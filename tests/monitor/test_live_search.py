@@ -14,6 +14,7 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.coordinator import attempt as attempts
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.launch import looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor import tail
@@ -133,7 +134,7 @@ class Beside:
 
     def plan(self) -> None:
         job = self.live.job
-        found, newest = self.read(lambda _, store: starting.look_ahead(store, job, self.data))
+        found, newest = self.read(lambda _, store: looking_ahead.look_ahead(store, job, self.data))
         if found is not None and (found.action != "resume" or found.point not in newest):
             raise WrongError(f"plan: {found.action} {found.point}, the newest was {newest}")
         if found is not None and any("warning" in note for note in found.notes):
