@@ -19,7 +19,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import write_down_end
 from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
 from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
-from orchestrator.coordinator.launch_machine import Action, Answer, End, Fenced, Kill, Note, Say, Warn
+from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
 from orchestrator.coordinator.news import News
 from orchestrator.coordinator.open_calls import GenerationEnds, OpenJoins
 from orchestrator.elastic.cause import Cause

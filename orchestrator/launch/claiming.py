@@ -15,8 +15,8 @@ from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.begin_launch import begin_launch
+from orchestrator.coordinator.ended_by import A_FAILURE
 from orchestrator.coordinator.forking import fork_to_begin, found_run, is_folder
-from orchestrator.coordinator.launch_machine import A_FAILURE
 from orchestrator.errors import OrchestratorError, RefusedError, text_of
 from orchestrator.faults import hook
 from orchestrator.history.claim_files import FORK, JOURNAL, RESUME, REWIND, START
