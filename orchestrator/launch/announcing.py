@@ -9,6 +9,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
 from orchestrator.records import StepRecord
+from orchestrator.resume.points import parse_point_name
 
 
 def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
@@ -55,6 +56,22 @@ def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePla
                 f"  {newest.encoder} encodes from the next whole document on: source {source}, "
                 f"epoch {epoch}, block {block}, window {window}, record {record}"
             )
+
+
+def trained_again(attempt: Attempt) -> list[str]:
+    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
+    Empty where none was.
+    """
+    if attempt.point is None or not attempt.found.damages:
+        return []
+    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.found.damages]
+    last = max(key.step for key in keys if key is not None)
+    what = f"steps {step + 1} to {last} ({last - step} of them) are"
+    if last == step + 1:
+        what = f"step {last} is"
+    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
+        what = "the steps after it are"
+    return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
 
 
 def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str:
