@@ -34,7 +34,8 @@ from orchestrator.history.heartbeat import Pulse
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.metric_log import MetricLogs
 from orchestrator.history.request_files import RequestFiles
-from orchestrator.records import Cursor, GenerationView, MemberInfo, StateKey, StepRecord, encode
+from orchestrator.json_form import encode
+from orchestrator.records import Cursor, GenerationView, MemberInfo, StateKey, StepRecord
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, Tick, VoterGone
 from orchestrator.resume.pin_watch import PinWatch, note_pins

@@ -30,8 +30,9 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
+from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
+from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine

@@ -25,6 +25,7 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.loggers import require_loggers
+from orchestrator.json_form import decode, encode
 from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
@@ -36,7 +37,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, Stall, decode, encode
+from orchestrator.records import GroupMember, Held, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

@@ -27,11 +27,12 @@ from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
+from orchestrator.json_form import decode, encode
 from orchestrator.launch import announcing, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage

@@ -39,12 +39,13 @@ from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.step_names import find_step, find_steps, step_name
+from orchestrator.json_form import decode, encode
 from orchestrator.launch import start as starting
 from orchestrator.monitor.audit import audit_history
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.order import block_at
-from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.records import Cursor, SourceCursor, StateKey, StepRange, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.data.making import some_texts, write_corpus

@@ -28,13 +28,13 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
+from orchestrator.json_form import encode
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import encode
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 

@@ -145,7 +145,7 @@ def line(seq: int, kind: str = "damaged point", **fields: Any) -> str:
 
 
 def step_line(seq: int, step: int, **changes: Any) -> str:
-    from orchestrator.records import encode
+    from orchestrator.json_form import encode
 
     return line(seq, "step", **(encode(record(key(step))) | changes))
 
