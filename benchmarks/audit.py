@@ -34,7 +34,8 @@ from orchestrator.history.claim_files import START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import Cursor, StepRange, StepRecord, encode
+from orchestrator.json_form import encode
+from orchestrator.records import Cursor, StepRange, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 

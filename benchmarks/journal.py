@@ -38,10 +38,11 @@ from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal, read_outline
 from orchestrator.history.lineage import effective_chain, effective_history
+from orchestrator.json_form import encode
 from orchestrator.monitor.views.columns import read_columns
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

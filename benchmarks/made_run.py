@@ -31,18 +31,11 @@ from orchestrator.history.claim_files import RESTARTED, RESUME, REWIND, START
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import STEP, JournalWriter
+from orchestrator.json_form import encode
 from orchestrator.planning.identity import FORMAT_VERSION, RunIdentity, stream_settings
 from orchestrator.planning.order import ORDER_VERSION
 from orchestrator.planning.schedule import budgets_for, learning_rate
-from orchestrator.records import (
-    Cursor,
-    SourceCursor,
-    StateKey,
-    TensorChunk,
-    TensorEntry,
-    Vote,
-    encode,
-)
+from orchestrator.records import Cursor, SourceCursor, StateKey, TensorChunk, TensorEntry, Vote
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.disk import OsDisk

@@ -1,20 +1,13 @@
 """Frozen values that cross a process border or lie in storage: what the stages exchange.
 
-It knows no stage, no Ray, no torch. Everything that is written to storage has `to_json` / `from_json` through
-`encode` and `decode` below, which refuse unknown and missing fields.
+It knows no stage, no Ray, no torch. What is written to storage goes through `json_form`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-import typing
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from orchestrator.errors import OrchestratorError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,130 +25,6 @@ else:  # who reads a run needs no numpy, which takes 0.1 s to load
         import numpy
 
         return numpy.typing.NDArray[getattr(numpy, kinds[name])]
-
-
-Record = TypeVar("Record")
-
-
-def encode(value: Any) -> Any:
-    """`value` (a dataclass of this module, nested) as plain JSON types. Arrays are refused: they do not go
-    into JSON.
-    """
-    kind: Any = type(value)
-    if kind in _SCALARS or value is None:
-        return value
-    if (names := _field_names(kind)) is not None:
-        return {name: encode(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {str(k): encode(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encode(v) for v in value]
-    assert isinstance(value, (bool, int, float, str)), f"{type(value)} has no JSON form"
-    return value
-
-
-def decode(kind: type[Record], value: Any, where: str = "") -> Record:
-    """The inverse of `encode` for the dataclass `kind`. Raises `OrchestratorError` naming the field that is
-    missing or unknown.
-    """
-    if not isinstance(value, Mapping):
-        raise OrchestratorError(f"{where or kind.__name__}: expected an object, found {type(value).__name__}")
-    layout = _layout(typing.cast(Any, kind))
-    if not layout.required <= value.keys() <= layout.decoders.keys():
-        unknown = sorted(set(value) - set(layout.decoders))
-        missing = sorted(layout.required - set(value))
-        raise OrchestratorError(
-            f"{where or kind.__name__}: unknown fields {unknown}, missing fields {missing}; was it written "
-            "by another version?"
-        )
-    scalars, decoders = layout.scalars, layout.decoders
-    return kind(
-        **{
-            # most fields of a record are scalars of the right type: for them no text is made
-            name: v if type(v) is scalars.get(name) else decoders[name](v, f"{where or kind.__name__}.{name}")
-            for name, v in value.items()
-        }
-    )
-
-
-_SCALARS = frozenset({bool, int, float, str})
-_Decoder = Callable[[Any, str], Any]  # of (value, where it stands)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layout:
-    """How a dataclass is decoded: made of its type hints once, for reading them takes longer than decoding.
-
-    `scalars` has the fields that a JSON value of exactly this type is taken for as it is.
-    """
-
-    decoders: dict[str, _Decoder]
-    scalars: dict[str, type]
-    required: frozenset[str]
-
-
-@functools.cache
-def _layout(kind: Any) -> _Layout:
-    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
-    return _Layout(
-        decoders={f.name: _decoder(hints[f.name]) for f in fields},
-        scalars={f.name: hints[f.name] for f in fields if hints[f.name] in _SCALARS},
-        required=frozenset(
-            f.name
-            for f in fields
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ),
-    )
-
-
-@functools.cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    """None for what is no dataclass."""
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
-
-
-def _decoder(hint: Any) -> _Decoder:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        some = _decoder(next(a for a in args if a is not type(None)))
-        return lambda value, where: None if value is None else some(value, where)
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(decode, typing.cast(type, hint))
-    if origin is tuple:
-        return _tuple_decoder(args)
-    if origin is dict:
-        item = _decoder(args[1])
-        return lambda value, where: {
-            str(k): item(v, where) for k, v in _container(Mapping, "an object", value, where).items()
-        }
-    return functools.partial(_scalar, hint) if hint in _SCALARS else lambda value, where: value
-
-
-def _tuple_decoder(args: tuple[Any, ...]) -> _Decoder:
-    if len(args) == 2 and args[1] is Ellipsis:
-        one = _decoder(args[0])
-        return lambda value, where: tuple(one(v, where) for v in _container(list, "a list", value, where))
-    each = [_decoder(a) for a in args]
-    return lambda value, where: tuple(
-        d(v, where) for d, v in zip(each, _container(list, "a list", value, where, len(each)), strict=True)
-    )
-
-
-def _container(kind: Any, name: str, value: Any, where: str, length: int | None = None) -> Any:
-    """`value`, if it is a container of this kind and length."""
-    if not isinstance(value, kind):
-        raise OrchestratorError(f"{where}: expected {name}, found {value!r}")
-    if length is not None and len(value) != length:
-        raise OrchestratorError(f"{where}: expected {length} values, found {value!r}")
-    return value
-
-
-def _scalar(hint: type, value: Any, where: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        raise OrchestratorError(f"{where}: expected {hint.__name__}, found {value!r}")
-    return value
 
 
 # ------------------------------------------------------------ state and points

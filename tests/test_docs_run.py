@@ -29,7 +29,7 @@ import orjson
 import pytest
 
 from orchestrator.data.sample_corpus import MARKER, VERSION, CorpusReport
-from orchestrator.records import encode
+from orchestrator.json_form import encode
 from tests.conftest import TOKENIZER_VOCAB
 from tests.small_configs import write_small_configs
 

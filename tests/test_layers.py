@@ -17,7 +17,7 @@ import orchestrator
 PACKAGE = Path(orchestrator.__file__).parent
 # each layer may import itself and those before it; rooms of one layer may not import each other
 LAYERS = [
-    {"errors", "records", "faults", "paused_gc", "html_text"},
+    {"errors", "json_form", "records", "faults", "paused_gc", "html_text"},
     {"config", "storage"},
     {"planning", "cluster"},
     {"history"},
@@ -32,6 +32,7 @@ LEVEL = {name: number for number, names in enumerate(LAYERS) for name in names}
 APART = LAYERS[1:9]  # the layers whose rooms exchange records only
 WITHOUT_RAY_AND_TORCH = (
     "errors.py",
+    "json_form.py",
     "records.py",
     "faults.py",
     "paused_gc.py",
@@ -47,8 +48,24 @@ WITHOUT_RAY_AND_TORCH = (
     "elastic/rendezvous.py",
     "resume/",
     "coordinator/attempt.py",
+    "coordinator/attempt_journal.py",
+    "coordinator/begin_launch.py",
+    "coordinator/choosing.py",
+    "coordinator/continue_launch.py",
+    "coordinator/coordinator_start.py",
+    "coordinator/ended_by.py",
+    "coordinator/launch_actions.py",
     "coordinator/launch_machine.py",
+    "coordinator/news.py",
+    "coordinator/open_calls.py",
+    "coordinator/survey.py",
+    "launch/announcing.py",
+    "launch/busy_watch.py",
+    "launch/claiming.py",
+    "launch/ending.py",
+    "launch/looking_ahead.py",
     "launch/start.py",
+    "launch/stop_signals.py",
     "launch/progress.py",
     "launch/run_log.py",
     "launch/needs.py",

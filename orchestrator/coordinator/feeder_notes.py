@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import encode
+from orchestrator.json_form import encode
 
 if TYPE_CHECKING:
     from orchestrator.data.feed.feed_notes import FeedNotes

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from orchestrator.coordinator.ended_by import ended_by
+from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
@@ -35,68 +36,6 @@ from orchestrator.resume.commit_events import VoterGone
 
 SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
 _RECENT_STEPS = 31  # of which the median duration is taken
-# who caused an end, where that is no person
-A_FAILURE, THE_BUDGET, THE_DATA = "a failure", "the budget", "the end of the data"
-
-
-# ---- actions
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Answer the member's open `join`."""
-
-    member: str
-    answer: GenerationView | Refusal | RunOver
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """Journal an event about a member or a failure."""
-
-    kind: EventKind
-    fields: dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kill:
-    """Have this member's process killed: it was left out. It may be dead already, or out of reach."""
-
-    member: MemberInfo
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Warn:
-    """Notify the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Say:
-    """Tell the user; nothing is wrong."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """The run has ended: write it down. Everybody who waits is answered by actions of their own. `by`: who
-    caused it (see `ended_by`).
-    """
-
-    outcome: str
-    reason: str
-    by: str = A_FAILURE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fenced:
-    """A newer attempt exists: acknowledge nothing, write nothing."""
-
-    reason: str
-
-
-Action = Answer | Note | Kill | Warn | Say | End | Fenced | Form | VoterGone
 
 
 class LaunchMachine:
@@ -455,20 +394,6 @@ class LaunchMachine:
             return []
         reason, step = next(iter(here.values()))
         return self.end(reason, f"{reason} at step {step}")
-
-
-def ended_by(outcome: str, stop_by: str, budgets: Budgets, last: StepRecord | None) -> str:
-    """Who caused an end, for people: who asked for a stop (`stop_by`; empty where that is not known any
-    more), the budget, the end of the data, or a failure.
-    """
-    if outcome == "failed":
-        return A_FAILURE
-    if outcome == "stopped":
-        return stop_by
-    tokens, samples = (last.consumed_tokens, last.consumed_samples) if last else (0, 0)
-    spent = budgets.stop_tokens is not None and tokens >= budgets.stop_tokens
-    spent = spent or (budgets.stop_samples is not None and samples >= budgets.stop_samples)
-    return THE_BUDGET if spent else THE_DATA
 
 
 def _note(answer: Answered) -> Note:

@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.coordinator import actor
-from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.actor import Coordinator
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.storage_trouble import AGAIN_S, until_storage_works
 from orchestrator.errors import FencedError, OrchestratorError, StorageError
 from orchestrator.history.event_kinds import EventKind

@@ -15,7 +15,7 @@ import orjson
 from orchestrator.data.sources.manifest import Manifest, facts_of, from_parquet, to_parquet
 from orchestrator.data.tokens.tokenizer_files import FILES
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 
 TOKENIZER_FOLDER = "tokenizer"

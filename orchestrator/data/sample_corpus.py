@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from orchestrator.errors import DataError, OrchestratorError, RefusedError, StorageError
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 
 VERSION = 1
 NUM_PARTS = 8

@@ -18,7 +18,7 @@ from orchestrator.errors import BusyError, FencedError, OrchestratorError, Stora
 from orchestrator.history.busy import Busy, Free, Look, Watch, judge
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.heartbeat import Heartbeat
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 

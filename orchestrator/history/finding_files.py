@@ -18,7 +18,7 @@ from typing import Any
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claim_files import now_text
 from orchestrator.history.request_files import asker
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import SealError, seal, unseal
 

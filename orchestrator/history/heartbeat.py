@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from orchestrator.errors import StorageError
@@ -66,3 +67,19 @@ def beating(heartbeat: Heartbeat, every_s: float) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+class Pulse:
+    """Beats when it is asked to, and waits for nothing: in a thread of its own, so that the sign of life does
+    not wait behind a long commit, and another start take the attempt for dead.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="heartbeat")
+        self._beating: Future[bool] | None = None
+
+    def beat(self) -> None:
+        """Begins a beat, if none is under way: while storage hangs none queue up."""
+        if self._beating is None or self._beating.done():
+            self._beating = self._thread.submit(self._heartbeat.beat)

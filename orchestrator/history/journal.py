@@ -32,7 +32,8 @@ import orjson
 from orchestrator.errors import StorageError, TrainingError
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.records import StateKey, StepRecord, encode
+from orchestrator.json_form import encode
+from orchestrator.records import StateKey, StepRecord
 from orchestrator.storage.disk import AppendHandle
 from orchestrator.storage.files import Storage
 

@@ -19,7 +19,8 @@ from orchestrator.cluster.machine import Process
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import FOLDER, GENERATION, STEP, check_copy
-from orchestrator.records import StepRecord, decode
+from orchestrator.json_form import decode
+from orchestrator.records import StepRecord
 from orchestrator.storage.files import Storage
 
 _ATTEMPT = re.compile(r"a(\d{4,})")

@@ -18,6 +18,7 @@ from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_data_job, as_job
 from orchestrator.errors import DataIdentityError, ResourceError
 from orchestrator.history.loggers import require_loggers
+from orchestrator.launch import busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
 from orchestrator.planning.resume_plan import ResumePlan
@@ -96,11 +97,11 @@ def _launch(
     require_loggers(job.monitor.loggers)
     with (
         Progress.shown(job.monitor.progress_s) as progress,
-        starting.watching(store, progress.say) as watched,
+        busy_watch.watching(store, progress.say) as watched,
     ):
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_before_start(store, job, spec, watched)
-        if starting.reached(plan):
+        plan = looking_ahead.look_before_start(store, job, spec, watched)
+        if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
         from orchestrator.launch.needs import needs_of
@@ -119,7 +120,7 @@ def _launch(
             from orchestrator.launch.on_cluster import supervise
 
             command = _command(config, overrides)
-            with starting.claimed(
+            with claiming.claimed(
                 store, job, spec, newest, fault_plan, command=command, drawn=plan.drawn
             ) as (attempt, plan):
                 spec = starting.freeze(job, folder, spec, attempt)
@@ -175,12 +176,13 @@ def dry_run(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Seque
 
 def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | None]:
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
-    from orchestrator.coordinator.attempt import choose_point, decide, survey, wanted_point
+    from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
+    from orchestrator.coordinator.survey import survey
 
     store = RunStore(Storage(str(folder)))
     try:
         spec = starting.prepare(job, folder, freeze=False)
-        found = starting.look_ahead(store, job, spec, draw=True)
+        found = looking_ahead.look_ahead(store, job, spec, draw=True)
     except DataIdentityError as error:
         seen = survey(store)
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
@@ -315,7 +317,7 @@ def _memories() -> list[tuple[str, int]]:
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
     assert plan.point is not None, "a resume has a point"
-    reason = starting.stop_is_reached(plan)
+    reason = looking_ahead.stop_is_reached(plan)
     progress.say(f"done: {reason}")
     return RunResult(
         outcome="done",

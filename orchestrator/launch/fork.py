@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import Attempt, require_journals, survey
+from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.forking import describe, found_run, take_over
+from orchestrator.coordinator.survey import require_journals, survey
 from orchestrator.errors import BusyError, RefusedError
 from orchestrator.history.claim_files import FORK
 from orchestrator.history.claims import ClaimParent, ForkedFrom
+from orchestrator.launch import busy_watch, claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.nested_runs import refuse_around, refuse_inside
 from orchestrator.launch.rewind import end_at_once
@@ -124,7 +126,7 @@ def carry_out(
     Raises as `fork` does.
     """
     run = starting.find_run(new)
-    newest = 0 if run is None else starting.refuse_busy(new, say)
+    newest = 0 if run is None else busy_watch.refuse_busy(new, say)
     if run is None:
         run = found_run(new, config["run.name"], origin, by, pinned)
     take_over_and_end(new, run, newest, config, by)
@@ -134,7 +136,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
     """Claims the attempt after `newest` for a fork that has taken nothing over yet. Its history begins as
     soon as the parent file is durable; a kill before that leaves it to the next start.
     """
-    with starting.claiming(store, run.id, newest + 1, FORK) as claim:
+    with claiming.claiming(store, run.id, newest + 1, FORK) as claim:
         if survey(store).lineage.attempt is not None:
             raise BusyError(f"{store.storage.root}: another start has just made this fork; look at it first")
         point, origin = take_over(store, run, claim.number)
@@ -148,19 +150,7 @@ def take_over_and_end(store: RunStore, run: RunFile, newest: int, config: dict[s
             origin=origin,
         )
         store.write_parent(parent)
-        attempt = Attempt(
-            number=claim.number,
-            launch=claim.launch,
-            why=claim.why,
-            point=point,
-            inherited=parent.inherited,
-            step_label=point.key.step,
-            budgets=origin.budgets,
-            encoders=origin.encoders,
-            sources=origin.sources,
-            run_id=run.id,
-            forked_from=origin.forked_from,
-        )
+        attempt = Attempt.claimed(claim, parent, point, point.key.step, run.id)
         reason = f"forked from {origin.forked_from.run} at {origin.forked_from.point} by {by}"
         end_at_once(store, attempt, run, config, reason)
 

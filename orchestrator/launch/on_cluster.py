@@ -5,10 +5,9 @@ The driver's side. Whether a launch may begin, and from which point, is decided 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,30 +18,29 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.ray_state import cause_of_death, told_of
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.actor import CoordinatorStart
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import feeder_name, start_feeder
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
-from orchestrator.elastic.asked import Asked
 from orchestrator.elastic.policy import Limits, tokenizer_node
 from orchestrator.elastic.supervisor import END_S, Launch, Supervisor
-from orchestrator.errors import OrchestratorError, text_of
+from orchestrator.errors import text_of
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.request_files import asker
 from orchestrator.launch import start as starting
+from orchestrator.launch.announcing import announce, trained_again, why_done
+from orchestrator.launch.ending import say_end
 from orchestrator.launch.node_facts import node_facts
 from orchestrator.launch.progress import Progress
+from orchestrator.launch.stop_signals import stop_on_signals
 from orchestrator.launch.worker import WorkerTask, train_function
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.records import Cursor, Loss, RunStatus, Stall
-from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
-
-END_LOOK_S = 5.0  # how long the end waits for a storage that may hang
 
 
 def supervise(
@@ -59,18 +57,7 @@ def supervise(
     """Starts what the attempt needs and stays until the run has ended; everything started here ends here.
     `until_tokens` as in `TrainJob`.
     """
-    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
-    progress.begin(folder, attempt.number, limits.max_workers, total)
-    for note in spec.notes:
-        progress.say(f"note: {note}")
-    if not limits.feed_cpus:
-        progress.say(
-            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
-            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
-        )
-    starting.announce(progress.say, job, attempt, plan)
-    for line in trained_again(attempt):
-        progress.say(line)
+    _say_beginning(job, attempt, plan, spec, folder, limits, progress)
     # beside the driver, which the launch cannot outlive: another node's death then costs workers only. Not
     # soft: Ray 2.60 does not heed a soft affinity of actors without CPUs.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
@@ -94,22 +81,15 @@ def supervise(
         fault_plan=fault_plan,
         until_tokens=until_tokens,
     )
-    launch = Launch(
-        name=f"{job.run.name}-{attempt.launch[:6]}",
-        train_function=train_function,
-        worker_config={"task": task},
-        resources_per_worker={"CPU": limits.cpus_per_worker, **({"GPU": 1.0} if job.cluster.use_gpu else {})},
-        ray_storage=str(folder / "ray"),
-        limits=limits,
-    )
+    launch = _launch(job, task, folder, limits)
     show = _shower(progress, limits, feeder)
     stalled = partial(_say_stall, progress, coordinator)
     supervisor = Supervisor(launch, coordinator, node_facts, show, stalled, progress.say)
     try:
-        with starting.stop_on_signals(supervisor.ask_stop, progress.say):
+        with stop_on_signals(supervisor.ask_stop, progress.say):
             status = supervisor.run()
         if status.ended == "done":
-            why = starting.why_done(job, attempt.budgets, status.last_step)
+            why = why_done(job, attempt.budgets, status.last_step)
             status = replace(status, reason=f"{status.reason}: {why}")
         return say_end(progress, job, status, RunStore(Storage(str(folder))), attempt.run_id)
     finally:
@@ -117,20 +97,40 @@ def supervise(
             ray.kill(handle, no_restart=True)
 
 
-def trained_again(attempt: Attempt) -> list[str]:
-    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
-    Empty where none was.
-    """
-    if attempt.point is None or not attempt.damages:
-        return []
-    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.damages]
-    last = max(key.step for key in keys if key is not None)
-    what = f"steps {step + 1} to {last} ({last - step} of them) are"
-    if last == step + 1:
-        what = f"step {last} is"
-    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
-        what = "the steps after it are"
-    return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
+def _say_beginning(
+    job: JobConfig,
+    attempt: Attempt,
+    plan: ResumePlan,
+    spec: DataSpec,
+    folder: Path,
+    limits: Limits,
+    progress: Progress,
+) -> None:
+    total = None if plan.remaining_steps is None else plan.step_after + plan.remaining_steps
+    progress.begin(folder, attempt.number, limits.max_workers, total)
+    for note in spec.notes:
+        progress.say(f"note: {note}")
+    if not limits.feed_cpus:
+        progress.say(
+            f"note: the workers leave fewer than data.num_tokenizers={limits.num_tokenizers} CPUs free: the "
+            "tokenizers take no CPU of their own and run beside the workers, at the lowest priority"
+        )
+    announce(progress.say, job, attempt, plan)
+    for line in trained_again(attempt):
+        progress.say(line)
+
+
+def _launch(job: JobConfig, task: WorkerTask, folder: Path, limits: Limits) -> Launch:
+    """What the supervisor needs to start workers that do `task`."""
+    gpus = {"GPU": 1.0} if job.cluster.use_gpu else {}
+    return Launch(
+        name=f"{job.run.name}-{task.launch[:6]}",
+        train_function=train_function,
+        worker_config={"task": task},
+        resources_per_worker={"CPU": limits.cpus_per_worker, **gpus},
+        ray_storage=str(folder / "ray"),
+        limits=limits,
+    )
 
 
 def _give_up(coordinator: Any, error: BaseException) -> None:
@@ -229,67 +229,3 @@ def _start_coordinator(
     )
     notes = partial(notes_of, feeder_name(attempt.launch))
     return ray.remote(CoordinatorProcess).options(**options).remote(start, notes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Left:
-    """What is there when a launch has ended: whether its folder is still the run's, and whether the newest
-    resume point lies in it.
-    """
-
-    run: bool
-    point: bool
-
-
-def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunStore, run_id: str) -> RunStatus:
-    """How it ended, where the results lie, and what to try next: nothing that is not there any more. Returns
-    the status without a point that is gone. Waits at most `END_LOOK_S` for storage.
-    """
-    step = status.last_step
-    how = sentences.ended(status.ended or "failed", status.reason)
-    if status.ended == "failed":
-        progress.say_at_length(how)
-    else:
-        progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
-    asked = Asked(partial(_look_at_end, store, run_id, status.newest_point))
-    asked.ask()
-    try:
-        left = asked.answer(END_LOOK_S) or f"storage has not answered for {END_LOOK_S:.0f} s"
-    except OrchestratorError as error:
-        left = str(error)
-    for line in end_lines(job.run.run_uri, status, left):
-        progress.say(line)
-    return replace(status, newest_point=None) if isinstance(left, Left) and not left.point else status
-
-
-def _look_at_end(store: RunStore, run_id: str, point: str | None) -> Left:
-    run = store.read_run()
-    commit = point is not None and store.storage.exists(f"points/{point}/COMMIT")
-    return Left(run=run is not None and run.id == run_id, point=commit and (run is None or run.id == run_id))
-
-
-def end_lines(uri: str, status: RunStatus, left: Left | str) -> list[str]:
-    """Where the results lie, and what to try next. `left`: what is there, or why that is not known."""
-    point = f"{uri}/points/{status.newest_point}"
-    if status.newest_point is None:
-        where = "no resume point was written"
-    elif isinstance(left, str):
-        where = f"{point} (whether it is there is not known: {left})"
-    else:
-        where = point if left.point else f"none, {point} is gone"
-    trained = status.last_step is not None or status.newest_point is not None
-    there = isinstance(left, Left) and left.run
-    return [f"newest resume point: {where}", *next_commands(uri, trained=trained and there)]
-
-
-def next_commands(uri: str, *, trained: bool) -> list[str]:
-    """What to try next; nothing where nothing was trained, or is left, for there is nothing to look at."""
-    if not trained:
-        return []
-    uri = shlex.quote(uri)
-    return [
-        "next:",
-        f"  orchestrator points {uri}     the resume points, with a digest of the weights of each",
-        f"  orchestrator audit {uri}      whether every token was trained exactly once",
-        "  orchestrator plan CONFIG train.global_batch_size=24     what another batch size would do",
-    ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import Survey, require_frozen, survey
+from orchestrator.coordinator.survey import Survey, require_frozen, survey
 from orchestrator.errors import ResumePointError, TrainingError
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind

@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Sequence
 
 from orchestrator.config.schema import JobConfig, nested, parse_config
-from orchestrator.coordinator.attempt import Survey, survey
+from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.frozen import copy_frozen
 from orchestrator.errors import RefusedError, ResumePointError, TrainingError
 from orchestrator.history.request_files import asker
+from orchestrator.launch import claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.api import plan, train_until
 from orchestrator.launch.fork import fork
@@ -160,7 +161,7 @@ def _begin(
     run = store.read_run()
     assert run is not None, "its history was read"
     assert job is not None, "from the first weights there is something to train"
-    if run.first_weights != starting.first_weights_of(new, job):
+    if run.first_weights != claiming.first_weights_of(new, job):
         raise RefusedError(
             f"{store.storage.root} began with the weights {run.first_weights or 'that the seed gives'}, and "
             f"model.init_from={job.model.init_from} holds others now; put the files back"

@@ -12,22 +12,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import (
-    Attempt,
-    Survey,
-    note_beginning,
-    require_journals,
-    survey,
-    up_to,
-    write_down_end,
-)
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.choosing import up_to
 from orchestrator.coordinator.forking import point_info
+from orchestrator.coordinator.survey import Survey, require_journals, survey
 from orchestrator.errors import RefusedError
 from orchestrator.history.claim_files import REWIND
 from orchestrator.history.claims import Claim, ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import asker
+from orchestrator.launch import busy_watch, claiming
 from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Found, PointPlan, Wanted, count, find, place, planned
 from orchestrator.planning.schedule import budgets_for
@@ -133,7 +129,7 @@ def rewind(
     if the run has moved on since `agree` heard of it.
     """
     plan = look(store, wanted, run)  # first: a wish that cannot be met needs no watch
-    with starting.watching(store, say) as watched:
+    with busy_watch.watching(store, say) as watched:
         newest = watched()
         again = look(store, wanted, run)  # a launch that ended during the watch has trained until then
         plan = again if again.sets_aside() != plan.sets_aside() else replace(plan, attempt=again.attempt)
@@ -152,7 +148,7 @@ def carry_out(store: RunStore, plan: RewindPlan, newest: int, by: str) -> None:
     run = starting.find_run(store)
     if run is None:
         raise RefusedError(f"{store.storage.root}: there is no run (no run.json), so nothing to rewind")
-    with starting.claiming(store, run.id, newest + 1, REWIND) as claim:
+    with claiming.claiming(store, run.id, newest + 1, REWIND) as claim:
         attempt, config = _begin(store, claim, run, plan)
         end_at_once(store, attempt, run, config, f"rewound to {plan.point} by {by}")
 
@@ -181,23 +177,7 @@ def _begin(store: RunStore, claim: Claim, run: RunFile, plan: RewindPlan) -> tup
         sources=info.sources,
     )
     store.write_parent(parent)
-    return _attempt(claim, found.point, parent, run), config
-
-
-def _attempt(claim: Claim, point: Point, parent: ClaimParent, run: RunFile) -> Attempt:
-    assert parent.budgets is not None, "just computed"
-    return Attempt(
-        number=claim.number,
-        launch=claim.launch,
-        why=claim.why,
-        point=point,
-        inherited=parent.inherited,
-        step_label=point.key.step,
-        budgets=parent.budgets,
-        encoders=parent.encoders,
-        sources=parent.sources,
-        run_id=run.id,
-    )
+    return Attempt.claimed(claim, parent, found.point, found.point.key.step, run.id), config
 
 
 def end_at_once(

@@ -101,7 +101,7 @@ def remove_left(store: RunStore, say: Callable[[str], None]) -> None:
 
 def _is_in_use(store: RunStore, folder: str, say: Callable[[str], None]) -> bool:
     """Whether the launch of a driver that was killed may still write there."""
-    from orchestrator.launch.start import BUSY_WATCH_S
+    from orchestrator.launch.busy_watch import BUSY_WATCH_S
 
     for name in os.listdir(folder):
         inner = RunStore(store.storage.beside(os.path.join(folder, name)))

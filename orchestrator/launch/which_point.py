@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from numbers import Integral
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.errors import RefusedError, ResumePointError, WantedPointError
 from orchestrator.records import StepRecord
 from orchestrator.resume.points import Damage, Point, newest_first

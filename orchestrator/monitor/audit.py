@@ -1,6 +1,6 @@
 """The proof of what a run was trained on: its stream, recomputed from the files, against its journal.
 
-It reads the files and what `coordinator.attempt.survey` found; it knows neither cluster nor points' contents.
+It reads the files and what `coordinator.survey.survey` found; it knows neither cluster nor points' contents.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.data.sources.listing import same_files
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec

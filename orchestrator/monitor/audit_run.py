@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.skips import SkipAt

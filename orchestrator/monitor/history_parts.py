@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.history.skips import SkipAt, skips_of
+from orchestrator.json_form import decode
 from orchestrator.monitor.reference_lists import ClaimedLists, began
 from orchestrator.monitor.reference_mixture import MixtureRule, rule_of
 from orchestrator.planning.manifests import FIRST, ListSpan, SourceLists, start_of
-from orchestrator.records import Cursor, StepRecord, decode
+from orchestrator.records import Cursor, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

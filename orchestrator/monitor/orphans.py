@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orchestrator.coordinator.attempt import Survey, mean_losses
+from orchestrator.coordinator.survey import Survey, mean_losses
 from orchestrator.resume.retention import NEEDED_TO_RELEASE, spared, to_delete
 from orchestrator.resume.store import RunStore
 

@@ -9,37 +9,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.coordinator.attempt import LOOKS, Survey, deleted_now, moved_on, require_frozen, survey
+from orchestrator.coordinator.survey import Survey, require_frozen, survey
 from orchestrator.errors import (
     DataIdentityError,
     OrchestratorError,
     RefusedError,
-    ResumePointError,
     StorageError,
 )
-from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import RESUME, REWIND
-from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
 from orchestrator.history.request_files import SAVE, STOP, STOP_NOW, asker
 from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
-from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.look import look_at, since_it_moved
 from orchestrator.monitor.orphans import Pruned, prune, release
-from orchestrator.monitor.tail import Tail, read_tail
+from orchestrator.monitor.point_rows import names_of, not_deleted, point_rows, standing
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
-from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, not_watched, view_of
-from orchestrator.records import Cursor, StepRecord
-from orchestrator.resume.export_files import export_states
-from orchestrator.resume.fates import point_fates
+from orchestrator.monitor.view import Quiet, RunView, not_watched
+from orchestrator.records import StepRecord
 from orchestrator.resume.pins import Hold
-from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage, require_local
 
@@ -88,7 +81,7 @@ class Run:
         """All committed points, oldest first, on the lineage or not, damaged ones too; the document of
         `points --json`.
         """
-        return self._standing(self._point_rows)
+        return standing(self._store, lambda seen: point_rows(self._store, seen))
 
     def tree(self, rows: list[dict[str, Any]] | None = None) -> list[str]:
         """The run's lineage as lines: attempts, world sizes, points, rewinds, forks; see `monitor.tree`.
@@ -118,13 +111,13 @@ class Run:
             before = done_before(self.findings()) if resume else ()
             reading = Verifying(store=self._store, note=self._note_part, before=before)
             reading.progress = progress or reading.progress
-            return self._standing(lambda seen: reading.rows(self._names(seen)))
-        names = self._names(survey(self._store, with_steps=False))
+            return standing(self._store, lambda seen: reading.rows(names_of(self._store, seen)))
+        names = names_of(self._store, survey(self._store, with_steps=False))
         if point not in names:
             raise RefusedError(f"{self.uri} has no resume point {point}; it has {', '.join(names) or 'none'}")
         reading = Verifying(store=self._store)
         reading.progress = progress or reading.progress
-        rows = self._not_deleted(reading.rows([point]))
+        rows = not_deleted(self._store, reading.rows([point]))
         if not rows:
             raise RefusedError(
                 f"{self.uri}: the run has deleted resume point {point} while it was read, as "
@@ -197,7 +190,7 @@ class Run:
         says which these are. See `monitor.orphans`.
         """
         seen = survey(self._store, with_steps=False)
-        keys = {name: parse_point_name(name) for name in self._names(seen)}
+        keys = {name: parse_point_name(name) for name in names_of(self._store, seen)}
         why = {name: seen.lineage.why_orphan(key) for name, key in keys.items() if key}
         orphans = {name: f"orphan: {reason}" for name, reason in why.items() if reason}
         pruned = prune(self._store, orphans, asker(), self._run_id(), dry_run)
@@ -385,16 +378,7 @@ class Run:
         came, on this process's own clock: since it began to look, or since it saw the newest generation or
         step, whichever was last.
         """
-        at, since = None, time.monotonic()
-
-        def quiet_s(view: RunView, generation: int | None) -> float:
-            nonlocal at, since
-            found = (view.state, view.attempt, generation, view.step, view.last_step_at)
-            if found != at:
-                at, since = found, time.monotonic()
-                return 0.0
-            return time.monotonic() - since
-
+        quiet_s = since_it_moved()
         while True:
             began = time.monotonic()
             yield (view := self._view(WATCH_S, quiet_s))
@@ -540,98 +524,7 @@ class Run:
         return replace(spec, settings=replace(spec.settings, loss=loss)).made_by(seen.encoders)
 
     def _view(self, watch_s: float, quiet_s: Quiet) -> RunView:
-        store, watched = self._store, None
-        if watch_s > 0:
-            watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
-        for _ in range(LOOKS):
-            files, (parent, torn) = store.attempt_files(), self._newest_parent()
-            facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
-            self._leave_out_what_is_set_aside(tail, parent)
-            missing = self._missing(tail, parent, torn)
-            if files == store.attempt_files():
-                break  # else an attempt was claimed between them; it proves nothing, so the last look will do
-        else:
-            missing = ()  # what seems so may only have come since
-        begun, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
-        no_point = not inherited and tail.whole_from <= begun
-        facts = replace(facts, missing=missing, has_no_point=no_point)
-        return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
-
-    def _leave_out_what_is_set_aside(self, tail: Tail, parent: ClaimParent | None) -> None:
-        """The steps behind the point to which the newest attempt went back are no steps of the run."""
-        if parent is None or parent.parent is None:
-            return
-        if self._store.read_claim(parent.attempt).why != REWIND:
-            return
-        to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
-        tail.steps[:] = [
-            step
-            for step in tail.steps
-            if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
-        ]
-
-    def _newest_parent(self) -> tuple[ClaimParent | None, frozenset[int]]:
-        """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
-        the later attempts whose parent file is not as it was written.
-        """
-        torn: set[int] = set()
-        for number in reversed(self._store.claim_numbers()):
-            parent = self._store.read_parent(number)
-            if isinstance(parent, ClaimParent):
-                return parent, frozenset(torn)
-            if parent is not None:
-                torn.add(number)
-        return None, frozenset(torn)
-
-    def _facts(self, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None) -> AttemptFacts:
-        store, alive = self._store, None
-        numbers = store.claim_numbers()
-        if watched is not None:
-            # what was claimed since is as alive as what was claimed during the watch
-            alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
-        number = numbers[-1] if numbers else None
-        end, names = None if number is None else store.read_end(number), store.point_names()
-        marked = store.quarantined()
-        point = self._newest_point(parent, [name for name in names if name not in marked])
-        budgets, cursor = parent.budgets if parent is not None else None, self._cursor(point)
-        return AttemptFacts(
-            number=number,
-            outcome=end.outcome if end else "",
-            reason=end.reason if end else "",
-            point=point,
-            points=len(names),
-            stop_tokens=budgets.stop_tokens if budgets else None,
-            stop_samples=budgets.stop_samples if budgets else None,
-            alive=False if end else alive,
-            watched_s=watch_s,
-            skipped=None if cursor is None else {n: at.bad_documents for n, at in cursor.sources.items()},
-            left_out=None if cursor is None else left_out(cursor),
-            quarantined=tuple(name for name in names if name in marked),
-            resumes=number is not None and store.read_claim(number).why == RESUME,
-        )
-
-    def _newest_point(self, parent: ClaimParent | None, names: list[str]) -> str | None:
-        """The newest of these that is on the history."""
-        if parent is None:
-            return None
-        mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == parent.attempt]
-        older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
-        return next(iter(newest_first([*mine, *older.intersection(names)])), None)
-
-    def _missing(self, tail: Tail, parent: ClaimParent | None, torn: frozenset[int]) -> tuple[str, ...]:
-        """What is seen to be gone, after the tail was read; see `monitor.missing`."""
-        there, names = self._store.point_names(), read_names(self._store)
-        lost = lost_points(tail, names, parent, there)
-        if lost:  # a run that goes on may have deleted them since
-            lost -= point_fates(read_tail(self._store.storage).fates, ()).deleted | self._store.deletions()
-        return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
-
-    def _cursor(self, point: str | None) -> Cursor | None:
-        """That of a point; None if it does not say."""
-        try:
-            return self._store.read_point(point).cursor if point is not None else None
-        except ResumePointError:
-            return None  # damaged, or deleted meanwhile
+        return look_at(self._store, self.uri, watch_s, quiet_s)
 
     def _configs(self, seen: Survey) -> list[tuple[int, JobConfig]]:
         from orchestrator.config.schema import in_todays_fields, nested, parse_config
@@ -646,99 +539,6 @@ class Run:
             for event in events
         ]
 
-    def _names(self, seen: Survey) -> list[str]:
-        """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
-        nothing is left is not shown: nobody misses it.
-        """
-        rest = seen.missing.intersection(self._store.leftovers())
-        return newest_first({*seen.committed, *seen.lost, *rest})[::-1]
-
-    def _read_back(self, name: str) -> tuple[Point | None, list[Damage]]:
-        """A point of which every file was read, or what is wrong with it."""
-        unread: ResumePointError | None = None
-        try:
-            point = self._store.read_point(name)
-        except ResumePointError as error:
-            unread = error
-        damages = self._store.verify_point(name)
-        with suppress(StorageError):  # who may not write there reads nevertheless
-            self._store.note_reading(name, damages, asker())
-        if damages:
-            return None, damages
-        if unread is not None:
-            raise unread  # it was repaired between the two
-        return point, []
-
-    def _point_rows(self, seen: Survey) -> list[dict[str, Any]]:
-        rows, pins, exports = [], self._store.pins(), export_states(self._store.storage)
-        for name in self._names(seen):
-            key = parse_point_name(name)
-            assert key is not None, "point_names gives names of points"
-            point, damages = self._read_back(name)
-            row: dict[str, Any] = {
-                "name": name,
-                "attempt": key.attempt,
-                "generation": key.generation,
-                "step": key.step,
-            }
-            on_lineage = seen.lineage.on_lineage(key)
-            pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
-            row |= {**self._point_row(point, damages), "on_lineage": on_lineage, "pin": pin}
-            rows.append({**row, "quarantined": self._store.is_quarantined(name), "export": exports.get(name)})
-        return rows
-
     def _note_part(self, result: dict[str, Any]) -> None:
         with suppress(StorageError):  # who may not write there reads nevertheless, and resumes nothing
             self.note_finding(VERIFY, result, 0.0)
-
-    def _standing(self, read: Callable[[Survey], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """What `read` finds of points that still stand then; again, if the run has deleted all meanwhile."""
-        for _ in range(LOOKS):
-            rows = read(survey(self._store, with_steps=False))
-            if (left := self._not_deleted(rows)) or not rows:
-                return left
-        raise moved_on(self._store)
-
-    def _not_deleted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Without the points that are not whole because the run deleted them while they were read."""
-        gone = deleted_now(self._store, [row["name"] for row in rows if not row["healthy"]])
-        return [row for row in rows if row["name"] not in gone]
-
-    def _point_row(self, point: Point | None, damages: list[Damage]) -> dict[str, Any]:
-        reason = "; ".join(f"{damage.file} {damage.reason}" for damage in damages)
-        if point is None:
-            unknown = (
-                "consumed_samples",
-                "consumed_tokens",
-                "target_tokens",
-                "world_size",
-                "global_batch_size",
-                "seq_len",
-            )
-            empty = dict.fromkeys(unknown)
-            return {
-                **empty,
-                "bytes": 0,
-                "save_blocked_s": 0.0,
-                "save_s": 0.0,
-                "healthy": False,
-                "reason": reason,
-                "parent": None,
-                "weights_digest": "",
-            }
-        commit, cursor = point.commit, point.cursor
-        return {
-            "consumed_samples": cursor.consumed_samples,
-            "consumed_tokens": cursor.consumed_tokens,
-            "target_tokens": cursor.target_tokens,
-            "world_size": commit.world_size,
-            "global_batch_size": point.config["train.global_batch_size"],
-            "seq_len": point.config["pack.seq_len"],
-            "bytes": point.num_bytes,
-            "save_blocked_s": commit.save_blocked_s,
-            "save_s": commit.save_s,
-            "healthy": True,
-            "reason": "",
-            "parent": commit.parent.point_name if commit.parent else None,
-            "weights_digest": commit.weights_digest,
-        }

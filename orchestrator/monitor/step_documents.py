@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.data.sources.compressed import COMPRESSED
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.line_numbers import line_numbers

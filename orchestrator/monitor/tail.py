@@ -19,7 +19,8 @@ from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER, GENERATION, OWN_FIELDS, SEGMENT_BYTES, STEP
-from orchestrator.records import GroupChange, GroupMember, Loss, decode
+from orchestrator.json_form import decode
+from orchestrator.records import GroupChange, GroupMember, Loss
 from orchestrator.storage.files import Storage
 
 # Segments are read until it is so many: with the one that reaches it about two full ones, but any number of

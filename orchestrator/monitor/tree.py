@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from orchestrator.coordinator.attempt import Survey
+from orchestrator.coordinator.survey import Survey
 from orchestrator.history.claim_files import FORK, RESTARTED, RESUME, REWIND, START, AttemptEnd
 from orchestrator.history.claims import Claim, ClaimParent, ForkedFrom
 

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from orchestrator.coordinator.attempt import choose_point, survey
+from orchestrator.coordinator.choosing import choose_point
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import RefusedError
 from orchestrator.resume.export import export_point
 from orchestrator.resume.points import Damage

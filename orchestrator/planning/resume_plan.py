@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
+from orchestrator.json_form import encode
 from orchestrator.planning.batches import (
     Remaining,
     idle_share,
@@ -29,7 +30,7 @@ from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
 from orchestrator.planning.skipping import Skip, SkipDecision
-from orchestrator.records import Cursor, StateKey, encode
+from orchestrator.records import Cursor, StateKey
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.records import FileEntry, decode
+from orchestrator.json_form import decode
+from orchestrator.records import FileEntry
 from orchestrator.resume.points import newest_first
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal

@@ -7,7 +7,7 @@ from __future__ import annotations
 from blake3 import blake3
 
 from orchestrator.errors import ConfigError, OrchestratorError
-from orchestrator.records import encode
+from orchestrator.json_form import encode
 from orchestrator.resume import verify
 from orchestrator.resume.export_files import Exported, read_marker
 from orchestrator.resume.points import Commit, parse_point_name

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError, WantedPointError
 from orchestrator.history.claim_files import now_text
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 from orchestrator.resume.points import COMMIT, parse_point_name
 from orchestrator.resume.verify import point_path
 from orchestrator.storage.files import Storage

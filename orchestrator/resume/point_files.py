@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.json_form import encode
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote, encode
+from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote
 from orchestrator.resume import points, verify
 from orchestrator.resume.points import (
     COMMIT,

@@ -18,7 +18,8 @@ from typing import Any
 import orjson
 from blake3 import blake3
 
-from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote, encode
+from orchestrator.json_form import encode
+from orchestrator.records import Cursor, FileEntry, StateKey, TensorEntry, Vote
 from orchestrator.storage.sealed import canonical
 
 FORMAT = 1  # of a point's documents

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from orchestrator.errors import OrchestratorError, ResumePointError, StorageError
 from orchestrator.history.claims import ForkedFrom
+from orchestrator.json_form import decode
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.records import decode
 from orchestrator.storage.files import Storage
 from orchestrator.storage.sealed import unseal
 

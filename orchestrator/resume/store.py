@@ -46,8 +46,8 @@ import secrets
 from orchestrator.errors import BusyError
 from orchestrator.history.claim_files import ATTEMPTS, JOURNAL, ClaimFiles, now_text
 from orchestrator.history.claims import ForkedFrom
+from orchestrator.json_form import encode
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.records import encode
 from orchestrator.resume.pins import PinFiles
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import FORMAT

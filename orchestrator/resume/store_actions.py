@@ -13,7 +13,8 @@ from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook, no_fault
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
-from orchestrator.records import StateKey, encode
+from orchestrator.json_form import encode
+from orchestrator.records import StateKey
 from orchestrator.resume.commit_events import (
     CheckNewerClaim,
     ClaimChecked,

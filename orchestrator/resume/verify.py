@@ -12,8 +12,9 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.json_form import decode
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import Cursor, FileEntry, TensorEntry, decode
+from orchestrator.records import Cursor, FileEntry, TensorEntry
 from orchestrator.resume import points
 from orchestrator.resume.points import COMMIT, CONFIG, CURSOR, DOCUMENTS, FORMAT, PARTS, RNG, Commit, Damage
 from orchestrator.storage.files import Storage

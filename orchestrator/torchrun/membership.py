@@ -18,6 +18,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from orchestrator.errors import ElasticError, OrchestratorError
+from orchestrator.json_form import decode, encode
 from orchestrator.records import (
     ControlRequests,
     Cursor,
@@ -26,8 +27,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
     Vote,
-    decode,
-    encode,
 )
 from orchestrator.torchrun.store_rendezvous import StoreRendezvous
 

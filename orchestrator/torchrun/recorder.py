@@ -15,8 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
-from orchestrator.coordinator.launch_machine import ended_by
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
+from orchestrator.coordinator.ended_by import ended_by
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
@@ -29,8 +30,9 @@ from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
+from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
-from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote, encode
+from orchestrator.records import Cursor, RunStatus, StateKey, StepRecord, Vote
 from orchestrator.resume.commit_driver import Commits, in_daemon_thread
 from orchestrator.resume.commit_events import GenerationFormed, PartFailed, Tick
 from orchestrator.resume.commit_machine import CommitMachine

@@ -25,6 +25,8 @@ from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.loggers import require_loggers
+from orchestrator.json_form import decode, encode
+from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead, stop_signals
 from orchestrator.launch import start as starting
 from orchestrator.launch.dashboard_beside import dashboard_beside
 from orchestrator.launch.exports import exporting
@@ -35,7 +37,7 @@ from orchestrator.planning.encoders import EncoderSpan
 from orchestrator.planning.manifests import Reading
 from orchestrator.planning.resume_plan import ResumePlan
 from orchestrator.planning.schedule import Budgets
-from orchestrator.records import GroupMember, Held, Stall, decode, encode
+from orchestrator.records import GroupMember, Held, Stall
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -125,11 +127,11 @@ def _lead(
         starting.check_writable(folder)
         require_loggers(job.monitor.loggers)
         spec, plan, watched = _look(store, job, folder, progress.say)
-        if starting.reached(plan):
+        if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
-            progress.say(f"done: {starting.stop_is_reached(plan)}")
+            progress.say(f"done: {looking_ahead.stop_is_reached(plan)}")
             return None
-        with starting.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
+        with claiming.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
             attempt,
             plan,
         ):
@@ -142,7 +144,7 @@ def _lead(
         rendezvous.publish("decision", [encode(attempt.budgets), spans, encode(starting.reading_of(attempt))])
     for note in spec.notes:
         progress.say(f"note: {note}")
-    starting.announce(progress.say, job, attempt, plan)
+    announcing.announce(progress.say, job, attempt, plan)
     places = [json.loads(rendezvous.store.get(f"place/{rank}")) for rank in range(rendezvous.world_size)]
     members = [GroupMember(rank=rank, host=host, pid=pid) for rank, (host, pid) in enumerate(places)]
     with (
@@ -152,7 +154,9 @@ def _lead(
     ):
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
     status = recorder.status()
-    why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
+    why = ""
+    if outcome.reason == "done":
+        why = f": {announcing.why_done(job, attempt.budgets, status.last_step)}"
     progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
     progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
     return outcome
@@ -177,10 +181,10 @@ def _look(
     """The data, what a start would do with the run, and the attempt on which nobody is at work any more.
     Raises `RefusedError`, also if the run is busy.
     """
-    with starting.watching(store, say) as watched:
+    with busy_watch.watching(store, say) as watched:
         spec = starting.prepare(job, folder, freeze=False)
-        plan = starting.look_before_start(store, job, spec, watched)
-        if starting.reached(plan):
+        plan = looking_ahead.look_before_start(store, job, spec, watched)
+        if looking_ahead.reached(plan):
             return spec, plan, 0
         require_model(job, plan, spec.vocab_size)
         return spec, plan, watched()
@@ -242,7 +246,7 @@ def _train(
     feed = InProcessFeed(spec, job.data.replay_bytes)
     try:
         # torchrun sends SIGTERM when another rank has failed: the end must be written nevertheless
-        with starting.stop_on_signals(membership.ask_stop, say), _ending(recorder):
+        with stop_signals.stop_on_signals(membership.ask_stop, say), _ending(recorder):
             files = CommittedFiles(Storage(str(folder)))
             return run_loop(task, membership, feed, files, faults=hook(fault_plan))
     finally:

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from orchestrator.errors import OrchestratorError, ResumePointError
+from orchestrator.json_form import decode
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import FileEntry, TensorChunk, TensorEntry, decode
+from orchestrator.records import FileEntry, TensorChunk, TensorEntry
 from orchestrator.trainer.state import MODEL, Item, tensor_bytes
 
 POINTS, PARTS = "points", "parts.json"

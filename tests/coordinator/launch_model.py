@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from orchestrator.coordinator.launch_machine import Action, Answer, End, Fenced, Kill, LaunchMachine, Note
+from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note
+from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, PreviousGeneration
 from orchestrator.elastic.rendezvous import Rendezvous

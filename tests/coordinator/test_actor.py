@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from orchestrator.coordinator import actor as coordinator_module
-from orchestrator.coordinator import feeder_notes
-from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator import feeder_notes, launch_driver
+from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feed_notes import BadDocument, FeedNotes
 from orchestrator.history.claim_files import START
@@ -245,7 +246,7 @@ class BuggyDisk(OsDisk):
 def test_an_unforeseen_error_in_a_save_or_in_a_deletion_is_told_and_leaves_nobody_waiting(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the save's flush is to meet it
+    monkeypatch.setattr(launch_driver, "FLUSH_EVERY_S", 1000.0)  # the save's flush is to meet it
     disk = BuggyDisk()
     buggy = RunStore(Storage(store.storage.root, disk, no_sleep))
 
@@ -393,19 +394,19 @@ def test_storage_that_fails_beyond_its_limit_ends_the_run_with_the_reason(
         found = await status(actor)
         return found.ended == "failed" and "storage has failed for" in found.reason
 
-    coordinator_module.END_WRITTEN_S, before = 0.1, coordinator_module.END_WRITTEN_S
+    launch_driver.END_WRITTEN_S, before = 0.1, launch_driver.END_WRITTEN_S
     try:
         run(launch)
     finally:
-        coordinator_module.END_WRITTEN_S = before
+        launch_driver.END_WRITTEN_S = before
 
 
 @pytest.mark.parametrize("lasts", [False, True])
 def test_the_end_is_written_down_although_the_journal_fails_once_or_for_good(
     store: RunStore, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "END_WRITTEN_S", 1.0 if lasts else 15.0)
-    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 1000.0)  # the end's flush is to meet it
+    monkeypatch.setattr(launch_driver, "END_WRITTEN_S", 1.0 if lasts else 15.0)
+    monkeypatch.setattr(launch_driver, "FLUSH_EVERY_S", 1000.0)  # the end's flush is to meet it
 
     class JournalFails(OsDisk):
         """While `times` are left, no sync of a journal's segment works."""
@@ -455,7 +456,7 @@ def test_a_launch_that_ends_before_its_background_work_has_begun_leaves_no_corou
 ) -> None:
     async def launch() -> None:
         actor = coordinator(store)
-        actor._ensure_running()
+        actor._driver.ensure_running()
         actor._commits.notify_soon(Tick(now_s=0.0))
 
     with warnings.catch_warnings(record=True) as caught:
@@ -515,7 +516,7 @@ def test_all_that_the_feeder_noted_stands_before_the_end_also_what_it_was_asked_
             return FeedNotes(bad_documents=(bad(text),), encoder_differences=(), cursors=())
 
         actor = coordinator(store, notes=notes)
-        actor._feeder_notes.soon(8)
+        actor._driver._feeder_notes.soon(8)
         await asked.wait()
         ending = asyncio.create_task(actor.end("done", "done at step 10"))
         await until(actor, is_ending)
@@ -559,8 +560,8 @@ def test_the_first_documents_that_are_skipped_are_told_by_name_and_of_the_others
 
         actor = coordinator(store, notes=notes)
         for _ in at_a_time[:-1]:
-            actor._feeder_notes.soon(8)
-            await actor._feeder_notes._taking
+            actor._driver._feeder_notes.soon(8)
+            await actor._driver._feeder_notes._taking
         await actor.end("done", "done at step 10")
         warnings.extend((await status(actor)).warnings)
 
@@ -652,7 +653,7 @@ def test_what_is_asked_from_outside_is_told_with_the_next_status_and_who_stopped
     async def launch() -> None:
         actor = coordinator(store)
         first = await status(actor)
-        await actor._do(actor._launch.asked(ask))
+        await actor._driver.carry_out(actor._launch.asked(ask))
         heard = await actor.status((first.attempt, first.version), 0.0)
         assert heard.notices == ("ann@desk asks for: stop now · stopping at once, without a save",)
         assert (await actor.status((heard.attempt, heard.version), 0.0)).notices == ()

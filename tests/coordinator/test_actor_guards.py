@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 
 from orchestrator.coordinator import actor as coordinator_module
+from orchestrator.coordinator import launch_driver
 from orchestrator.coordinator.actor import Coordinator
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.errors import FencedError
@@ -103,8 +104,8 @@ def test_what_is_durable_of_another_generation_is_not_acknowledged_to_the_one_th
         actor = coordinator(store)
         await actor.join(JOIN)
         await actor.report(LAUNCH, "m", 1, 1, tuple(record(key(step)) for step in (1, 2)))
-        assert await actor._flush()
-        actor._acknowledge(durable)
+        assert await actor._driver.flush()
+        actor._driver._acknowledge(durable)
         assert (await actor.watch(LAUNCH, 1, 1, None)).acknowledged_step == 2
         await actor.end("stopped", "enough")
 
@@ -143,7 +144,7 @@ def test_a_point_that_was_just_committed_is_what_members_without_a_state_are_giv
 def test_a_member_may_go_only_when_it_is_durable_that_it_finished(
     store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "FLUSH_EVERY_S", 0.01)
+    monkeypatch.setattr(launch_driver, "FLUSH_EVERY_S", 0.01)
     failing, disk = on_failing_disk(store)
 
     async def launch() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.coordinator.launch_machine import Action, End, Kill, LaunchMachine, Note, Say
+from orchestrator.coordinator.launch_actions import Action, End, Kill, Note, Say
+from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.elastic.failure_budget import FailureBudget
 from orchestrator.elastic.formation import Form
 from orchestrator.elastic.rendezvous import Rendezvous

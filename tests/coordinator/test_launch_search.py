@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.launch_machine import Action, LaunchMachine, Note
+from orchestrator.coordinator.launch_actions import Action, Note
+from orchestrator.coordinator.launch_machine import LaunchMachine
 from orchestrator.coordinator.requests import Answered, Requests
 from orchestrator.elastic.formation import LeaveOut
 from orchestrator.elastic.storage_trouble import StorageTrouble

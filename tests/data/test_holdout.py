@@ -18,9 +18,10 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError, RefusedError
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
 from orchestrator.planning.record_keys import holdout_bound, holdout_key, is_held_out
-from orchestrator.records import Cursor, decode, encode
+from orchestrator.records import Cursor
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

@@ -20,7 +20,8 @@ from orchestrator.data.loading.ahead import Ahead
 from orchestrator.data.loading.loader import Loader
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, RefusedError
-from orchestrator.records import Cursor, decode
+from orchestrator.json_form import decode
+from orchestrator.records import Cursor
 from tests.data.making import plain, some_texts, write_corpus
 
 Make = Callable[..., dict[str, Any]]

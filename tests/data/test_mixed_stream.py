@@ -25,11 +25,12 @@ from orchestrator.data.preparing import prepare_data
 from orchestrator.data.settings import MixtureSettings, StreamSettings
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import FeedError
+from orchestrator.json_form import decode, encode
 from orchestrator.monitor.reference_mixture import MixtureRule, ReferenceMixture
 from orchestrator.planning.batches import next_range
 from orchestrator.planning.identity import RunIdentity, compare
 from orchestrator.planning.mixture import whole_weights
-from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk, decode, encode
+from orchestrator.records import PIECE, Cursor, SourceCursor, StepRange, TokenChunk
 from tests.data.making import plain, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

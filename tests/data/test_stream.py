@@ -19,7 +19,8 @@ from orchestrator.data.packing.stream import Stream
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
-from orchestrator.records import Cursor, SourceCursor, StepRange, decode, encode
+from orchestrator.json_form import decode, encode
+from orchestrator.records import Cursor, SourceCursor, StepRange
 from tests.data.making import expected, job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

@@ -26,10 +26,11 @@ from orchestrator.data.sources.documents import BadRecordError, Conversation
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.transforms import Transforms, find_transform, first_difference
 from orchestrator.errors import BadDocumentError, ConfigError, DataError, DataIdentityError
+from orchestrator.json_form import decode, encode
 from orchestrator.launch.api import plan
 from orchestrator.planning import record_keys
 from orchestrator.planning.identity import compare
-from orchestrator.records import BAD, EMPTY, FILTERED, Cursor, decode, encode
+from orchestrator.records import BAD, EMPTY, FILTERED, Cursor
 from tests.data import made_transforms, reference
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 from tests.data.test_chat import CHATML_TAGGED, chat

@@ -17,9 +17,9 @@ from orchestrator.history.lineage import (
     effective_history,
     require_sound,
 )
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.resume_plan import Difference
 from orchestrator.planning.schedule import Budgets, Length
-from orchestrator.records import decode, encode
 from tests.history.histories import MOVES, claim, key, play, record, start
 
 

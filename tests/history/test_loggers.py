@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig, as_job, parse_config
-from orchestrator.coordinator.attempt import Attempt, survey
+from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.measuring import measured
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import ConfigError
 from orchestrator.history import loggers, metric_log
 from orchestrator.history.event_kinds import EventKind

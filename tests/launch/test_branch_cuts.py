@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig, ResumeConfig, parse_config
-from orchestrator.coordinator.attempt import choose_point, survey
+from orchestrator.coordinator.choosing import choose_point
 from orchestrator.coordinator.forking import describe, found_run
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.launch import fork as forks

@@ -14,6 +14,7 @@ from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
+from orchestrator.launch import claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -43,9 +44,9 @@ def started(job: JobConfig, meanwhile: Callable[[], object]) -> tuple[DataSpec, 
     """(what a start looked at, what it trains), where something happens while the cluster comes up."""
     folder, store = starting.run_folder(job), store_of(job)
     looked_at = starting.prepare(job, folder, freeze=False)
-    assert starting.look_before_start(store, job, looked_at, nobody).action == "start"
+    assert looking_ahead.look_before_start(store, job, looked_at, nobody).action == "start"
     meanwhile()
-    with starting.claimed(store, job, looked_at, 0) as (attempt, _):
+    with claiming.claimed(store, job, looked_at, 0) as (attempt, _):
         return looked_at, starting.freeze(job, folder, looked_at, attempt)
 
 
@@ -58,7 +59,7 @@ def frozen_digest(job: JobConfig) -> str:
 
 def next_start(job: JobConfig) -> DataSpec:
     spec = starting.prepare(job, starting.run_folder(job), freeze=False)
-    assert starting.look_before_start(store_of(job), job, spec, nobody).refusals == ()
+    assert looking_ahead.look_before_start(store_of(job), job, spec, nobody).refusals == ()
     return spec
 
 

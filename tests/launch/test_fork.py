@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from orchestrator.cli import commands as cli
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import ConfigError, RefusedError, ResumePointError
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import claiming
 from orchestrator.launch import fork as forks
-from orchestrator.launch import start as starting
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
 from orchestrator.records import StateKey
@@ -143,7 +143,7 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     wanted = str(runner.folder / "points" / first.point_name)
     fork = Forked(runner, **{"from": wanted})
     job, spec = fork.config(), fork.prepared()
-    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file(), starting.claimed(
+    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file(), claiming.claimed(
         fork.store, job, spec, 0
     ):
         pass
@@ -156,7 +156,7 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
         shutil.rmtree(runner.folder)
     text = texts.get(when, "but there is no run any more")
     text = f"mine begins with resume point {first.point_name} .*{text}"
-    start = starting.claimed(fork.store, job, spec, newest_attempt(fork.store))
+    start = claiming.claimed(fork.store, job, spec, newest_attempt(fork.store))
     with pytest.raises(ResumePointError, match=text), start:
         pass
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.coordinator.attempt import note_beginning
+from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import JournalEvent, read_journal
 from orchestrator.launch import api

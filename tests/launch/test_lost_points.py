@@ -10,7 +10,7 @@ import pytest
 
 import orchestrator
 from orchestrator.cli.commands import main
-from orchestrator.coordinator.attempt import note_beginning
+from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.errors import ResumePointError
 from orchestrator.history.journal import JournalWriter
 from orchestrator.resume.commit_events import Deleted, DeletePoints
@@ -45,7 +45,7 @@ def test_a_point_that_lost_its_commit_is_damaged_for_all_and_removed_by_no_start
         assert f"{newer}: damaged\n  COMMIT is missing\n" in capsys.readouterr().out
         with pytest.raises(SystemExit, match="1"):
             main(["verify", str(runner.folder), newer])
-        assert attempt is None or attempt.leftovers == ()
+        assert attempt is None or attempt.found.leftovers == ()
     assert files(runner.folder / "points" / newer) == whole
     commit.write_bytes(content)
     assert [row["healthy"] for row in orchestrator.open(runner.folder).verify()] == [True, True]
@@ -66,7 +66,7 @@ def test_a_point_whose_every_file_vanished_is_shown_until_the_history_goes_on_wi
     shutil.rmtree(runner.folder / "points" / newer)
     run = orchestrator.open(runner.folder)
     assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True), (newer, False)]
-    assert [damage.point for damage in runner.begin().damages] == [newer]
+    assert [damage.point for damage in runner.begin().found.damages] == [newer]
     assert [(row["name"], row["healthy"]) for row in run.verify()] == [(older, True)]
 
 
@@ -101,8 +101,9 @@ def test_a_kill_while_points_are_deleted_is_neither_damage_nor_left_behind(
     assert [(row["name"], row["healthy"]) for row in rows] == [(name, True) for name in left]
     assert runner.plan().point == second.point_name
     again = runner.begin()
-    assert again.damages == ()
-    assert [name.point for name in again.leftovers] == ([first.point_name] if killed_at == "model" else [])
+    assert again.found.damages == ()
+    removed = [first.point_name] if killed_at == "model" else []
+    assert [name.point for name in again.found.leftovers] == removed
     assert runner.store.point_names() == left
     assert runner.store.leftovers() == []
 

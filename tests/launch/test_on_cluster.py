@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.launch.on_cluster import next_commands, say_end, trained_again
+from orchestrator.launch.announcing import trained_again
+from orchestrator.launch.ending import next_commands, say_end
 from orchestrator.launch.progress import Progress
 from orchestrator.records import RunStatus
 from tests.elastic.test_stall import status

@@ -22,7 +22,7 @@ from orchestrator.cluster.connection import _RayHeard
 from orchestrator.cluster.ray_state import NO_ERROR, cause_of_death, is_death_of
 from orchestrator.elastic.policy import Limits
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.launch import start as starting
+from orchestrator.launch import stop_signals
 from orchestrator.launch.on_cluster import _note_feeder_death, _shower
 from orchestrator.launch.progress import Progress
 from orchestrator.records import GroupMember, Loss, RunStatus
@@ -319,11 +319,11 @@ def test_the_version_names_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFi
 INTERRUPTED = """
 import os, signal, sys, orchestrator.launch.api
 from orchestrator.cli import commands as cli
-from orchestrator.launch import start as starting
+from orchestrator.launch import stop_signals
 
 def train(config, overrides):
     said = []
-    with starting.stop_on_signals(lambda by: None, said.append):
+    with stop_signals.stop_on_signals(lambda by: None, said.append):
         os.kill(os.getpid(), int(sys.argv[1]))
         assert said, "the first one saves and stops"
         os.kill(os.getpid(), int(sys.argv[1]))
@@ -350,7 +350,7 @@ def test_a_second_signal_ends_the_command_at_once_with_a_last_line_and_the_code_
 def test_a_launch_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
     before, stopped = signal.signal(signal.SIGHUP, signal.SIG_IGN), threading.Event()
     try:
-        with starting.stop_on_signals(lambda by: stopped.set(), lambda text: None):
+        with stop_signals.stop_on_signals(lambda by: stopped.set(), lambda text: None):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -369,7 +369,7 @@ def test_a_signal_that_comes_while_a_line_is_written_does_not_wait_for_itself(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     progress = Progress(1.0)
-    with starting.stop_on_signals(lambda by: None, progress.say), progress._lock:
+    with stop_signals.stop_on_signals(lambda by: None, progress.say), progress._lock:
         os.kill(os.getpid(), signal.SIGTERM)
     progress.close()
     assert "SIGTERM: saving and stopping; once more to stop at once" in capsys.readouterr().err

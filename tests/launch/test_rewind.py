@@ -11,8 +11,8 @@ import pytest
 from orchestrator.cli import commands as cli
 from orchestrator.errors import BusyError, RefusedError, ResumePointError
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import busy_watch
 from orchestrator.launch import rewind as rewinding
-from orchestrator.launch import start as starting
 from orchestrator.launch.rewind import RewindPlan
 from orchestrator.launch.which_point import Wanted
 from orchestrator.monitor.run import Run
@@ -169,7 +169,7 @@ def test_a_living_launch_is_left_alone(trained: Trained, monkeypatch: pytest.Mon
     runner, (first, _, _) = trained  # noqa: F811
     attempt = runner.begin()
     heart = runner.store.heartbeat(attempt.number)
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 60.0)
+    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", 60.0)
     monkeypatch.setattr(runner.store.__class__, "newest_claim", beating_at(heart, runner.store.newest_claim))
     text = f"attempt 4 of launch .* is alive; .*`orchestrator stop {runner.folder}`"
     with pytest.raises(BusyError, match=text):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig, ResumeConfig
-from orchestrator.coordinator.attempt import Survey, begin_launch, survey
+from orchestrator.coordinator.begin_launch import begin_launch
 from orchestrator.coordinator.forking import describe, found_run, take_over
+from orchestrator.coordinator.survey import Survey, survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claim_files import REWIND

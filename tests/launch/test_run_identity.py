@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import continue_launch, survey
+from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import FencedError, OrchestratorError, RefusedError, ResumePointError, StorageError
 from orchestrator.faults import no_fault
-from orchestrator.launch import start as starting
+from orchestrator.launch import claiming
 from orchestrator.records import StateKey
 from orchestrator.resume.store import RunStore
 from orchestrator.torchrun.recorder import RankZeroRecorder
@@ -128,7 +129,7 @@ def test_nothing_begins_beside_what_is_left_of_a_run(runner: Runner, left: str) 
     with pytest.raises(RefusedError, match=said):
         orchestrator.open(runner.folder)
     assert sorted(runner.folder.rglob("*")) == before
-    start = starting.claimed(runner.store, runner.config(), runner.prepared(), 0)
+    start = claiming.claimed(runner.store, runner.config(), runner.prepared(), 0)
     with pytest.raises(RefusedError, match=said), start:
         pass
     assert sorted(runner.folder.rglob("*")) == before

@@ -13,8 +13,8 @@ import pytest
 
 from orchestrator.cli.commands import main
 from orchestrator.history.heartbeat import beating
+from orchestrator.launch import busy_watch
 from orchestrator.launch import scratch as scratches
-from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.launch.test_replay import example  # noqa: F401  a fixture
@@ -92,7 +92,7 @@ def test_a_folder_goes_once_its_process_is_dead_and_its_launch_gives_no_sign_of_
     example: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", 1.0)
+    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", 1.0)
     with one_that_holds(example) as folder:
         assert told(example) == [], "it lives"
     with beating(store_of(folder).heartbeat(1), 0.1):  # its launch, for a while

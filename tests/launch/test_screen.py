@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.launch import start as starting
+from orchestrator.launch import stop_signals
 from orchestrator.launch.progress import Progress
 from orchestrator.launch.screen import let_go
 from tests.elastic.test_stall import status
@@ -24,14 +24,14 @@ import os, signal, sys
 from pathlib import Path
 import orchestrator.launch.api as api
 from orchestrator.cli import commands as cli
-from orchestrator.launch import start as starting
+from orchestrator.launch import stop_signals
 from orchestrator.launch.progress import Progress
 
 def train(config, overrides):
     stopped = []
     with Progress.shown(1.0) as progress:
         progress.begin(Path(sys.argv[1]), 3, 2, None)
-        with starting.stop_on_signals(lambda by: stopped.append(1), progress.say):
+        with stop_signals.stop_on_signals(lambda by: stopped.append(1), progress.say):
             progress.say("training")
             sys.stdin.read()
             progress.say("a line that nobody reads")
@@ -116,7 +116,7 @@ def test_without_a_standard_error_a_launch_goes_on(tmp_path: Path, monkeypatch: 
 
 def test_a_signal_asks_for_the_stop_before_it_says_so() -> None:
     done: list[str] = []
-    with starting.stop_on_signals(lambda by: done.append("stop"), lambda text: done.append("say")):
+    with stop_signals.stop_on_signals(lambda by: done.append("stop"), lambda text: done.append("say")):
         os.kill(os.getpid(), signal.SIGINT)
     assert done == ["stop", "say"]
 

@@ -16,8 +16,10 @@ import pytest
 import orchestrator
 from orchestrator.cli.tables import plan_lines
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator import attempt as coordinator_attempt
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning
+from orchestrator.coordinator import begin_launch as beginning
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.packing import skipping as data_skipping
 from orchestrator.data.packing.samples import open_samples
@@ -25,10 +27,12 @@ from orchestrator.errors import RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent, GenerationStart
 from orchestrator.history.journal import JournalWriter
+from orchestrator.json_form import decode, encode
+from orchestrator.launch import announcing, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord, decode, encode
+from orchestrator.records import BatchSlice, Cursor, StateKey, StepRange, StepRecord
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import note_committed
 from orchestrator.storage.files import Storage
@@ -64,11 +68,11 @@ class SkippingRun:
         spec = starting.prepare(job, self.folder, freeze=False)
         newest = max(self.store.claim_numbers(), default=0)
         said: list[str] = []
-        looked = starting.look_before_start(self.store, job, spec, lambda: newest)
-        assert not starting.reached(looked)
-        with starting.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
+        looked = looking_ahead.look_before_start(self.store, job, spec, lambda: newest)
+        assert not looking_ahead.reached(looked)
+        with claiming.claimed(self.store, job, spec, newest, drawn=looked.drawn) as (attempt, plan):
             starting.freeze(job, self.folder, spec, attempt)
-            starting.announce(said.append, job, attempt, plan)
+            announcing.announce(said.append, job, attempt, plan)
         self.said = "\n".join(said)
         return attempt
 
@@ -283,10 +287,10 @@ def test_what_was_drawn_before_the_claim_counts_at_its_point_alone(run: Skipping
     def job(point: StateKey) -> JobConfig:
         return run.job(f"resume.from={point.point_name}", "resume.skip_samples=5")
 
-    looked = starting.look_before_start(run.store, job(first), spec, lambda: 2)
+    looked = looking_ahead.look_before_start(run.store, job(first), spec, lambda: 2)
     assert looked.drawn is not None
     assert looked.drawn.begin == run.store.read_point(first.point_name).cursor
-    with starting.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
+    with claiming.claimed(run.store, job(second), spec, 2, drawn=looked.drawn) as (attempt, _):
         assert attempt.skip is not None
     assert attempt.skip.begin == run.store.read_point(second.point_name).cursor
     assert attempt.skip.end.skipped_samples == 5
@@ -436,7 +440,7 @@ def test_packs_of_several_sources_are_skipped_and_the_audit_follows(packed: Skip
 
 
 def the_skipped_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_attempt, "moved", lambda point, skip: point)
+    monkeypatch.setattr(beginning, "moved", lambda point, skip: point)
 
 
 def one_pack_too_few_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:

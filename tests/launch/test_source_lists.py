@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.cli.tables import plan_lines
-from orchestrator.coordinator.attempt import Attempt, continue_launch
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.data import frozen
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.faults import no_fault

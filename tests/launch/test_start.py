@@ -17,7 +17,10 @@ import pytest
 import orchestrator
 from orchestrator.cluster.machine import Process
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import Attempt, continue_launch, note_beginning, survey
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.continue_launch import continue_launch
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, ResumePointError
 from orchestrator.faults import no_fault
@@ -26,6 +29,7 @@ from orchestrator.history.claim_files import RESUME
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import read_journal
+from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.planning.resume_plan import ResumePlan
@@ -72,7 +76,7 @@ class Runner:
 
     def plan(self, **data: Any) -> ResumePlan:
         job = self.config(**data)
-        return starting.look_ahead(self.store, job, starting.prepare(job, self.folder, freeze=False))
+        return looking_ahead.look_ahead(self.store, job, starting.prepare(job, self.folder, freeze=False))
 
     def prepared(self, **data: Any) -> DataSpec:
         return starting.prepare(self.config(**data), self.folder, freeze=False)
@@ -81,7 +85,7 @@ class Runner:
         job = self.config(**data)
         spec = starting.prepare(job, self.folder, freeze=True)
         newest = newest_attempt(self.store)
-        with starting.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
+        with claiming.claimed(self.store, job, spec, newest, process=by) as (attempt, _):
             return attempt
 
     def journal(self, attempt: Attempt) -> JournalWriter:
@@ -117,7 +121,7 @@ def rewind(runner: Runner, to: StateKey, keep_latest: int = 3) -> tuple[Attempt,
     changes = {"from_": to.point_name, "keep_latest": keep_latest}
     job = job.model_copy(update={"resume": job.resume.model_copy(update=changes)})
     spec = starting.prepare(job, runner.folder, freeze=True)
-    with starting.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
+    with claiming.claimed(runner.store, job, spec, newest_attempt(runner.store)) as (attempt, plan):
         return attempt, plan, job
 
 
@@ -161,8 +165,8 @@ def test_a_rewind_says_what_leaves_the_history_and_is_not_done_again_by_the_same
     assert (plan.point, "the attempt before has done that" in plan.rewind) == (fourth.point_name, True)
     said: list[str] = []
     spec = runner.prepared(**again)
-    with starting.claimed(runner.store, runner.config(**again), spec, newest_attempt(runner.store)) as begun:
-        starting.announce(said.append, runner.config(**again), *begun)
+    with claiming.claimed(runner.store, runner.config(**again), spec, newest_attempt(runner.store)) as begun:
+        announcing.announce(said.append, runner.config(**again), *begun)
     assert begun[0].point is not None
     assert begun[0].point.name == fourth.point_name
     assert any("the attempt before has done that" in line for line in said)
@@ -184,12 +188,12 @@ def test_a_start_that_has_nothing_left_to_train_verifies_the_point_that_says_so(
     done = runner.store.read_point(newest.point_name).cursor.consumed_samples
     stop = {"max_steps": None, "max_samples": done}
     job = job.model_copy(update={"train": job.train.model_copy(update=stop)})
-    plan = starting.look_before_start(runner.store, job, runner.prepared(), nobody)
-    assert (plan.point, starting.reached(plan)) == (newest.point_name, True)
+    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
+    assert (plan.point, looking_ahead.reached(plan)) == (newest.point_name, True)
     weights = max((runner.folder / "points" / newest.point_name / "model").iterdir())
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-    plan = starting.look_before_start(runner.store, job, runner.prepared(), nobody)
-    assert (plan.point, starting.reached(plan)) == (older.point_name, False)
+    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), nobody)
+    assert (plan.point, looking_ahead.reached(plan)) == (older.point_name, False)
     assert any(weights.name in note and "falling back" in note for note in plan.notes)
 
 
@@ -210,7 +214,7 @@ def test_another_encoder_is_told_and_stays_at_every_later_start(
     assert files(runner.folder) == before
     attempt = runner.begin(encoder=other)
     said: list[str] = []
-    starting.announce(said.append, runner.config(encoder=other), attempt, plan)
+    announcing.announce(said.append, runner.config(encoder=other), attempt, plan)
     assert [text for text in said if "encodes from the next whole document on: source" in text]
     for wanted in (other, "auto", other):
         runner.launch(encoder=wanted)
@@ -238,7 +242,7 @@ def test_points_that_vanished_are_told_and_none_is_passed_in_silence(runner: Run
     told = f"warning: resume point {newer.point_name}"
     assert [note for note in runner.plan().notes if note.startswith(told)]
     attempt = runner.begin()
-    assert (attempt.parent, [damage.point for damage in attempt.damages]) == (older, [newer.point_name])
+    assert (attempt.parent, [damage.point for damage in attempt.found.damages]) == (older, [newer.point_name])
     shutil.rmtree(runner.folder / "points")
     for look in (runner.begin, runner.plan):
         with pytest.raises(ResumePointError, match="none of the 1 resume points of this run is healthy"):
@@ -304,7 +308,7 @@ def test_a_run_that_lost_a_part_of_its_folder_is_refused_by_all_and_changed_by_n
             read()
     assert files(runner.folder) == before
     with pytest.raises(OrchestratorError, match=text):
-        starting.look_ahead(runner.store, runner.config(), runner.prepared())
+        looking_ahead.look_ahead(runner.store, runner.config(), runner.prepared())
 
 
 def begun(runner: Runner, by: Process | None = None) -> Attempt:
@@ -336,7 +340,8 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
         write_vote(storage, at, rank=0)
     attempt = runner.begin()
     assert attempt.number == 2
-    assert attempt.leftovers == (Leftover(point=given_up.point_name), Leftover(point=unfinished.point_name))
+    removed = (given_up.point_name, unfinished.point_name)
+    assert attempt.found.leftovers == tuple(Leftover(point=name) for name in removed)
     assert runner.store.leftovers() == [later.point_name], "what is not older stays"
     assert runner.store.point_names() == [first.point_name]
     assert runner.store.verify_point(first.point_name) == []
@@ -346,7 +351,7 @@ def test_a_new_launch_removes_what_older_ones_left_and_says_so(runner: Runner) -
     events = [event for event in read_journal(storage).events if event.kind == "leftover removed"]
     assert [event.fields["point"] for event in events] == [given_up.point_name, unfinished.point_name]
     said: list[str] = []
-    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    announcing.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if given_up.point_name in text] == [
         f"note: points/{given_up.point_name} was left of a save that was given up; it is removed"
     ]
@@ -357,8 +362,8 @@ def test_a_launch_that_did_not_say_its_end_keeps_its_saves_for_one_more_launch(r
     crashed = runner.begin()
     write_vote(runner.store.storage, key(14), rank=0)
     write_vote(runner.store.storage, key(12, attempt=crashed.number), rank=0)
-    assert runner.begin().leftovers == (Leftover(point=key(14).point_name),)
-    assert runner.begin().leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=key(14).point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=key(12, attempt=crashed.number).point_name),)
     assert runner.store.leftovers() == []
 
 
@@ -371,7 +376,7 @@ def test_the_rest_of_a_deleted_point_goes_although_its_launch_did_not_say_its_en
     journal = runner.journal(crashed)
     journal.event(EventKind.DELETING_POINTS, points=[deleted.point_name])
     journal.close()
-    assert runner.begin().leftovers == (Leftover(point=deleted.point_name),)
+    assert runner.begin().found.leftovers == (Leftover(point=deleted.point_name),)
     assert runner.store.leftovers() == [unfinished.point_name]
 
 
@@ -405,7 +410,7 @@ def test_a_start_that_fails_before_anything_could_write_for_it_says_its_end_and_
     assert end is not None
     assert end.outcome == "failed"
     assert "data.seed" in end.reason
-    assert starting.refuse_busy(runner.store, pytest.fail) == 2
+    assert busy_watch.refuse_busy(runner.store, pytest.fail) == 2
 
 
 def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(runner: Runner) -> None:
@@ -413,7 +418,7 @@ def test_a_start_whose_coordinator_has_begun_or_that_was_overtaken_says_no_end(r
     spec = starting.prepare(job, runner.folder, freeze=True)
 
     def fail(watched: int, meanwhile: Callable[[Attempt], None]) -> None:
-        with starting.claimed(store, job, spec, watched) as (attempt, _):
+        with claiming.claimed(store, job, spec, watched) as (attempt, _):
             meanwhile(attempt)
             raise KeyboardInterrupt
 
@@ -492,9 +497,9 @@ def test_a_file_of_an_attempt_that_cannot_be_read_is_told_to_user_and_journal(
     path = runner.folder / file
     path.write_bytes(path.read_bytes()[:40])
     attempt = runner.begin()
-    assert [unreadable.path for unreadable in attempt.unreadable] == [file]
+    assert [unreadable.path for unreadable in attempt.found.unreadable] == [file]
     said: list[str] = []
-    starting.announce(said.append, runner.config(), attempt, runner.plan())
+    announcing.announce(said.append, runner.config(), attempt, runner.plan())
     assert [text for text in said if text.startswith(f"warning: {file} is not as it was written: ")]
     journal = runner.journal(attempt)
     note_beginning(journal, attempt, {})

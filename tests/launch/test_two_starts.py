@@ -14,10 +14,10 @@ import pytest
 
 from orchestrator.cluster.machine import Process, machine_id, process_start
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import note_beginning
+from orchestrator.coordinator.attempt_journal import note_beginning
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError
 from orchestrator.history.busy import Busy
-from orchestrator.launch import api
+from orchestrator.launch import api, busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.torchrun import run as torchrun
@@ -87,7 +87,7 @@ def test_a_launch_whose_driver_and_coordinator_are_seen_to_be_dead_is_not_watche
     with Driver() as driver:
         assert begun(runner, driver.process).number == 1
         driver.kill()
-        assert starting.refuse_busy(runner.store, no_word) == 1
+        assert busy_watch.refuse_busy(runner.store, no_word) == 1
         assert watched_for == []
 
 
@@ -106,8 +106,8 @@ def test_a_launch_of_which_not_all_is_known_is_watched_although_its_driver_is_de
             note_beginning(journal, attempt, {}, None if what == "the coordinator lives" else by)
             journal.close()
         driver.kill()
-        assert starting.refuse_busy(runner.store, no_word) == 1
-        assert sum(watched_for) >= starting.BUSY_WATCH_S
+        assert busy_watch.refuse_busy(runner.store, no_word) == 1
+        assert sum(watched_for) >= busy_watch.BUSY_WATCH_S
 
 
 def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
@@ -115,7 +115,7 @@ def test_a_process_that_has_the_pid_of_a_dead_driver_is_not_taken_for_it(
 ) -> None:
     with Driver() as driver:
         begun(runner, driver.process._replace(start="1"))
-        assert starting.refuse_busy(runner.store, no_word) == 1, "its pid is that of one that began later"
+        assert busy_watch.refuse_busy(runner.store, no_word) == 1, "its pid is that of one that began later"
         assert watched_for == []
 
 
@@ -123,7 +123,7 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.folder, freeze=True)
     pause = threading.Event()
-    with starting.claimed(store, job, spec, 0):
+    with claiming.claimed(store, job, spec, 0):
         seen = store.watch_busy(LIMIT_S, time.monotonic, lambda seconds: pause.wait(0.05) and None)
         assert seen == Busy(number=1)
 
@@ -131,10 +131,10 @@ def test_a_claimer_shows_that_it_lives_before_its_coordinator_begins(runner: Run
 def test_a_start_that_watched_while_another_one_claimed_is_busy(runner: Runner) -> None:
     job, store = runner.config(), runner.store
     spec = starting.prepare(job, runner.folder, freeze=True)
-    watched = starting.refuse_busy(store, no_word)
+    watched = busy_watch.refuse_busy(store, no_word)
     first = runner.begin()
     told = f"attempt 1 of this run was claimed by launch {first.launch}"
-    with pytest.raises(BusyError, match=told), starting.claimed(store, job, spec, watched):
+    with pytest.raises(BusyError, match=told), claiming.claimed(store, job, spec, watched):
         raise AssertionError("the first launch is fenced")
     assert not store.next_claim_exists(first.number)
 
@@ -171,11 +171,11 @@ def test_the_processes_of_a_killed_driver_are_waited_for_and_a_live_one_is_not(
         heart = runner.store.heartbeat(runner.begin(driver.process).number)
         watched.meanwhile = heart.beat
         with pytest.raises(BusyError, match="attempt 1 of launch"):
-            starting.refuse_busy(runner.store, said.append)
+            busy_watch.refuse_busy(runner.store, said.append)
         driver.kill()
         beats = [heart.beat] * 20  # of an orphan
         watched.meanwhile = lambda: beats and beats.pop()()
-        assert starting.refuse_busy(runner.store, said.append) == 1
+        assert busy_watch.refuse_busy(runner.store, said.append) == 1
     assert not beats, "it waited for the orphan"
     assert sum("waiting for its processes to end" in text for text in said) == 1, said
 
@@ -189,7 +189,7 @@ def test_an_error_of_a_start_and_ctrl_c_do_not_wait_for_the_watch(
         driver.kill()
 
         def start() -> None:
-            with starting.watching(runner.store, lambda text: said.set()):
+            with busy_watch.watching(runner.store, lambda text: said.set()):
                 assert said.wait(LIMIT_S), "the watch has begun"
                 raise error
 
@@ -264,6 +264,6 @@ def test_what_a_launch_saved_while_it_was_watched_is_what_a_start_with_nothing_l
         later.append(runner.launch().point_name)
         return 2
 
-    plan = starting.look_before_start(runner.store, job, runner.prepared(), watched)
+    plan = looking_ahead.look_before_start(runner.store, job, runner.prepared(), watched)
     assert [plan.point] == later
-    assert starting.reached(plan)
+    assert looking_ahead.reached(plan)

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig
-from orchestrator.coordinator.attempt import Attempt, begin_launch, continue_launch, note_beginning
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import note_beginning
+from orchestrator.coordinator.begin_launch import begin_launch
+from orchestrator.coordinator.continue_launch import continue_launch
 from orchestrator.coordinator.forking import describe, found_run
 from orchestrator.data.spec import DataSpec
 from orchestrator.faults import no_fault

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.data.sources import windows as sources
 from orchestrator.monitor import audit_run

@@ -14,7 +14,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.tokens import chunks
 from orchestrator.data.tokens.encoder import Encoder
 from orchestrator.errors import RefusedError

@@ -9,10 +9,11 @@ import pytest
 
 from orchestrator.cli import commands as cli
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import LOOKS
+from orchestrator.coordinator.survey import LOOKS
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.launch import looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor import run as monitor
 from orchestrator.monitor.run import Run
@@ -227,7 +228,7 @@ def test_a_plan_takes_the_newest_point_though_the_one_it_looked_at_is_deleted(
     live.save(live.live)
     at = once_at(f"{live.on_lineage[0]}/cursor.json", lambda: live.save(live.live), call)
     with reader(disk, at) as (_, store):
-        found = starting.look_ahead(store, live.job, data)
+        found = looking_ahead.look_ahead(store, live.job, data)
     assert (found.action, found.point) == ("resume", live.on_lineage[-1])
     assert not [note for note in found.notes if "warning" in note]
 
@@ -237,7 +238,7 @@ def test_a_plan_that_looked_at_the_data_before_the_first_start_froze_them_finds_
 ) -> None:
     seen_before = runner.prepared()
     at = runner.launch()
-    assert starting.look_ahead(runner.store, runner.config(), seen_before).point == at.point_name
+    assert looking_ahead.look_ahead(runner.store, runner.config(), seen_before).point == at.point_name
 
 
 def test_an_attempt_that_is_claimed_when_the_watch_has_ended_is_alive(disk: ModelDisk, live: LiveRun) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import orchestrator
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.monitor import reference_windows, tracing_windows
 from orchestrator.monitor.tracing_windows import TracingWindows

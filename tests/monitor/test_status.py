@@ -20,11 +20,12 @@ from orchestrator.elastic.roster import Roster
 from orchestrator.errors import StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import JournalWriter
+from orchestrator.json_form import encode
 from orchestrator.monitor import run as history
 from orchestrator.monitor import tail, verdict, view_text
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.view_text import status_lines
-from orchestrator.records import JoinRequest, encode
+from orchestrator.records import JoinRequest
 from orchestrator.storage.disk import OsDisk
 from orchestrator.storage.files import Storage
 from tests.launch.test_start import Runner, runner  # noqa: F401  a fixture

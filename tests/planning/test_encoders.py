@@ -2,6 +2,7 @@
 
 import pytest
 
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.encoders import (
     EncoderChoice,
     EncoderSpan,
@@ -9,7 +10,7 @@ from orchestrator.planning.encoders import (
     encoder_at,
     with_encoder,
 )
-from orchestrator.records import Cursor, SourceCursor, decode, encode
+from orchestrator.records import Cursor, SourceCursor
 
 FAST, NEWER, SLOW = (
     EncoderChoice(name=n, version=v)

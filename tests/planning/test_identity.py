@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import (
     FORMAT_VERSION,
     STREAM_SETTINGS,
@@ -12,7 +13,6 @@ from orchestrator.planning.identity import (
     compare,
     stream_settings,
 )
-from orchestrator.records import decode, encode
 from tests.planning.jobs import job
 
 FLAT = job().flat()

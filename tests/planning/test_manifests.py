@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from orchestrator.json_form import decode, encode
 from orchestrator.planning import manifests
 from orchestrator.planning.manifests import ListSpan, SourceLists, Wanted, first_sources, moved, next_sources
-from orchestrator.records import Cursor, SourceCursor, decode, encode
+from orchestrator.records import Cursor, SourceCursor
 
 Next = Callable[..., tuple[SourceLists, ...]]
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.config.schema import field_rules, parse_config
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
-from orchestrator.records import Cursor, StateKey, decode, encode
+from orchestrator.records import Cursor, StateKey
 from tests.planning.jobs import job
 
 STEP = 16 * 256

@@ -11,7 +11,8 @@ import pytest
 from blake3 import blake3
 
 from orchestrator.errors import ResumePointError
-from orchestrator.records import FileEntry, decode
+from orchestrator.json_form import decode
+from orchestrator.records import FileEntry
 from orchestrator.resume.points import COMMIT, DOCUMENTS, PARTS, files_digest
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

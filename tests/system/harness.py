@@ -20,7 +20,7 @@ import numpy as np
 
 import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.faults import FaultPlan
 from orchestrator.history.journal_reader import read_journal
 from orchestrator.history.step_names import step_name

@@ -57,7 +57,7 @@ import os, signal, sys
 import ray
 from orchestrator.cluster import connection
 from orchestrator.config.schema import load_config
-from orchestrator.launch.start import stop_on_signals
+from orchestrator.launch.stop_signals import stop_on_signals
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored
 heard = []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.preparing import prepare_data
 from orchestrator.planning.batches import next_range

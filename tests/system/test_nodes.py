@@ -65,7 +65,7 @@ def test_one_node_of_two_dies_and_another_one_comes(job: Job, three_nodes: Any) 
 
 def wait_for_world(job: Job, size: int, after: int = -1) -> int:
     """The first generation of this size that began after generation `after`."""
-    from orchestrator.coordinator.attempt import survey
+    from orchestrator.coordinator.survey import survey
     from orchestrator.resume.store import RunStore
     from orchestrator.storage.files import Storage
 

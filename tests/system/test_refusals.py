@@ -17,6 +17,7 @@ import yaml
 
 from orchestrator.cluster.connection import nodes
 from orchestrator.errors import BusyError, ConfigError, OrchestratorError, ResourceError, StorageError
+from orchestrator.launch import busy_watch
 from orchestrator.launch import start as starting
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
@@ -133,7 +134,7 @@ def test_a_run_that_another_launch_works_on_is_busy(
 
     thread = threading.Thread(target=beat)
     thread.start()
-    monkeypatch.setattr(starting, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
+    monkeypatch.setattr(busy_watch, "BUSY_WATCH_S", LIMIT_S)  # it is seen at once where it beats
     try:
         with pytest.raises(
             BusyError, match="attempt 1 of launch another-launch on host another-host is alive"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import RefusedError
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import orchestrator
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.errors import FencedError, StorageError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal_reader import read_journal

@@ -21,8 +21,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from orchestrator.coordinator.actor import Coordinator, CoordinatorStart
+from orchestrator.coordinator.actor import Coordinator
 from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.elastic.formation import RendezvousSettings
 from orchestrator.history.claim_files import RESUME, START
 from orchestrator.history.claims import ClaimParent
@@ -145,7 +146,7 @@ class Launch:
         async def make() -> Coordinator:
             made = Coordinator(self._start, lambda info: "gone" if info.actor_id in self._gone else None)
             if storage is not None:
-                made._journal._storage = made._store.storage = storage
+                made._journal._storage = made._driver._store.storage = storage
             await made.expect(self._start.expected)
             return made
 
@@ -184,7 +185,7 @@ class Launch:
         """Its process dies and Ray starts it anew: what it knew is what stands in storage."""
 
         async def die(old: Coordinator) -> None:
-            for task in old._tasks:
+            for task in old._driver._tasks:
                 task.cancel()
 
         self.run(die(self.coordinator))

@@ -12,8 +12,9 @@ import torch
 from safetensors import safe_open
 
 from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.json_form import encode
 from orchestrator.planning.weights_digest import weights_digest
-from orchestrator.records import Cursor, StateKey, Vote, encode
+from orchestrator.records import Cursor, StateKey, Vote
 from orchestrator.resume.committed import CommittedFiles
 from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage

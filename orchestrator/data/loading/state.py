@@ -8,9 +8,10 @@ from typing import Any
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.encoders import AUTO, EncoderChoice, EncoderSpan
 from orchestrator.planning.identity import RunIdentity, compare
-from orchestrator.records import Cursor, decode, encode
+from orchestrator.records import Cursor
 
 VERSION = 1
 

@@ -18,7 +18,7 @@ import orjson
 from blake3 import blake3
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.records import decode, encode
+from orchestrator.json_form import decode, encode
 
 Record = TypeVar("Record")
 FOLDER = "ORCHESTRATOR_CACHE_DIR"

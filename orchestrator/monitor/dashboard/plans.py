@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
-from orchestrator.coordinator.attempt import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.coordinator.sources import SourcesHere, sources_here
@@ -28,13 +28,13 @@ from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import FOLDER
+from orchestrator.json_form import encode
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.planning.batches import idle_share, micro_batches_per_rank, num_micro_batches, rank_run
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.resume_plan import ResumePlan
-from orchestrator.records import encode
 from orchestrator.resume.points import Damage, Point
 from orchestrator.resume.store import RunStore
 
@@ -239,7 +239,7 @@ def _completed(
 
 
 def _rewinds(views: RunViews, wanted: str, point: Point) -> str:
-    """What leaves the history; see `coordinator.attempt.rewind_sentence`."""
+    """What leaves the history; see `coordinator.choosing.rewind_sentence`."""
     aside = views.point(wanted)["aside"]
     names = _on_history(views)
     kept = {*up_to(names, point)}

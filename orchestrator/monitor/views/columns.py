@@ -19,9 +19,10 @@ import numpy as np
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.claims import GenerationId, GenerationStart
 from orchestrator.history.journal import GENERATION, STEP, check_copy
+from orchestrator.json_form import decode
 from orchestrator.monitor.views.arrays import Array, Growing
 from orchestrator.monitor.views.lines import Chunk, JournalLines, Line, UnreadableError
-from orchestrator.records import StepRecord, decode
+from orchestrator.records import StepRecord
 from orchestrator.storage.files import Storage
 
 INTS = ("step", "consumed_samples", "consumed_tokens", "target_tokens")

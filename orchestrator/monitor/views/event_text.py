@@ -8,7 +8,8 @@ from typing import Any
 from orchestrator.history import sentences
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.journal import GENERATION
-from orchestrator.records import GroupChange, decode
+from orchestrator.json_form import decode
+from orchestrator.records import GroupChange
 
 Fields = dict[str, Any]
 

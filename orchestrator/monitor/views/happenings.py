@@ -20,11 +20,12 @@ from orchestrator.history import sentences
 from orchestrator.history.claim_files import FORK, RESTARTED, RESUME, REWIND
 from orchestrator.history.claims import GenerationId
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.json_form import decode
 from orchestrator.monitor.views.columns import Event, Generation
 from orchestrator.monitor.views.facts import DRAIN, Facts, stamp
 from orchestrator.monitor.views.points_table import by_name
 from orchestrator.monitor.views.words import span, steps, workers
-from orchestrator.records import GroupChange, decode
+from orchestrator.records import GroupChange
 from orchestrator.resume.points import parse_point_name
 
 HEALED_S = 900.0  # a group that is as large again so soon: the fault and that are one entry

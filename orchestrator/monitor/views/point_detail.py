@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.config.redaction import redacted
 from orchestrator.config.schema import field_rules, in_todays_fields
 from orchestrator.errors import RefusedError, ResumePointError, StorageError
+from orchestrator.json_form import encode
 from orchestrator.monitor.views.facts import Facts, short
 from orchestrator.monitor.views.points_table import (
     DAMAGED,
@@ -22,7 +23,6 @@ from orchestrator.monitor.views.points_table import (
     newest_healthy,
     table,
 )
-from orchestrator.records import encode
 from orchestrator.resume.points import Point, parse_point_name
 
 NEAR = 50  # steps that the loss at a point is the mean of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.coordinator.attempt import survey
+from orchestrator.coordinator.survey import survey
 from orchestrator.history.journal import JournalWriter
 from orchestrator.monitor.views import path
 from orchestrator.monitor.views.columns import Columns, read_columns
@@ -145,7 +145,7 @@ def line(seq: int, kind: str = "damaged point", **fields: Any) -> str:
 
 
 def step_line(seq: int, step: int, **changes: Any) -> str:
-    from orchestrator.records import encode
+    from orchestrator.json_form import encode
 
     return line(seq, "step", **(encode(record(key(step))) | changes))
 

@@ -18,6 +18,7 @@ from orchestrator.elastic.roster import Roster
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import AUDIT, VERIFY, FindingFiles
 from orchestrator.history.journal import JournalWriter
+from orchestrator.json_form import encode
 from orchestrator.launch import start as starting
 from orchestrator.monitor.verdict import (
     DONE,
@@ -44,7 +45,6 @@ from orchestrator.monitor.views.point_detail import differences
 from orchestrator.monitor.views.run_views import RunViews
 from orchestrator.monitor.views.timeline import merged
 from orchestrator.monitor.views.words import count, span
-from orchestrator.records import encode
 from tests.monitor.live_run import LiveRun, reader
 from tests.monitor.test_status import JOIN
 from tests.resume.samples import key, record, start

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator.attempt import begin_launch, survey
+from orchestrator.coordinator.begin_launch import begin_launch
+from orchestrator.coordinator.survey import survey
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError, StorageError
 from orchestrator.history.event_kinds import EventKind
@@ -419,7 +420,7 @@ def test_a_start_marks_what_it_finds_damaged_and_lifts_the_mark_of_what_it_conti
     live.kill()
     live.launch()
     assert live.first.parent == parse_point_name(newest), "its bytes are right again"
-    assert live.first.lifted
+    assert live.first.found.lifted
     assert states() == {older: ("healthy", False), newest: ("healthy", False)}
     put(damaged)
     live.kill()

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import records
+from orchestrator import json_form
 from orchestrator.errors import OrchestratorError
-from orchestrator.records import Cursor, StateKey, StepRecord, decode, encode
+from orchestrator.json_form import decode, encode
+from orchestrator.records import Cursor, StateKey, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +206,7 @@ def test_the_type_hints_of_a_class_are_read_once(monkeypatch: pytest.MonkeyPatch
     class Fresh:  # nobody has decoded it yet
         number: int
 
-    monkeypatch.setattr(records.typing, "get_type_hints", counted)
+    monkeypatch.setattr(json_form.typing, "get_type_hints", counted)
     for number in range(3):
         assert decode(Fresh, {"number": number}).number == number
     assert read == [Fresh]

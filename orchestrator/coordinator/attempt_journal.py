@@ -1,0 +1,124 @@
+"""What an attempt says of itself in the journal: how it begins, and how it ends."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from orchestrator import __version__
+from orchestrator.cluster.machine import Process, this_process
+from orchestrator.coordinator.attempt import Attempt, StartFindings
+from orchestrator.elastic.storage_trouble import until_storage_works
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal import JournalWriter
+from orchestrator.json_form import encode
+from orchestrator.records import Cursor
+from orchestrator.resume.store import RunStore
+
+_HOW_IT_DIED = "its process was killed or crashed, or it did not answer its driver, which killed it"
+
+
+def note_beginning(
+    journal: JournalWriter, attempt: Attempt, config: Mapping[str, Any], process: Process | None = None
+) -> None:
+    """Journals that the attempt begins in `process` (default: this one), under this flat configuration, and
+    all that its start found and did.
+    """
+    by = process or this_process()
+    journal.event(
+        EventKind.ATTEMPT,
+        launch=attempt.launch,
+        why=attempt.why,
+        command=attempt.command,
+        host=socket.gethostname(),
+        version=__version__,
+        pid=by.pid,
+        machine=by.machine,
+        pid_start=by.start,
+        config=dict(config),
+        forked_from=encode(attempt.forked_from) if attempt.forked_from else None,
+    )
+    _note_sources(journal, attempt)
+    _note_point(journal, attempt)
+    if attempt.earlier.died is not None:
+        pid, host = attempt.earlier.died
+        journal.event(EventKind.COORDINATOR_DIED, pid=pid, host=host, reason=_HOW_IT_DIED)
+    _note_what_was_wrong(journal, attempt.found)
+
+
+def _note_sources(journal: JournalWriter, attempt: Attempt) -> None:
+    """What was drawn from each source before, what is left out now, and what became of their files."""
+    if attempt.num_blocks:
+        drawn = (attempt.point.cursor if attempt.point else Cursor()).drawn_from(tuple(attempt.num_blocks))
+        journal.event(
+            EventKind.SOURCES,
+            counts={name: samples for name, (samples, _) in drawn.items()},
+            tokens={name: tokens for name, (_, tokens) in drawn.items()},
+            num_blocks=dict(attempt.num_blocks),
+            weights=dict(attempt.weights),
+        )
+    if attempt.point is not None and attempt.skip is not None:
+        journal.event(
+            EventKind.SAMPLES_SKIPPED,
+            point=attempt.point.name,
+            samples=attempt.skip.samples,
+            tokens=attempt.skip.tokens,
+            first_index=attempt.skip.begin.drawn_samples,
+            setting=str(attempt.skip.request),
+        )
+    if attempt.found.lists:
+        journal.event(
+            EventKind.SOURCES_CHANGED,
+            changes=[encode(change) for change in attempt.found.lists],
+            text="; ".join(map(str, attempt.found.lists)),
+        )
+
+
+def _note_point(journal: JournalWriter, attempt: Attempt) -> None:
+    if attempt.point is not None and attempt.found.verified_s is not None:
+        journal.event(
+            EventKind.POINT_VERIFIED,
+            point=attempt.point.name,
+            checked="digests",
+            healthy=True,
+            seconds=attempt.found.verified_s,
+        )
+
+
+def _note_what_was_wrong(journal: JournalWriter, found: StartFindings) -> None:
+    for damage in found.damages:
+        journal.event(EventKind.DAMAGED_POINT, point=damage.point, file=damage.file, reason=damage.reason)
+    for file in found.unreadable:
+        journal.event(EventKind.UNREADABLE_FILE, file=file.path, reason=file.reason)
+    for left in found.leftovers:
+        if left.kept:
+            journal.event(EventKind.LEFTOVER_KEPT, point=left.point, reason=left.kept)
+        else:
+            journal.event(EventKind.LEFTOVER_REMOVED, point=left.point)
+
+
+def write_down_end(
+    store: RunStore,
+    journal: JournalWriter,
+    attempt: Attempt,
+    outcome: str,
+    reason: str,
+    by: str,
+    limit_s: float,
+    tell: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Journals the end, which `by` caused, and writes the end record. Each is tried again for `limit_s`, and
+    the record, from which others see at once that nobody is at work, waits for the journal no longer. `tell`
+    hears of what is tried again. Raises `StorageError`.
+    """
+    journal.event(EventKind.END, outcome=outcome, reason=reason, by=by)
+    try:
+        until_storage_works(journal.flush, limit_s, "Training is over", tell)
+    finally:
+        until_storage_works(
+            lambda: store.write_end(attempt.number, outcome, reason, attempt.run_id, by),
+            limit_s,
+            "Training is over",
+            tell,
+        )

@@ -1,0 +1,167 @@
+"""A start command's claim becomes an attempt: choose the point that it continues, decide whether it may, and
+write down what it inherits.
+
+The order fences (membership rule 6): the claim is made, then the points are listed, then the parent file is
+written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.coordinator.attempt import Attempt, StartFindings
+from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence, up_to
+from orchestrator.coordinator.forking import point_info, take_over
+from orchestrator.coordinator.skipping import draw_skip, moved, skip_here
+from orchestrator.coordinator.sources import SourcesHere, after_removed, read_as, sources_here
+from orchestrator.coordinator.survey import (
+    Survey,
+    mean_losses,
+    require_frozen,
+    require_journals,
+    saved_history,
+    survey,
+)
+from orchestrator.errors import RefusedError
+from orchestrator.history.claims import Claim, ClaimParent, Origin
+from orchestrator.planning.encoders import EncoderSpan, with_encoder
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.skipping import Skip, SkipDecision
+from orchestrator.resume.leftovers import remove_leftovers
+from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.data.spec import DataSpec
+
+
+def begin_launch(
+    store: RunStore, config: JobConfig, claim: Claim, run: RunFile, data: DataSpec, drawn: Skip | None = None
+) -> tuple[Attempt, ResumePlan]:
+    """Chooses what a start command's claim continues and writes what it inherits. `run` is the run's
+    run.json, `data` the job's data. What is to be skipped is `drawn` if that was drawn at the point which it
+    continues; else it is drawn here.
+
+    Raises `RefusedError` if the configuration may not continue the run, or names a point that somebody has
+    begun to delete (the claim then stays without descendants and harms nobody; whoever claimed it says its
+    end). `latest` takes such a point nevertheless: only where all newer ones are damaged, and to refuse it
+    would leave a run that lost power in the middle of a deletion without any.
+    """
+    from orchestrator.data.preparing import write_lists
+
+    seen = survey(store)
+    require_frozen(seen, data)
+    require_journals(store, seen)
+    chosen = _choose(store, config, run, claim.number, seen)
+    asked = skip_here(config, chosen.point.key if chosen.point else None, seen.parents, seen.lineage)
+    info = point_info(store, chosen.point, chosen.origin) if chosen.point else None
+    here = sources_here(config, Path(store.storage.root), info, seen.parents, seen.lineage)
+    data, identity = read_as(config, data, here), run.identity
+    plan = decide(store, config, chosen.point, (identity, data.identity()), chosen.origin, data, asked, here)
+    plan = replace(plan, rewind=rewind_sentence(seen, config, chosen.point))
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    point, skip = _after_skip(config, data, plan, chosen.point, asked, drawn)
+    point = here.moved(point)
+    if data.unwritten:  # before the claim says that they are read
+        write_lists(here.folder, data)
+    parent = ClaimParent(
+        attempt=claim.number,
+        parent=point.key if point else None,
+        inherited=up_to(seen.points, point) if chosen.origin is None or point is None else (point.name,),
+        budgets=plan.budgets,
+        differences=plan.differences,
+        encoders=_encoders(plan, data, point, here),
+        origin=chosen.origin,
+        skip=skip,
+        sources=here.reading.sources,
+        restart=here.restart.request,
+    )
+    store.write_parent(parent)
+    saved = saved_history(seen)
+    attempt = replace(
+        Attempt.claimed(claim, parent, point, plan.step_after, run.id),
+        num_blocks={each.source: each.num_blocks for each in data.plans},
+        weights=data.weights,
+        losses=mean_losses(seen),
+        history=saved.number,
+        history_saved_to=saved.saved_to,
+        found=StartFindings(
+            damages=chosen.damages,
+            verified_s=chosen.verified_s,
+            lifted=chosen.lifted,
+            unreadable=seen.unreadable,
+            leftovers=remove_leftovers(store, claim.number, seen.fates),
+            lists=plan.lists,
+        ),
+    )
+    return attempt, plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chosen:
+    """The point that the claim continues, every byte of it read back; `origin`: it is another run's, with
+    which a fork begins. The rest as in `StartFindings`.
+    """
+
+    point: Point | None
+    origin: Origin | None = None
+    damages: tuple[Damage, ...] = ()
+    verified_s: float | None = None
+    lifted: bool = False
+
+
+def _choose(store: RunStore, config: JobConfig, run: RunFile, number: int, seen: Survey) -> _Chosen:
+    if run.forked_from is not None and seen.lineage.attempt is None:
+        point, origin = take_over(store, run, number)
+        return _Chosen(point=point, origin=origin)
+    began = time.monotonic()
+    newest, damages = choose_point(store, seen, kept_point(store, seen, config))
+    return _Chosen(
+        point=newest,
+        damages=damages,
+        verified_s=time.monotonic() - began,
+        lifted=_mark(store, damages, newest, f"attempt {number}"),
+    )
+
+
+def _mark(store: RunStore, damages: Sequence[Damage], chosen: Point | None, by: str) -> bool:
+    """Every byte of the chosen point was right, and these damages were found in newer ones; whether that
+    lifted the mark of the chosen one.
+    """
+    for name in dict.fromkeys(damage.point for damage in damages):
+        store.note_reading(name, [damage for damage in damages if damage.point == name], by)
+    return chosen is not None and store.note_reading(chosen.name, (), by)
+
+
+def _after_skip(
+    config: JobConfig,
+    data: DataSpec,
+    plan: ResumePlan,
+    point: Point | None,
+    asked: SkipDecision,
+    drawn: Skip | None,
+) -> tuple[Point | None, Skip | None]:
+    """The point with its cursor after what is skipped, and that."""
+    if asked.request is None or point is None:
+        return point, None
+    there = drawn is not None and (drawn.request, drawn.begin) == (asked.request, point.cursor)
+    skip = drawn if there else draw_skip(config, data.made_by(plan.encoders), point, asked.request)
+    return moved(point, skip), skip
+
+
+def _encoders(
+    plan: ResumePlan, data: DataSpec, point: Point | None, here: SourcesHere
+) -> tuple[EncoderSpan, ...]:
+    """Who makes which documents: those of the plan, and from the point on the encoder of this start."""
+    if plan.encoder is None or plan.encoder == plan.encoders[-1].encoder:
+        return plan.encoders
+    begins = data.made_by(plan.encoders).next_documents(point.cursor) if point else {}
+    begins |= after_removed(here.reading.sources, point.cursor) if point else {}
+    return with_encoder(plan.encoders, plan.encoder, begins)

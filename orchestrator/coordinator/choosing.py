@@ -1,0 +1,162 @@
+"""Which point a start continues, what that means for the history, and whether its configuration may.
+
+It reads and verifies points, and writes nothing: `plan` uses it as a start does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.coordinator.forking import is_folder, point_info
+from orchestrator.coordinator.sources import SourcesHere
+from orchestrator.coordinator.survey import Survey
+from orchestrator.errors import RefusedError, WantedPointError
+from orchestrator.history.claims import Origin
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.planning.identity import RunIdentity
+from orchestrator.planning.restarting import RestartDecision
+from orchestrator.planning.resume_plan import ResumePlan, plan_resume
+from orchestrator.planning.skipping import SkipDecision
+from orchestrator.resume.points import Damage, Point, parse_point_name
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig
+    from orchestrator.data.spec import DataSpec
+
+
+def wanted_point(seen: Survey, config: JobConfig) -> str:
+    """`resume.from`, but `latest` if that rewind is done: the newest attempt was begun with the same one, and
+    with all else the same that has an influence on what is trained. So the same command continues, whoever
+    gives it again (torchrun does by itself); one that would train something else rewinds again.
+    """
+    from orchestrator.config.schema import field_rules, in_todays_fields
+
+    wanted = config.resume.from_
+    if is_folder(wanted):
+        return "latest"  # a fork begins so once, and continues then
+    begun = [event.fields["config"] for event in seen.journal.events if event.kind == EventKind.ATTEMPT]
+    if wanted == "latest" or not begun:
+        return wanted
+    before, now = in_todays_fields(begun[-1]), config.flat()
+    decisive = ["resume.from", *(rule.path for rule in field_rules() if rule.rule != "free")]
+    return "latest" if all(before.get(path) == now[path] for path in decisive) else wanted
+
+
+def kept_point(store: RunStore, seen: Survey, config: JobConfig) -> str:
+    """`wanted_point`. Raises `WantedPointError` for a named one that somebody has begun to delete."""
+    if (wanted := wanted_point(seen, config)) != "latest":
+        store.require_kept(wanted)
+    return wanted
+
+
+def choose_point(
+    store: RunStore, seen: Survey, wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
+    """See `choose_among`, of what was seen."""
+    return choose_among(store, seen.points, (*seen.lost, *seen.foreign), wanted, fast)
+
+
+def choose_among(
+    store: RunStore, points: Sequence[str], unfit: Sequence[str], wanted: str, fast: bool = False
+) -> tuple[Point | None, tuple[Damage, ...]]:
+    """The point to resume from: the newest healthy one on the lineage, or the one that `resume.from` names.
+
+    `points` are those on the lineage, oldest first, `unfit` those on it of which it is known that they are
+    lost or another run's. A named point must be whole: another one is not taken in its place. `fast` trusts
+    sizes (for `plan`).
+    """
+    if wanted == "latest":
+        return store.healthy_newest((*points, *unfit), fast=fast)
+    if wanted not in (*points, *unfit):
+        listed = ", ".join(points) or "none"
+        raise RefusedError(
+            f"resume.from={wanted}, but the points on this run's lineage are: {listed}; name one of these, "
+            "or latest"
+        )
+    if damages := store.verify_point(wanted, fast=fast):
+        listed = "; ".join(map(str, damages))
+        raise WantedPointError(
+            f"resume.from={wanted}, which is damaged ({listed}); name another point, or latest"
+        )
+    return store.read_point(wanted), ()
+
+
+def up_to(names: Iterable[str], point: Point | None) -> tuple[str, ...]:
+    """Of the points on one history those at or before `point`: what a history that continues it has. A point
+    after it is an orphan from then on; it stays, but counts for nothing.
+    """
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if point and key and key <= point.key)
+
+
+def rewind_sentence(seen: Survey, config: JobConfig, point: Point | None) -> str:
+    """What `resume.from` means for this start, which continues `point`: what leaves the history, or that it
+    was done already; empty if there is nothing to say.
+    """
+    wanted = config.resume.from_
+    if wanted == "latest" or is_folder(wanted) or point is None:
+        return ""
+    if wanted_point(seen, config) == "latest":
+        return (
+            f"resume.from={wanted}: the attempt before has done that, with the same configuration; so this "
+            "one continues the newest point. It rewinds again if what is trained is to change"
+        )
+    steps = [record.step for record in seen.lineage.records if record.key > point.key]
+    points = [name for name in seen.points if name not in up_to(seen.points, point)]
+    return rewind_text(wanted, len(steps), (steps[0], steps[-1]) if steps else (0, 0), points)
+
+
+def rewind_text(wanted: str, num_steps: int, labels: tuple[int, int], points: Sequence[str]) -> str:
+    """What leaves the history with a rewind: so many steps, labelled so from the first to the last, and these
+    points, oldest first; empty if nothing does.
+    """
+    if not num_steps and not points:
+        return ""
+    left = [f"{num_steps} steps after it, {labels[0]} to {labels[1]}"] if num_steps else []
+    if points:
+        several = f"{len(points)} resume points, {points[0]} to {points[-1]}"
+        left.append(several if len(points) > 1 else f"resume point {points[0]}")
+    return (
+        f"warning: rewinds to {wanted}: {' and '.join(left)}, leave the run's history; the files stay where "
+        "they are, but nothing is continued from there"
+    )
+
+
+def decide(
+    store: RunStore,
+    config: JobConfig,
+    point: Point | None,
+    identities: tuple[RunIdentity, RunIdentity] | None,
+    origin: Origin | None = None,
+    data: DataSpec | None = None,
+    skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
+    here: SourcesHere | None = None,
+) -> ResumePlan:
+    """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
+    job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
+    """
+    from orchestrator.config.schema import field_rules
+    from orchestrator.data.tokens.encoder import installed_encoders
+
+    rules = {rule.path: rule.rule for rule in field_rules()}
+    info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
+    if info is not None and here is not None:
+        info = replace(info, cursor=here.reading.cursor)
+    if identities is not None and data is not None and data.tokenizer_folder is not None:
+        identities = data.in_force(identities[0]), identities[1]
+    return plan_resume(
+        config,
+        rules,
+        info,
+        flat,
+        identities,
+        installed=installed_encoders(),
+        weights=data.weights if data is not None else None,
+        num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
+        skip=skip,
+        lists=here.changes(data) if here is not None and data is not None else (),
+        restart=here.restart if here is not None else RestartDecision(),
+    )

@@ -1,0 +1,350 @@
+"""Carries out what the launch machine of an attempt decides, keeps time for it, and keeps the journal
+durable, whose only writer it is.
+
+It decides nothing: the launch machine says who trains and when the run ends, and the commit machine, which
+`resume.commit_driver.Commits` drives, which points exist. It knows neither model nor data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.cluster.ray_state import NODE_DIED
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.attempt_journal import write_down_end
+from orchestrator.coordinator.coordinator_start import CoordinatorStart, commit_machine, launch_machine
+from orchestrator.coordinator.feeder_notes import NOT_SAID, FeederNotes, SkippedDocuments
+from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
+from orchestrator.coordinator.news import News
+from orchestrator.coordinator.open_calls import GenerationEnds, OpenJoins
+from orchestrator.elastic.cause import Cause
+from orchestrator.elastic.formation import Form, Formation
+from orchestrator.elastic.roster import Roster
+from orchestrator.errors import StorageError, text_of
+from orchestrator.faults import Hook
+from orchestrator.history import sentences
+from orchestrator.history.claims import GenerationStart
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.heartbeat import Pulse
+from orchestrator.history.journal import JournalWriter
+from orchestrator.history.metric_log import MetricLogs
+from orchestrator.history.request_files import RequestFiles
+from orchestrator.json_form import encode
+from orchestrator.records import Cursor, GenerationView, MemberInfo, StateKey, StepRecord
+from orchestrator.resume.commit_driver import Commits, in_daemon_thread
+from orchestrator.resume.commit_events import GenerationFormed, Tick, VoterGone
+from orchestrator.resume.pin_watch import PinWatch, note_pins
+from orchestrator.resume.points import Point
+from orchestrator.resume.store import RunStore
+from orchestrator.resume.store_actions import PointCommitter
+
+if TYPE_CHECKING:
+    from orchestrator.data.feed.feed_notes import FeedNotes
+
+TICK_S = 0.05
+FLUSH_EVERY_S = 1.0
+HEARTBEAT_EVERY_S = 2.0
+REQUESTS_EVERY_S = 1.0
+LIVENESS_EVERY_S = 0.05
+END_WRITTEN_S = 15.0  # how long each of the two documents that say how a run ended is tried to be written
+
+
+class LaunchDriver:
+    """Drives one attempt; all methods run on one event loop. It hears of commits as their `CommitListener`.
+
+    What callers use: `machine` (ask it; what it answers goes to `carry_out`), `commits`, `journal` (events),
+    `roster`, `news` for the supervisor, `joins` and `ends` for members. `view` is the newest generation that
+    was formed, `acknowledged` its newest step that is durable, and `end_is_written` whether all is done.
+    """
+
+    def __init__(
+        self,
+        start: CoordinatorStart,
+        attempt: Attempt,
+        store: RunStore,
+        journal: JournalWriter,
+        metrics: MetricLogs,
+        fault: Hook,
+        why_dead: Callable[[MemberInfo], str | None],
+        feeder_notes: Callable[[int], Awaitable[FeedNotes | None]] | None,
+    ) -> None:
+        """`why_dead` and `feeder_notes` as in `Coordinator`; `metrics` hear the journal."""
+        self.machine, self.journal = launch_machine(start, attempt), journal
+        self.joins, self.ends = OpenJoins(), GenerationEnds()
+        self.roster = Roster(start.max_workers, attempt.earlier.members, attempt.why)
+        # what the first attempt's start found, the supervisor has seen itself
+        restarted = attempt.number != start.attempt.number
+        self.news = News(map(str, attempt.found.unreadable if restarted else ()))
+        committer = PointCommitter(
+            store,
+            journal,
+            attempt.number,
+            start.flat_config,
+            start.rng,
+            time.monotonic,
+            fault,
+            attempt.run_id,
+        )
+        self.commits = Commits(
+            commit_machine(start, attempt), committer, journal, attempt.point, self, start.storage_limit_s
+        )
+        self.view: GenerationView | None = None
+        self.acknowledged = -1
+        self.end_is_written = attempt.earlier.ended is not None
+        self._start, self._attempt, self._store = start, attempt, store
+        self._metrics, self._fault, self._why_dead = metrics, fault, why_dead
+        skipped = SkippedDocuments(start.storage, attempt.number)
+        self._feeder_notes = FeederNotes(feeder_notes, journal, skipped, self.warned)
+        self._pulse = Pulse(store.heartbeat(attempt.number))
+        self._requests = RequestFiles(store.storage, attempt.launch, attempt.run_id)
+        self._pins = PinWatch(store)
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def ensure_running(self) -> None:
+        """The first call of anybody starts the loops: a restarted actor has no caller that would."""
+        if not self._tasks:
+            at_work = (self._keep_journal, self._beat, self._hear_requests)
+            writing = () if self._attempt.earlier.ended is not None else at_work
+            loops = (self._act, self._watch_members, *writing)
+            self._tasks = [asyncio.get_running_loop().create_task(self._guarded(loop)) for loop in loops]
+
+    async def _guarded(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await loop()
+        except Exception as error:  # noqa: BLE001  see `broken`
+            await self.broken(error)
+
+    def look_soon(self) -> None:
+        """What the launch machine was told may change who trains: ticks it at once."""
+        self._wake.set()
+
+    def take_records(self, records: tuple[StepRecord, ...]) -> None:
+        """Step records came, with a report, a join or a vote; copies change nothing."""
+        for record in records:
+            self.journal.step(record)
+            self.machine.recorded(record, time.monotonic())
+
+    async def carry_out(self, actions: Iterable[Action]) -> None:
+        """Carries out what the launch machine decided; `Form` is `_act`'s alone."""
+        gone: list[VoterGone] = []
+        for action in actions:
+            match action:
+                case Answer():
+                    self.joins.answer(action.member, action.answer)
+                case Note():
+                    self.journal.event(action.kind, **action.fields)
+                case Kill():
+                    self.news.kill(action.member)
+                    self.roster.gone(action.member.member, sentences.UNRESPONSIVE, Cause.LEFT_OUT)
+                case Warn():
+                    await self.warned(action.text)
+                case Say():
+                    self.news.say(action.text)
+                case VoterGone():
+                    gone.append(action)
+                case End():
+                    await self._write_end(action)
+                case Fenced():
+                    self.commits.refuse_all()
+                    self.end_is_written = True
+        await self.notify()
+        for event in gone:
+            # not awaited: a commit that waits for storage must keep nobody from joining
+            self.commits.notify_soon(event)
+
+    async def notify(self) -> None:
+        """Something has changed: whoever waits looks again."""
+        asked = self.machine.control_requests
+        self.ends.release(lambda attempt, number: asked(attempt, number, -1).ended)
+        await self.news.publish()
+
+    # ------------------------------------------------------------ generations
+    async def _act(self) -> None:
+        """Ticks the launch machine and forms the generations that it decides on."""
+        while True:
+            async with self.commits.lock:
+                actions = self.machine.tick(time.monotonic())
+                await self.carry_out(action for action in actions if not isinstance(action, Form))
+                for action in actions:
+                    if isinstance(action, Form):
+                        await self._form(action.formation)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _form(self, formation: Formation) -> None:
+        """Journals the generation durably, then answers its members (rule 2); saves that are not on its path
+        are given up. While storage fails it tries again, until the launch machine ends the run.
+        """
+        cause = self.roster.cause(formation.members)
+        self.journal.generation(_journalled(formation, self._start, cause))
+        while not await self.flush():
+            await self.carry_out(self.machine.tick(time.monotonic()))
+            if self.machine.ended is not None:
+                return
+            await asyncio.sleep(FLUSH_EVERY_S)
+        self._fault("generation_journalled", formation.step, -1)
+        await self.commits.advance(GenerationFormed(generation=formation.generation, parent=formation.parent))
+        answers = self.machine.formed(formation, time.monotonic())
+        self.acknowledged = formation.step
+        for answer in answers:
+            if isinstance(answer, Answer) and isinstance(answer.answer, GenerationView):
+                self.view = answer.answer
+        if answers:
+            self._note_change(formation)
+        await self.carry_out(answers)
+
+    def _note_change(self, formation: Formation) -> None:
+        """For people: how this generation differs from the one before it."""
+        before = self.machine.last_step
+        change = self.roster.formed(
+            formation.attempt,
+            formation.generation,
+            formation.members,
+            formation.step,
+            before.step if before else 0,
+            time.monotonic(),
+        )
+        self.news.formed(change)
+        self.journal.event(EventKind.GROUP_FORMED, **encode(change))
+
+    async def _watch_members(self) -> None:
+        """Asks whether members live: a dead one is left out at once (liveness is a hint for speed only)."""
+        while True:
+            began = time.monotonic()
+            for info in self.machine.to_ask(self.commits.under_way, began):
+                why = await asyncio.to_thread(self._why_dead, info)
+                if why is not None:
+                    cause = Cause.NODE_LOST if why == NODE_DIED else Cause.WORKER_LOST
+                    self.roster.gone(info.member, why, cause)
+                    await self.carry_out(self.machine.dead(info.member, why, time.monotonic()))
+                    self.joins.forget(info.member)
+                    self._wake.set()
+            await asyncio.sleep(max(LIVENESS_EVERY_S, 5 * (time.monotonic() - began)))  # about 1 ms a member
+
+    # ------------------------------------------------------------ storage
+    async def _keep_journal(self) -> None:
+        """Keeps the journal durable, and looks for a newer claim."""
+        while True:
+            if self.machine.ended is None:
+                await self.flush()
+                await self.commits.notify(Tick(now_s=time.monotonic()))
+            for text in self._metrics.troubles():
+                await self.warned(text)
+            await asyncio.sleep(FLUSH_EVERY_S)
+
+    async def flush(self, limit_s: float | None = None) -> bool:
+        """Whether all that was noted before is durable now, within `limit_s` (default: storage's own)."""
+        began = time.monotonic()
+        try:
+            durable = await self.commits.on_disk(self.journal.flush, limit_s)
+        except StorageError as error:
+            await self.carry_out(self.machine.storage_failed(str(error), began))
+            return False
+        self._acknowledge(durable)
+        await self.carry_out(self.machine.storage_worked())
+        return True
+
+    def _acknowledge(self, durable: StateKey | None) -> None:
+        view = self.view
+        if view is None or durable is None:
+            return
+        if (durable.attempt, durable.generation) == (view.attempt, view.generation):
+            self.acknowledged = max(self.acknowledged, durable.step)
+
+    async def _beat(self) -> None:
+        while True:
+            self._pulse.beat()
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+
+    async def _hear_requests(self) -> None:
+        """Looks for what is asked by files in storage, and for pins; while that fails nobody is heard."""
+        while self.machine.ended is None:
+            with suppress(StorageError):
+                look = partial(self._requests.read, self.machine.next_request)
+                if request := await in_daemon_thread(look):
+                    await self.carry_out(self.machine.asked(request))
+                    self._wake.set()
+                    continue
+                note_pins(self.journal, await in_daemon_thread(self._pins.look))
+            await asyncio.sleep(REQUESTS_EVERY_S)
+
+    async def _write_end(self, action: End) -> None:
+        newest = self.commits.newest
+        if not await self._feeder_notes.last(newest.cursor.consumed_samples if newest else 0):
+            await self.warned(NOT_SAID)
+        write = partial(
+            write_down_end,
+            self._store,
+            self.journal,
+            self._attempt,
+            action.outcome,
+            action.reason,
+            action.by,
+            END_WRITTEN_S,
+        )
+        try:
+            await self.commits.on_disk(write, 2 * END_WRITTEN_S)
+        except StorageError as error:
+            await self.warned(
+                f"the end of the run could not be written down: {error}. Nothing that was committed is lost"
+            )
+        finally:
+            await in_daemon_thread(self._metrics.close)  # this process ends with the driver
+            self.end_is_written = True  # as far as it can be: the driver ends
+
+    # ------------------------------------------------------------ what the commits report
+    async def committed(self, point: Point, newest: bool) -> None:
+        """See `CommitListener`: members may be given the newest one to load."""
+        self.roster.storage_failed(False)
+        await self.carry_out(self.machine.committed(point.key))
+        if newest:
+            self.machine.rendezvous.set_newest_point(point.key, point.cursor, point.name)
+            self._feeder_notes.soon(point.cursor.consumed_samples)
+        await self.notify()
+
+    async def gave_up(self, text: str, by_storage: bool) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        await self.warned(text)
+        self.roster.storage_failed(by_storage)
+        await self.carry_out(self.machine.save_given_up(text, by_storage, time.monotonic()))
+
+    async def warned(self, text: str) -> None:
+        """See `CommitListener`: goes out with the next status."""
+        self.news.warn(text)
+        await self.notify()
+
+    async def fenced(self, reason: str) -> None:
+        """A newer attempt exists: acknowledge nothing, write nothing, end the members and the launch."""
+        await self.carry_out(self.machine.fence(reason))
+
+    async def broken(self, error: Exception) -> None:
+        """See `CommitListener`: whatever it is, the run must end with its reason instead of hanging."""
+        reason = f"the coordinator failed: {text_of(error)}"
+        await self.carry_out(self.machine.end("failed", reason))
+
+
+def _journalled(formation: Formation, start: CoordinatorStart, cause: Cause) -> GenerationStart:
+    cursor = formation.cursor or Cursor()
+    return GenerationStart(
+        attempt=formation.attempt,
+        generation=formation.generation,
+        parent=formation.parent,
+        step=formation.step,
+        consumed_samples=cursor.consumed_samples,
+        consumed_tokens=cursor.consumed_tokens,
+        target_tokens=cursor.target_tokens,
+        world_size=len(formation.members),
+        global_batch_size=start.global_batch_size,
+        seq_len=start.seq_len,
+        members=formation.members,
+        cause=cause,
+        copies=len(formation.members),  # before its first step each gets the whole state
+    )

@@ -1,0 +1,238 @@
+"""What lies in a run's storage, read once and as one: its journal, its effective history, the points on it,
+and what is missing.
+
+It decides nothing and writes nothing; a start, a restarted coordinator and all who read a run begin with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import DataIdentityError, ResumePointError, StorageError
+from orchestrator.history.claim_files import UNREADABLE, UnreadableFile, unreadable_claim
+from orchestrator.history.claims import ORIGIN, Claim, ClaimParent
+from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
+from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
+from orchestrator.history.saved_history import SavedHistory, saved_before
+from orchestrator.planning.encoders import EncoderSpan
+from orchestrator.planning.manifests import SourceLists
+from orchestrator.resume.fates import Fates, point_fates
+from orchestrator.resume.points import Point, parse_point_name
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+LOOKS = 5  # at a run that goes on while it is read, until what is read fits together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """A run as it lies in storage: its journal, its effective history, and the names of the points on it,
+    oldest first; `committed` are all that lie there, also off it. `missing` are all points that were
+    committed, have no COMMIT, and nobody deleted; `lost` are those on the history. `foreign` are points that
+    lie there under a name of it, but belong to another run. `encoders` made it (empty: the run's first
+    alone), and `sources` say which lists it read (empty: those of the first start). `unreadable` are the
+    attempts' files that could not be used, for the user to hear of. `fork` is the claim with
+    whose `origin` the history begins, of a fork; its generation is among the journal's.
+    `parents` are all claims' parent files.
+    """
+
+    journal: Journal
+    lineage: Lineage
+    committed: tuple[str, ...]
+    points: tuple[str, ...]
+    missing: frozenset[str]
+    lost: tuple[str, ...]
+    foreign: tuple[str, ...]
+    fates: Fates
+    encoders: tuple[EncoderSpan, ...]
+    unreadable: tuple[UnreadableFile, ...]
+    fork: ClaimParent | None = None
+    sources: tuple[SourceLists, ...] = ()
+    parents: tuple[ClaimParent, ...] = ()
+
+
+def survey(store: RunStore, with_steps: bool = True) -> Survey:
+    """Reads claims, journal and the list of points. Raises `OrchestratorError` if the history contradicts
+    itself.
+
+    The run may be written meanwhile: if an attempt was claimed or a generation formed between one look and
+    the next, so that they do not fit together, it looks again at all; `StorageError` after
+    `LOOKS` such looks.
+
+    Without `with_steps` it takes a fraction of the time: of the step records only the newest of each
+    generation is in `journal`, none in `lineage`, and what they alone could contradict is not found.
+    """
+    unknown = frozenset[str]()
+    for _ in range(LOOKS):
+        files, before = store.attempt_files(), unknown
+        seen = _look(store, with_steps)
+        unknown = _of_no_generation(seen)
+        # a name that is still unknown to a journal that was read after it stays so: it is an orphan
+        if files == store.attempt_files() and unknown <= before:
+            require_sound(seen.lineage)
+            return seen
+    raise moved_on(store)
+
+
+def moved_on(store: RunStore) -> StorageError:
+    """What to say when `LOOKS` looks did not fit together."""
+    return StorageError(
+        f"{store.storage.root} went on each of the {LOOKS} times that it was read (its newest attempt is "
+        f"{max(store.claim_numbers(), default=0)}), so that what was read does not fit together: this says "
+        "nothing about the run; run the command again"
+    )
+
+
+def deleted_now(store: RunStore, names: Iterable[str]) -> frozenset[str]:
+    """Those of these points, listed before, that the run itself has deleted or is deleting since: the COMMIT
+    is gone, and the journal says that it was meant to go. What was found wrong with them is no damage.
+    """
+    if not (gone := frozenset(names).difference(store.point_names())):
+        return gone
+    if not (left := gone - store.deletions()):
+        return gone
+    events = read_outline(store.storage).events
+    return gone - left.difference(point_fates(((event.kind, event.fields) for event in events), ()).deleted)
+
+
+def _look(store: RunStore, with_steps: bool) -> Survey:
+    """One look at all, claims before the journal and that before the points, whatever they contradict."""
+    claims, (parents, cut_off) = store.claims(), store.parents()
+    run_id = _require_own(store, claims)
+    unreadable = (*(unreadable_claim(c.number) for c in claims if c.why == UNREADABLE), *cut_off)
+    if with_steps:
+        journal = read_journal(store.storage, run_id)
+        lineage = effective_history(claims, parents, journal.generations, journal.records)
+    else:
+        outline = read_outline(store.storage, run_id)
+        journal = Journal(
+            generations=outline.generations,
+            records=outline.last_records,
+            events=outline.events,
+            torn=outline.torn,
+        )
+        lineage = effective_chain(claims, parents, journal.generations)
+    begins = [parent for parent in parents if parent.begins is not None]
+    first = lineage.segments[0].start if lineage.segments else None
+    journal = replace(journal, generations=(*filter(None, (p.begins for p in begins)), *journal.generations))
+    there = store.point_names()
+    foreign = tuple(name for name in there if store.is_foreign(name))
+    fates = _fates(journal.events, parents)
+    pruned = store.deletions()
+    fates = Fates(kept=fates.kept - pruned, deleted=fates.deleted | pruned)
+    missing = fates.kept.difference(there)
+    missing -= deleted_now(store, missing)
+    newest = next((parent for parent in parents if parent.attempt == lineage.attempt), None)
+    return Survey(
+        journal=journal,
+        lineage=lineage,
+        committed=tuple(there),
+        points=_on_lineage(lineage, (name for name in there if name not in foreign)),
+        missing=missing,
+        lost=_on_lineage(lineage, missing),
+        foreign=_on_lineage(lineage, foreign),
+        fates=fates,
+        encoders=newest.encoders if newest else (),
+        sources=newest.sources if newest else (),
+        unreadable=unreadable,
+        fork=next((parent for parent in begins if parent.begins == first), None),
+        parents=tuple(parents),
+    )
+
+
+def _of_no_generation(seen: Survey) -> frozenset[str]:
+    """The points whose generation the journal does not have: it was formed when the journal had been read.
+    What a fork begins with has none, also where its claim failed before its first step.
+    """
+    known, own = {start.id for start in seen.journal.generations}, set(seen.committed) - {*seen.foreign}
+    keys = {name: parse_point_name(name) for name in own}
+    return frozenset(
+        name
+        for name, key in keys.items()
+        if key and key.attempt != ORIGIN and (key.attempt, key.generation) not in known
+    )
+
+
+def _require_own(store: RunStore, claims: Iterable[Claim]) -> str | None:
+    """The run's id (None without run.json), which every claim must have. Raises `ResumePointError`."""
+    run = store.read_run()
+    for claim in claims:
+        if run is not None and claim.why != UNREADABLE and claim.run_id != run.id:
+            raise ResumePointError(
+                f"the claim of attempt {claim.number} belongs to run {claim.run_id or 'without an id'}, "
+                f"run.json says {run.id or 'without an id'}: the folder holds pieces of two runs, and "
+                "nothing is decided from it; move those of the other one away"
+            )
+    return run.id if run else None
+
+
+def _fates(events: Iterable[JournalEvent], parents: Iterable[ClaimParent]) -> Fates:
+    inherited = (name for parent in parents for name in parent.inherited)
+    return point_fates(((event.kind, event.fields) for event in events), inherited)
+
+
+def _on_lineage(lineage: Lineage, names: Iterable[str]) -> tuple[str, ...]:
+    keys = {name: parse_point_name(name) for name in names}
+    return tuple(name for name, key in keys.items() if key is not None and lineage.on_lineage(key))
+
+
+def require_journals(store: RunStore, seen: Survey) -> None:
+    """Raises `ResumePointError` for points of generations that no journal has: each is durable there before
+    its first point is saved (rule 2), so that the journal was damaged, and a start would leave out what is in
+    these points.
+    """
+    names = sorted(name for name in _of_no_generation(seen) if not store.is_foreign(name))
+    keys = filter(None, map(parse_point_name, names))
+    if journals := sorted({f"journal/a{key.attempt:04d}" for key in keys}):
+        raise ResumePointError(
+            f"{', '.join(journals)}: not as written: the generations of resume points {', '.join(names)} are "
+            "not in it, so that nobody can say to which history these belong, and nothing is continued; "
+            "restore the journal, or give a new run another name"
+        )
+
+
+def require_frozen(seen: Survey, data: DataSpec) -> None:
+    """Raises `DataIdentityError` where something was trained and the data that it was trained on are not
+    those that the run has frozen, because these are gone.
+    """
+    if seen.lineage.records and data.tokenizer_folder is None:
+        raise DataIdentityError(
+            f"{len(seen.lineage.records)} steps of this run are trained, and its frozen data are gone "
+            "(manifest/data.json in the run's folder); restore manifest/ and tokenizer/"
+        )
+
+
+def has_its_steps(seen: Survey, point: Point) -> bool:
+    """Whether the journal has a record of every step that led to the point; if the journal was read before
+    the point was committed, it may not have them.
+    """
+    starts = {(start.attempt, start.generation): start.step for start in seen.journal.generations}
+    begun = starts.get((point.key.attempt, point.key.generation))
+    at_begin = point.key.step == begun  # saved before the generation's first step
+    return not seen.lineage.gaps and (at_begin or point.key in {r.key for r in seen.journal.records})
+
+
+def mean_losses(seen: Survey) -> dict[str, float | None]:
+    """The mean loss of the steps since the point before, of each point on the history."""
+    found = {
+        event.fields["point"]: event.fields.get("mean_loss")
+        for event in seen.journal.events
+        if event.kind == EventKind.POINT_COMMITTED
+    }
+    return {name: found.get(name) for name in seen.points}
+
+
+def saved_history(seen: Survey) -> SavedHistory:
+    """How many histories the points of the run held, and how far the newest is held."""
+    committed = (event for event in seen.journal.events if event.kind == EventKind.POINT_COMMITTED)
+    points = (
+        (key, event.fields["cursor"]["consumed_tokens"])
+        for event in committed
+        if (key := parse_point_name(event.fields["point"])) is not None
+    )
+    return saved_before(seen.journal.generations, points)

@@ -1,0 +1,84 @@
+"""What a start and its end say to people: what it continues, what it found, why it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.schedule import Budgets
+from orchestrator.records import StepRecord
+from orchestrator.resume.points import parse_point_name
+
+
+def announce(say: Callable[[str], None], job: JobConfig, attempt: Attempt, plan: ResumePlan) -> None:
+    """Says what this start continues, what it found damaged, and what differs."""
+    for damage in attempt.found.damages:
+        say(f"warning: {damage}; falling back to an older resume point")
+    if attempt.point is None:
+        say(f"attempt {attempt.number} of {job.run.run_uri}: starts from the beginning")
+    else:
+        say(
+            f"attempt {attempt.number} of {job.run.run_uri}: resumes from {attempt.point.name} at sample "
+            f"{plan.consumed_samples}, step label {plan.step_before} -> {plan.step_after}"
+        )
+    if attempt.found.lifted and attempt.point is not None:
+        say(f"note: every byte of {attempt.point.name} is right again: it is quarantined no more")
+    if plan.rewind:
+        say(plan.rewind)
+    for file in attempt.found.unreadable:
+        say(f"warning: {file}")
+    for left in attempt.found.leftovers:
+        say(f"warning: {left}" if left.kept else f"note: {left}")
+    for difference in plan.differences:
+        say(f"  {difference}")
+    _announce_data(say, attempt, plan)
+
+
+def _announce_data(say: Callable[[str], None], attempt: Attempt, plan: ResumePlan) -> None:
+    """What this start does with sources, samples and encoders."""
+    if attempt.skip is not None:
+        first = attempt.skip.begin.drawn_samples
+        say(
+            f"skipped {attempt.skip.samples:,} samples ({attempt.skip.tokens:,} tokens) after "
+            f"{attempt.point.name if attempt.point else 'the point'}, from sample {first:,} on: they are not "
+            f"trained ({attempt.skip.request}); the same setting skips them once"
+        )
+    for change in attempt.found.lists:
+        say(f"  {change}")
+    for note in filter(None, (plan.skip_note, plan.restart_note)):
+        say(f"note: {note}")
+    if attempt.encoders != plan.encoders:
+        newest = attempt.encoders[-1]
+        for source, (epoch, block, window, record) in newest.begins.items():
+            say(
+                f"  {newest.encoder} encodes from the next whole document on: source {source}, "
+                f"epoch {epoch}, block {block}, window {window}, record {record}"
+            )
+
+
+def trained_again(attempt: Attempt) -> list[str]:
+    """What it costs that newer points were found damaged: the steps between, as their points were labelled.
+    Empty where none was.
+    """
+    if attempt.point is None or not attempt.found.damages:
+        return []
+    step, keys = attempt.point.key.step, [parse_point_name(damage.point) for damage in attempt.found.damages]
+    last = max(key.step for key in keys if key is not None)
+    what = f"steps {step + 1} to {last} ({last - step} of them) are"
+    if last == step + 1:
+        what = f"step {last} is"
+    elif last <= step:  # another batch size or seq_len in between has labelled the later point lower
+        what = "the steps after it are"
+    return [f"the newest whole resume point is {attempt.point.name}: {what} trained again"]
+
+
+def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str:
+    """Why a run that is done is done: its stop is reached, or the data have ended before it."""
+    tokens, samples = (record.consumed_tokens, record.consumed_samples) if record else (0, 0)
+    if budgets.stop_tokens is not None and tokens >= budgets.stop_tokens:
+        return f"{tokens:,} tokens are trained, as many as were asked for"
+    if budgets.stop_samples is not None and samples >= budgets.stop_samples:
+        return f"{samples:,} samples are trained, as many as were asked for"
+    return f"the data have ended (data.num_epochs={job.data.num_epochs}); raise data.num_epochs to go on"

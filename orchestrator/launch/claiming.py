@@ -1,0 +1,120 @@
+"""The claim of a launch: makes the run if it is new, takes the next attempt, and shows others that it lives
+until the attempt's journal is begun.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from orchestrator.cluster.machine import Process
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.attempt import Attempt
+from orchestrator.coordinator.begin_launch import begin_launch
+from orchestrator.coordinator.ended_by import A_FAILURE
+from orchestrator.coordinator.forking import fork_to_begin, found_run, is_folder
+from orchestrator.errors import OrchestratorError, RefusedError, text_of
+from orchestrator.faults import hook
+from orchestrator.history.claim_files import FORK, JOURNAL, RESUME, REWIND, START
+from orchestrator.history.claims import Claim
+from orchestrator.history.heartbeat import beating
+from orchestrator.history.request_files import asker
+from orchestrator.launch.start import find_run
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.skipping import Skip
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+HEARTBEAT_EVERY_S = 2.0
+
+
+@contextmanager
+def claimed(
+    store: RunStore,
+    job: JobConfig,
+    spec: DataSpec,
+    watched: int,
+    fault_plan: str = "",
+    process: Process | None = None,
+    command: str = "",
+    drawn: Skip | None = None,
+) -> Iterator[tuple[Attempt, ResumePlan]]:
+    """Makes the run if it is new, and claims the attempt after `watched` (of `refuse_busy`) for a launch; see
+    `coordinator.begin_launch`. Inside, this process shows other starts that the attempt is alive;
+    `process` is the one in whose name it claims, itself if not given; `command` as in `Attempt`; `drawn` is
+    what `look_before_start` drew.
+
+    Raises `BusyError` if another start was quicker. What goes wrong before the attempt's journal is begun
+    ends the attempt; afterwards whoever keeps the journal says its end.
+    """
+    run, first_weights = find_run(store), first_weights_of(store, job)
+    if run is None and (fork := fork_to_begin(store, job, None)) is not None:
+        run = found_run(store, job.run.name, fork, asker())
+    if run is None:
+        run = store.create_run(job.run.name, spec.identity(), first_weights)
+    first = FORK if run.forked_from is not None else START
+    why = first if not watched else RESUME if not _rewinds(job) else REWIND
+    with claiming(store, run.id, watched + 1, why, process) as made:
+        hook(fault_plan)("claim_made", -1, -1)
+        attempt, plan = begin_launch(store, job, made, run, spec, drawn)
+        yield replace(attempt, command=command), plan
+
+
+@contextmanager
+def claiming(
+    store: RunStore, run_id: str, number: int, why: str, process: Process | None = None
+) -> Iterator[Claim]:
+    """Claims the attempt `number` for a launch of its own. Inside, this process shows other starts that the
+    attempt is alive. What goes wrong inside before the attempt's journal is begun ends the attempt.
+
+    Raises `BusyError` if another start was quicker.
+    """
+    made = store.claim(number, secrets.token_hex(8), why, socket.gethostname(), run_id, process)
+    with beating(store.start_heartbeat(made.number), HEARTBEAT_EVERY_S):
+        try:
+            yield made
+        except BaseException as error:
+            _end_unbegun(store, made, error)
+            raise
+
+
+def _rewinds(job: JobConfig) -> bool:
+    return job.resume.from_ != "latest" and not is_folder(job.resume.from_)
+
+
+def _end_unbegun(store: RunStore, made: Claim, error: BaseException) -> None:
+    with suppress(OrchestratorError):  # where storage is what failed, `error` says so
+        newest = store.newest_claim()
+        mine = newest is not None and (newest.number, newest.launch) == (made.number, made.launch)
+        if mine and not store.storage.list(f"{JOURNAL}/a{made.number:04d}"):
+            by = asker() if isinstance(error, KeyboardInterrupt) else A_FAILURE
+            store.write_end(made.number, "failed", text_of(error), made.run_id, by)
+
+
+def first_weights_of(store: RunStore, job: JobConfig) -> str:
+    """The identity of what `model.init_from` holds, for a run that has no point yet; empty otherwise. All of
+    it is read. Raises `ConfigError`, and `RefusedError` if an earlier start of the run found other weights
+    there.
+    """
+    run = store.read_run()
+    is_fork = run is not None and run.forked_from is not None  # it begins with a point's weights
+    if job.model.init_from is None or store.point_names() or is_fork:
+        return ""
+    from orchestrator.resume.init_weights import weights_identity
+
+    found = weights_identity(job.model.init_from)
+    if run is not None and run.first_weights != found:
+        raise RefusedError(
+            f"{job.run.run_uri} was started with the weights {run.first_weights or 'of no other folder'}, "
+            "and "
+            f"model.init_from={job.model.init_from} holds {found} now; it has no resume point yet, so it "
+            "would "
+            "start from these: put the files back, or start a new run under another run.name"
+        )
+    return found

@@ -1,0 +1,192 @@
+"""What a start would do, without doing it: what it continues, whether it may, and how much is left to train.
+
+`plan` prints it; a start looks so first, and claims only what it may begin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.config.schema import JobConfig
+from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence
+from orchestrator.coordinator.forking import fork_to_begin, point_info, read_parent_point
+from orchestrator.coordinator.skipping import draw_skip, skip_here
+from orchestrator.coordinator.sources import read_as, sources_here
+from orchestrator.coordinator.survey import (
+    LOOKS,
+    Survey,
+    deleted_now,
+    has_its_steps,
+    moved_on,
+    require_frozen,
+    require_journals,
+    survey,
+)
+from orchestrator.errors import RefusedError, ResumePointError
+from orchestrator.history.claims import ForkedFrom
+from orchestrator.launch.nested_runs import refuse_inside
+from orchestrator.launch.start import find_run, prepare
+from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.skipping import SkipDecision
+from orchestrator.resume.points import Damage, Point
+from orchestrator.resume.run_file import RunFile
+from orchestrator.resume.store import RunStore
+
+if TYPE_CHECKING:
+    from orchestrator.data.spec import DataSpec
+
+_BY_SIZES = "sizes of the point's files are right; the start verifies their digests, too"
+
+
+def look_before_start(
+    store: RunStore, job: JobConfig, spec: DataSpec, watched: Callable[[], int]
+) -> ResumePlan:
+    """`look_ahead` for a start: one that would train draws what is to be skipped, so that data that end in it
+    are refused here, and verifies the point when it has claimed. One that has nothing left to train verifies
+    it here, for nobody else would, and only when nobody is at work on the run any more, as `watched` (of
+    `watching`) says: what another launch still trains has not reached its end.
+    """
+    plan = look_ahead(store, job, spec, draw=True)
+    if not reached(plan):
+        return plan
+    watched()
+    return look_ahead(store, job, spec, fast=False)
+
+
+def look_ahead(
+    store: RunStore, job: JobConfig, spec: DataSpec, *, fast: bool = True, draw: bool = False
+) -> ResumePlan:
+    """What a start would do now; with `fast` the newest point is trusted by sizes. A new run's first records
+    are looked at (see `check_first_records`). With `draw` the samples that are to be skipped are read, as the
+    start does: where they end, and whether the data hold so many, is known then.
+    """
+    from orchestrator.data.first_records import check_first_records
+
+    run = _run_to_look_at(store)
+    if (fork := fork_to_begin(store, job, run)) is not None:
+        return _look_at_fork(store, job, spec, fork, fast=fast, draw=draw)
+    if run is None:
+        check_first_records(spec)
+    seen, spec, point, damages = _point_to_continue(store, job, spec, fast)
+    run = run or find_run(store)
+    asked = skip_here(job, point.key if point else None, seen.parents, seen.lineage)
+    info = point_info(store, point) if point is not None else None
+    here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
+    spec = read_as(job, spec, here)
+    identities = (run.identity, spec.identity()) if run else None
+    found = decide(store, job, point, identities, data=spec, skip=asked, here=here)
+    found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
+    notes = _notes(store, job, seen, point, damages, fast)
+    return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
+
+
+def _point_to_continue(
+    store: RunStore, job: JobConfig, spec: DataSpec, fast: bool
+) -> tuple[Survey, DataSpec, Point | None, tuple[Damage, ...]]:
+    """What is there, the data, the point, and what is wrong with newer ones; of a run that may go on
+    meanwhile, and delete points.
+    """
+    for _ in range(LOOKS):
+        seen = survey(store)
+        if seen.lineage.records and spec.tokenizer_folder is None:
+            # a first start may have frozen them since they were looked at
+            spec = prepare(job, Path(store.storage.root), freeze=False)
+        require_frozen(seen, spec)
+        require_journals(store, seen)
+        wanted = kept_point(store, seen, job)
+        try:
+            point, damages = choose_point(store, seen, wanted, fast=fast)
+        except ResumePointError:
+            if not deleted_now(store, seen.points):
+                raise
+        else:
+            if not deleted_now(store, (damage.point for damage in damages)):
+                return seen, spec, point, damages
+    raise moved_on(store)
+
+
+def _notes(
+    store: RunStore,
+    job: JobConfig,
+    seen: Survey,
+    point: Point | None,
+    damages: tuple[Damage, ...],
+    fast: bool,
+) -> list[str]:
+    """What else is to be said of what is continued."""
+    notes = []
+    if point is None and job.model.init_from is not None:
+        from orchestrator.resume.init_weights import weights_sentence
+
+        notes.append(weights_sentence(job.model.init_from))
+    notes += [f"warning: {damage}; falling back to an older resume point" for damage in damages]
+    if point is not None and fast:
+        notes.append(_BY_SIZES)
+    # twice: they are durable before the point is, but it may have come after the journal was read
+    if point is not None and not has_its_steps(seen, point) and not has_its_steps(survey(store), point):
+        notes.append(
+            f"warning: the journal lacks records of steps before {point.name}: the run can go on, but "
+            "`orchestrator audit` cannot prove what these steps were trained on; restore journal/"
+        )
+    return notes
+
+
+def _run_to_look_at(store: RunStore) -> RunFile | None:
+    """As `find_run`; a new run's folder must not lie inside another run."""
+    if (run := find_run(store)) is None:
+        refuse_inside(store)
+    return run
+
+
+def _look_at_fork(
+    store: RunStore, job: JobConfig, spec: DataSpec, fork: ForkedFrom, *, fast: bool, draw: bool
+) -> ResumePlan:
+    """What a start would do that begins with a point of another run."""
+    other, point = read_parent_point(store, fork, job.run.name, fast)
+    run = other.read_run()
+    assert run is not None, "just read"
+    asked = skip_here(job, point.key)
+    here = sources_here(job, Path(other.storage.root), point_info(other, point))
+    spec = read_as(job, spec, here)
+    found = decide(other, job, point, (run.identity, spec.identity()), data=spec, skip=asked, here=here)
+    found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
+    notes = [f"forks {fork.run} at {fork.point}: a run of its own from there on; the point is pinned there"]
+    if fast:
+        notes.append(_BY_SIZES)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _with_drawn_skip(
+    found: ResumePlan, job: JobConfig, spec: DataSpec, point: Point | None, asked: SkipDecision
+) -> ResumePlan:
+    if found.skip is None or found.action == "refuse" or point is None or asked.request is None:
+        return found
+    began = time.monotonic()
+    try:
+        skip = draw_skip(job, spec.made_by(found.encoders), point, asked.request)
+    except RefusedError as error:
+        refusals = (*found.refusals, f"{job.run.run_uri}: {error}")
+        return replace(found, action="refuse", refusals=refusals)
+    seconds = time.monotonic() - began
+    drawn = replace(found.skip, tokens=skip.tokens, cursor=skip.end, seconds=seconds)
+    return replace(found, skip=drawn, drawn=skip)
+
+
+def reached(plan: ResumePlan) -> bool:
+    """Whether there is nothing left to train: the stop was reached by an earlier start."""
+    if plan.action == "refuse":
+        raise RefusedError("\n".join(plan.refusals))
+    return plan.action == "resume" and plan.remaining_steps == 0
+
+
+def stop_is_reached(plan: ResumePlan) -> str:
+    """What to say when there is nothing left to train."""
+    return (
+        f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
+        "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
+        "seq_len that they are first given with)"
+    )

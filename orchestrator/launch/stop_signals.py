@@ -1,0 +1,58 @@
+"""Signals that ask a launch to save and stop, and, sent twice, to stop at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from orchestrator.history.request_files import asker
+
+
+class StoppedAtOnceError(KeyboardInterrupt):
+    """A second signal: nothing is saved. `exit_code` is what a shell expects of a process that it ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(
+            f"{signal.Signals(number).name} came twice: stopped at once, and nothing was saved; the same "
+            "command continues from the newest resume point"
+        )
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[str], None], say: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM, Ctrl-C and a closed terminal (SIGHUP) save and stop; a second one raises `StoppedAtOnceError`,
+    a `KeyboardInterrupt`. `stop` is given who sent it, as far as that is known: the signal and this process's
+    user and host. SIGHUP is no second one, for shells send it twice, and stays ignored where `nohup`
+    had it ignored. Only a process's main thread can do this; in another nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen, who = False, asker()  # looked up now: a handler waits for nothing
+
+    def handle(number: int, _: object) -> None:
+        nonlocal seen
+        if seen and number == signal.SIGHUP:
+            return
+        if seen:
+            raise StoppedAtOnceError(number)
+        seen = True
+        # first: whoever sent the signal may have ended the reader of what is said, too
+        stop(f"{signal.Signals(number).name} to {who}")
+        if number == signal.SIGHUP:
+            say("SIGHUP, the terminal was closed: saving and stopping")
+        else:
+            say(f"{signal.Signals(number).name}: saving and stopping; once more to stop at once")
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,148 @@
+"""One look at a run as it stands now: its claims, its newest point and the tail of its journal, read so that
+they fit together while the run goes on.
+
+What that means is decided by `monitor.view`; this reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from orchestrator.coordinator.survey import LOOKS
+from orchestrator.errors import ResumePointError
+from orchestrator.history.busy import Busy, Free
+from orchestrator.history.claim_files import RESUME, REWIND
+from orchestrator.history.claims import ClaimParent
+from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.tail import Tail, read_tail
+from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
+from orchestrator.records import Cursor
+from orchestrator.resume.fates import point_fates
+from orchestrator.resume.points import newest_first, parse_point_name
+from orchestrator.resume.store import RunStore
+
+
+def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunView:
+    """The run in `store`, named `uri`. One without an end is watched for a sign of life for at most `watch_s`
+    seconds (0: nobody watches). `quiet_s` as in `monitor.view.view_of`.
+    """
+    watched = None
+    if watch_s > 0:
+        watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
+    for _ in range(LOOKS):
+        files, (parent, torn) = store.attempt_files(), _newest_parent(store)
+        facts, tail = _facts(store, watched, watch_s, parent), read_tail(store.storage)
+        _leave_out_what_is_set_aside(store, tail, parent)
+        missing = _missing(store, tail, parent, torn)
+        if files == store.attempt_files():
+            break  # else an attempt was claimed between them; it proves nothing, so the last look will do
+    else:
+        missing = ()  # what seems so may only have come since
+    begun, inherited = (parent.attempt, parent.inherited) if parent is not None else (0, ())
+    no_point = not inherited and tail.whole_from <= begun
+    facts = replace(facts, missing=missing, has_no_point=no_point)
+    return view_of(uri, facts, tail, datetime.now(UTC), quiet_s)
+
+
+def since_it_moved() -> Quiet:
+    """For looks again and again: how long ago this process saw the newest generation or step, or began to
+    look, whichever was last; by its own clock, in seconds.
+    """
+    at, since = None, time.monotonic()
+
+    def quiet_s(view: RunView, generation: int | None) -> float:
+        nonlocal at, since
+        found = (view.state, view.attempt, generation, view.step, view.last_step_at)
+        if found != at:
+            at, since = found, time.monotonic()
+            return 0.0
+        return time.monotonic() - since
+
+    return quiet_s
+
+
+def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]:
+    """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And
+    the later attempts whose parent file is not as it was written.
+    """
+    torn: set[int] = set()
+    for number in reversed(store.claim_numbers()):
+        parent = store.read_parent(number)
+        if isinstance(parent, ClaimParent):
+            return parent, frozenset(torn)
+        if parent is not None:
+            torn.add(number)
+    return None, frozenset(torn)
+
+
+def _leave_out_what_is_set_aside(store: RunStore, tail: Tail, parent: ClaimParent | None) -> None:
+    """The steps behind the point to which the newest attempt went back are no steps of the run."""
+    if parent is None or parent.parent is None:
+        return
+    if store.read_claim(parent.attempt).why != REWIND:
+        return
+    to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
+    tail.steps[:] = [
+        step
+        for step in tail.steps
+        if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
+    ]
+
+
+def _facts(
+    store: RunStore, watched: Free | Busy | None, watch_s: float, parent: ClaimParent | None
+) -> AttemptFacts:
+    numbers, alive = store.claim_numbers(), None
+    if watched is not None:
+        # what was claimed since is as alive as what was claimed during the watch
+        alive = isinstance(watched, Busy) or max(numbers, default=0) > watched.number
+    number = numbers[-1] if numbers else None
+    end, names = None if number is None else store.read_end(number), store.point_names()
+    marked = store.quarantined()
+    point = _newest_point(parent, [name for name in names if name not in marked])
+    budgets, cursor = parent.budgets if parent is not None else None, _cursor(store, point)
+    return AttemptFacts(
+        number=number,
+        outcome=end.outcome if end else "",
+        reason=end.reason if end else "",
+        point=point,
+        points=len(names),
+        stop_tokens=budgets.stop_tokens if budgets else None,
+        stop_samples=budgets.stop_samples if budgets else None,
+        alive=False if end else alive,
+        watched_s=watch_s,
+        skipped=None if cursor is None else {n: at.bad_documents for n, at in cursor.sources.items()},
+        left_out=None if cursor is None else left_out(cursor),
+        quarantined=tuple(name for name in names if name in marked),
+        resumes=number is not None and store.read_claim(number).why == RESUME,
+    )
+
+
+def _newest_point(parent: ClaimParent | None, names: list[str]) -> str | None:
+    """The newest of these that is on the history."""
+    if parent is None:
+        return None
+    mine = [name for name in names if (key := parse_point_name(name)) and key.attempt == parent.attempt]
+    older = {*parent.inherited} | ({parent.parent.point_name} if parent.parent is not None else set())
+    return next(iter(newest_first([*mine, *older.intersection(names)])), None)
+
+
+def _missing(
+    store: RunStore, tail: Tail, parent: ClaimParent | None, torn: frozenset[int]
+) -> tuple[str, ...]:
+    """What is seen to be gone, after the tail was read; see `monitor.missing`."""
+    there, names = store.point_names(), read_names(store)
+    lost = lost_points(tail, names, parent, there)
+    if lost:  # a run that goes on may have deleted them since
+        lost -= point_fates(read_tail(store.storage).fates, ()).deleted | store.deletions()
+    return missing_pieces(names, lost, torn, newest_unwritten(tail, there), bool(tail.steps))
+
+
+def _cursor(store: RunStore, point: str | None) -> Cursor | None:
+    """That of a point; None if it does not say."""
+    try:
+        return store.read_point(point).cursor if point is not None else None
+    except ResumePointError:
+        return None  # damaged, or deleted meanwhile

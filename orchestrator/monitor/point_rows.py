@@ -1,0 +1,118 @@
+"""The committed points of a run as rows, for people and for programs: read back from storage, while the run
+may delete some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from orchestrator.coordinator.survey import LOOKS, Survey, deleted_now, moved_on, survey
+from orchestrator.errors import ResumePointError, StorageError
+from orchestrator.history.request_files import asker
+from orchestrator.resume.export_files import export_states
+from orchestrator.resume.points import Damage, Point, newest_first, parse_point_name
+from orchestrator.resume.store import RunStore
+
+Rows = list[dict[str, Any]]
+# what nobody knows of a damaged point
+_UNKNOWN = (
+    "consumed_samples",
+    "consumed_tokens",
+    "target_tokens",
+    "world_size",
+    "global_batch_size",
+    "seq_len",
+)
+
+
+def names_of(store: RunStore, seen: Survey) -> list[str]:
+    """The committed points, also those that lost their COMMIT. One that is off the lineage and of which
+    nothing is left is not shown: nobody misses it.
+    """
+    rest = seen.missing.intersection(store.leftovers())
+    return newest_first({*seen.committed, *seen.lost, *rest})[::-1]
+
+
+def standing(store: RunStore, read: Callable[[Survey], Rows]) -> Rows:
+    """What `read` finds of points that still stand then; again, if the run has deleted all meanwhile."""
+    for _ in range(LOOKS):
+        rows = read(survey(store, with_steps=False))
+        if (left := not_deleted(store, rows)) or not rows:
+            return left
+    raise moved_on(store)
+
+
+def not_deleted(store: RunStore, rows: Rows) -> Rows:
+    """Without the points that are not whole because the run deleted them while they were read."""
+    gone = deleted_now(store, [row["name"] for row in rows if not row["healthy"]])
+    return [row for row in rows if row["name"] not in gone]
+
+
+def point_rows(store: RunStore, seen: Survey) -> Rows:
+    """A row for each of them, every byte read back: the document of `points --json`."""
+    rows, pins, exports = [], store.pins(), export_states(store.storage)
+    for name in names_of(store, seen):
+        key = parse_point_name(name)
+        assert key is not None, "point_names gives names of points"
+        point, damages = _read_back(store, name)
+        row: dict[str, Any] = {
+            "name": name,
+            "attempt": key.attempt,
+            "generation": key.generation,
+            "step": key.step,
+        }
+        on_lineage = seen.lineage.on_lineage(key)
+        pin = {f: getattr(pins[name], f) for f in ("by", "reason", "created")} if name in pins else None
+        row |= {**_contents(point, damages), "on_lineage": on_lineage, "pin": pin}
+        rows.append({**row, "quarantined": store.is_quarantined(name), "export": exports.get(name)})
+    return rows
+
+
+def _read_back(store: RunStore, name: str) -> tuple[Point | None, list[Damage]]:
+    """A point of which every file was read, or what is wrong with it."""
+    unread: ResumePointError | None = None
+    try:
+        point = store.read_point(name)
+    except ResumePointError as error:
+        unread = error
+    damages = store.verify_point(name)
+    with suppress(StorageError):  # who may not write there reads nevertheless
+        store.note_reading(name, damages, asker())
+    if damages:
+        return None, damages
+    if unread is not None:
+        raise unread  # it was repaired between the two
+    return point, []
+
+
+def _contents(point: Point | None, damages: list[Damage]) -> dict[str, Any]:
+    """What a point holds, and how its save went; of a damaged one nothing is known."""
+    if point is None:
+        return {
+            **dict.fromkeys(_UNKNOWN),
+            "bytes": 0,
+            "save_blocked_s": 0.0,
+            "save_s": 0.0,
+            "healthy": False,
+            "reason": "; ".join(f"{damage.file} {damage.reason}" for damage in damages),
+            "parent": None,
+            "weights_digest": "",
+        }
+    commit, cursor = point.commit, point.cursor
+    return {
+        "consumed_samples": cursor.consumed_samples,
+        "consumed_tokens": cursor.consumed_tokens,
+        "target_tokens": cursor.target_tokens,
+        "world_size": commit.world_size,
+        "global_batch_size": point.config["train.global_batch_size"],
+        "seq_len": point.config["pack.seq_len"],
+        "bytes": point.num_bytes,
+        "save_blocked_s": commit.save_blocked_s,
+        "save_s": commit.save_s,
+        "healthy": True,
+        "reason": "",
+        "parent": commit.parent.point_name if commit.parent else None,
+        "weights_digest": commit.weights_digest,
+    }
