@@ -130,6 +130,10 @@ class SourceConfig(_Section):
         tuple[FunctionName, ...] | None, same("a list of package.module:function, or null")
     ] = None
     """Functions between its records and their tokens; null: `data.transforms`, a list takes their place."""
+    transform_fields: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], same("a list of names of fields")
+    ] = ()
+    """Further fields of its records that its transforms see; dots lead into inner ones (`meta.lang`)."""
     holdout: Annotated[float | None, same("a number >= 0 and < 1, or null", ge=0, lt=1)] = None
     """Share of its records that is held out; null: `data.holdout`."""
 
@@ -142,7 +146,7 @@ class DataConfig(_Section):
         same("a list of {name, path, format, text_field, weight, max_epochs}", min_length=1),
     ]
     """The sources: name, path or glob, format, content, the fields that hold it, weight, max_epochs,
-    transforms, holdout.
+    transforms, transform_fields, holdout.
     """
     transforms: Annotated[tuple[FunctionName, ...], same("a list of package.module:function")] = ()
     """Functions that a document passes between its record and its tokens, in this order: each makes of it a

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.columns import BATCH_BYTES, columns_of, read_columns, require_columns
-from orchestrator.data.sources.documents import Content, document_of, utf8_text
+from orchestrator.data.sources.documents import Content, described, utf8_text
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
 from orchestrator.data.sources.input_file import InputFile, for_arrow
 from orchestrator.data.sources.line_records import Batch
@@ -23,15 +23,18 @@ _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
 
 class RowFormat(Format):
-    """A format of which a record is a row of columns; a document's columns are read and no others."""
+    """A format of which a record is a row of columns; those that are needed are read and no others."""
 
     cut = Cut.UNITS
     counts_records = True
+    says_fields = True
     unit = "row"
 
     def parser(self, content: Content) -> Parser:
         """See `Format`."""
-        return utf8_text if content.kind == "text" else lambda row: document_of(row, content)
+        if content.kind == "text" and not content.transform_fields:
+            return utf8_text
+        return lambda row: described(row, content)
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
         """None: whether a file has the columns was seen when it was listed."""
