@@ -441,7 +441,7 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
     if "data.sources" in now:
         fields = SourceConfig.model_fields.items()
-        defaults = {name: info.get_default() for name, info in fields if not info.is_required()}
+        defaults = {name: _json_default(info) for name, info in fields if not info.is_required()}
         now["data.sources"] = [{**defaults, **source} for source in now["data.sources"]]
     return now
 
@@ -487,7 +487,7 @@ def _rule(path: str, info: FieldInfo) -> FieldRule:
     assert isinstance(declared, dict), f"{path} declares its resume rule"
     assert info.description, f"{path} has a docstring"
     required = info.is_required()
-    default = None if required else json.loads(json.dumps(info.get_default(call_default_factory=True)))
+    default = None if required else _json_default(info)
     rule: Any = declared["resume"]
     return FieldRule(
         path=path,
@@ -497,6 +497,10 @@ def _rule(path: str, info: FieldInfo) -> FieldRule:
         required=required,
         expected=str(declared["expected"]),
     )
+
+
+def _json_default(info: FieldInfo) -> Any:
+    return json.loads(json.dumps(info.get_default(call_default_factory=True)))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

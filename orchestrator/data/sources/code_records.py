@@ -75,7 +75,7 @@ class CodeRecords:
             return [self.record(index) for index in indices]
         where = f"{self.name}[{indices.start}:{indices.stop}]"
         try:
-            found = list(ask(list(indices)))
+            found = ask(list(indices))
         except (Exception, SystemExit) as error:  # see `record`
             for index in indices:
                 self.record(index)
@@ -83,12 +83,13 @@ class CodeRecords:
                 f"{where}: its __getitems__ failed where __getitem__ gives each of these records; fix the "
                 f"code (a change of it is another identity, see resume.accept_changed):\n{shown(error)}"
             ) from error
-        if len(found) != len(indices):
+        if not isinstance(found, list | tuple) or len(found) != len(indices):
+            what = f"{len(found)} records" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
             raise DataError(
-                f"{where}: its __getitems__ gave {len(found)} records for {len(indices)} indices; let it "
-                "give a list of one record for each, in their order, or leave it out"
+                f"{where}: its __getitems__ gave {what} for {len(indices)} indices; let it give a list of "
+                "one record for each, in their order, or leave it out"
             )
-        return found
+        return list(found)
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """It has no bytes."""
