@@ -20,7 +20,6 @@ from orchestrator.data.sources.documents import (
     Described,
     Document,
     WrongFieldError,
-    bare,
 )
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
@@ -82,7 +81,8 @@ class OrderedWindow:
 
     def document(self, position: int) -> Document | None:
         """The document; None for a blank line, which is no document. Raises `BadRecordError`."""
-        return bare(self.described(position))
+        found = self.described(position)
+        return found.document if isinstance(found, Described) else found
 
     def described(self, position: int) -> Document | Described | None:
         """The same with the fields that its transforms see, if there are any. Raises as `document`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.columns import BATCH_BYTES, columns_of, read_columns, require_columns
 from orchestrator.data.sources.documents import Content, described, utf8_text
+from orchestrator.data.sources.footers import footer
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
 from orchestrator.data.sources.input_file import InputFile, for_arrow
 from orchestrator.data.sources.line_records import Batch
@@ -74,13 +75,23 @@ class Parquet(RowFormat):
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
         """See `Format`."""
+        import pyarrow as pa
+
         del whole
         assert part.group is not None, "a Parquet file is cut by row groups"
-        yield from read_row_group(for_arrow(file), part.group, content, sum(row.group_rows[: part.group]))
+        try:
+            facts = footer(file)
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from error
+        first_row = sum(row.group_rows[: part.group])
+        yield from read_row_group(for_arrow(file), part.group, content, first_row, facts)
 
 
-def read_row_group(source: Any, group: int, content: Content, first_row: int) -> Iterator[Batch]:
+def read_row_group(
+    source: Any, group: int, content: Content, first_row: int, facts: Any = None
+) -> Iterator[Batch]:
     """The records of a row group of a Parquet file (a path, or a file of Arrow); their places are rows.
+    `facts` is its footer, None: it is read.
 
     At any time it holds a page of each column (as large as its writer made it), its dictionary, and values of
     a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
@@ -91,19 +102,19 @@ def read_row_group(source: Any, group: int, content: Content, first_row: int) ->
 
     try:
         # not read ahead: that would hold the whole group
-        with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+        with pq.ParquetFile(source, metadata=facts, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             if group >= file.metadata.num_row_groups:
                 raise OSError(f"row group {group} is asked for, it has {file.metadata.num_row_groups}")
             columns = columns_of(file.schema_arrow, content)
-            facts = file.metadata.row_group(group)
+            chosen = file.metadata.row_group(group)
             mean = 0
             for way in columns.values():
                 name = ".".join(way)
-                chunks = [facts.column(i) for i in range(facts.num_columns)]
+                chunks = [chosen.column(i) for i in range(chosen.num_columns)]
                 chunks = [c for c in chunks if f"{c.path_in_schema}.".startswith(f"{name}.")]
                 if not chunks:
                     raise OSError(f"it has no column {name!r}")
-                mean += sum(c.total_uncompressed_size for c in chunks) // max(1, facts.num_rows)
+                mean += sum(c.total_uncompressed_size for c in chunks) // max(1, chosen.num_rows)
             num = min(max(1, BATCH_BYTES // max(1, mean)), _BATCH_ROWS)
             batches = file.iter_batches(
                 batch_size=num, row_groups=[group], columns=[".".join(way) for way in columns.values()]
