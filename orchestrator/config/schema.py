@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from orchestrator.config.problems import cross_field_problems, describe
@@ -131,7 +131,9 @@ class SourceConfig(_Section):
     ] = None
     """Functions between its records and their tokens; null: `data.transforms`, a list takes their place."""
     transform_fields: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], same("a list of names of fields")
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        AfterValidator(lambda names: tuple(sorted(names))),  # written in any order they are the same
+        same("a list of names of fields"),
     ] = ()
     """Further fields of its records that its transforms see; dots lead into inner ones (`meta.lang`)."""
     holdout: Annotated[float | None, same("a number >= 0 and < 1, or null", ge=0, lt=1)] = None

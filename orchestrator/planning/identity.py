@@ -84,9 +84,9 @@ def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _fields_for_transforms(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """In any order the same; nothing where there are none, as in older runs."""
+    """Nothing where there are none, as in older runs."""
     fields = values.get("transform_fields")
-    return {f"{prefix}transform_fields": _canonical(sorted(fields))} if fields else {}
+    return {f"{prefix}transform_fields": _canonical(list(fields))} if fields else {}
 
 
 def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:

@@ -540,6 +540,7 @@ def test_other_fields_are_another_stream_and_their_order_is_none(tmp_path: Path,
     def config(*fields: str) -> JobConfig:
         return job(tiny_config, tmp_path / "data", "jsonl", transforms, transform_fields=fields)
 
+    assert config("tags", "score").data == config("score", "tags").data
     began = prepare_data(config("score", "tags"), tmp_path / "run").identity()
     again = prepare_data(config("tags", "score"), tmp_path / "run")
     assert again.identity() == began
