@@ -278,6 +278,30 @@ def _loss_of_texts(sources: list[Any]) -> str | None:
     return None
 
 
+# What transforms call the parts of a document, by content.
+_OF_A_DOCUMENT = {"text": ("text",), "chat": ("messages", "tools"), "prompt": ("prompt", "completion")}
+
+
+def _transform_fields(sources: list[Any], transforms: Any) -> str | None:
+    """Fields for transforms that are there, by names that are free."""
+    for source in sources:
+        fields = source.get("transform_fields") if isinstance(source, dict) else None
+        if not fields:
+            continue
+        who, own = f"has transform_fields={_show(fields)} for {source.get('name')}", source.get("transforms")
+        if not (transforms if own is None else own):
+            return f"{who}, which has no transforms that could see them; leave it out, or set data.transforms"
+        if twice := sorted({field for field in fields if fields.count(field) > 1}):
+            return f"{who}, with {twice[0]} twice; name each once"
+        content = source.get("content", "text")
+        if taken := [name for name in _OF_A_DOCUMENT[content] if name in fields]:
+            return (
+                f"{who}, but transforms of content: {content} see the document itself as `{taken[0]}`; leave "
+                "it out, or rename that field in the files"
+            )
+    return None
+
+
 def _code_paths(sources: list[Any]) -> str | None:
     """Sources that are Python code name it."""
     for source in sources:
@@ -407,6 +431,7 @@ _RULES = (
     _Between(fields=("data.on_end", "data.sources", *_STOPS), check=_repeating),
     _Between(fields=("data.sources",), check=_loss_of_texts),
     _Between(fields=("data.sources",), check=_code_paths),
+    _Between(fields=("data.sources", "data.transforms"), check=_transform_fields),
     _Between(fields=("data.tokenizer",), check=_local),
     _Between(fields=("model.pretrained",), check=_local),
     _Between(fields=("model.init_from",), check=_local),

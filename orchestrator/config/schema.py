@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from orchestrator.config.problems import cross_field_problems, describe
@@ -130,6 +130,12 @@ class SourceConfig(_Section):
         tuple[FunctionName, ...] | None, same("a list of package.module:function, or null")
     ] = None
     """Functions between its records and their tokens; null: `data.transforms`, a list takes their place."""
+    transform_fields: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        AfterValidator(lambda names: tuple(sorted(names))),  # written in any order they are the same
+        same("a list of names of fields"),
+    ] = ()
+    """Further fields of its records that its transforms see; dots lead into inner ones (`meta.lang`)."""
     holdout: Annotated[float | None, same("a number >= 0 and < 1, or null", ge=0, lt=1)] = None
     """Share of its records that is held out; null: `data.holdout`."""
 
@@ -142,7 +148,7 @@ class DataConfig(_Section):
         same("a list of {name, path, format, text_field, weight, max_epochs}", min_length=1),
     ]
     """The sources: name, path or glob, format, content, the fields that hold it, weight, max_epochs,
-    transforms, holdout.
+    transforms, transform_fields, holdout.
     """
     transforms: Annotated[tuple[FunctionName, ...], same("a list of package.module:function")] = ()
     """Functions that a document passes between its record and its tokens, in this order: each makes of it a
@@ -437,7 +443,7 @@ def in_todays_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
         now["train.precision"] = {"float32": "float32", "bfloat16": "pure_bf16"}[weights]
     if "data.sources" in now:
         fields = SourceConfig.model_fields.items()
-        defaults = {name: info.get_default() for name, info in fields if not info.is_required()}
+        defaults = {name: _json_default(info) for name, info in fields if not info.is_required()}
         now["data.sources"] = [{**defaults, **source} for source in now["data.sources"]]
     return now
 
@@ -483,7 +489,7 @@ def _rule(path: str, info: FieldInfo) -> FieldRule:
     assert isinstance(declared, dict), f"{path} declares its resume rule"
     assert info.description, f"{path} has a docstring"
     required = info.is_required()
-    default = None if required else json.loads(json.dumps(info.get_default(call_default_factory=True)))
+    default = None if required else _json_default(info)
     rule: Any = declared["resume"]
     return FieldRule(
         path=path,
@@ -493,6 +499,10 @@ def _rule(path: str, info: FieldInfo) -> FieldRule:
         required=required,
         expected=str(declared["expected"]),
     )
+
+
+def _json_default(info: FieldInfo) -> Any:
+    return json.loads(json.dumps(info.get_default(call_default_factory=True)))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -6,10 +6,17 @@ It tokenizes nothing; what a record is, and why it is bad, `sources` says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import BadRecordError, WrongFieldError
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    Described,
+    Document,
+    WrongFieldError,
+)
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import open_input
@@ -41,6 +48,7 @@ def check_first_records(spec: DataSpec) -> None:
     """
     for plan in spec.plans:
         _check(plan)
+        _require_transform_fields(plan)
         if refs := spec.settings.transforms.get(plan.source):
             _try_transforms(plan, spec.settings, Transforms(refs))
 
@@ -49,7 +57,7 @@ def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Tran
     window = OrderedWindow(next(read_windows(plan, settings, 0, 0)), plan, settings, 0)
     for position in range(min(NUM_TRANSFORMED, len(window))):
         try:
-            document = window.document(position)
+            document = window.described(position)
             if document is not None:
                 transforms.outputs(document, window.seed(position))
         except BadRecordError:
@@ -58,6 +66,47 @@ def _try_transforms(plan: SourcePlan, settings: StreamSettings, transforms: Tran
             raise DataError(
                 f"{window.place(position)}: {error}\nNothing was started: this run.name is still free"
             ) from error
+
+
+def _require_transform_fields(plan: SourcePlan) -> None:
+    """Raises `ConfigError` if no first record of a source, in files from all of it, has a value in one of
+    its `transform_fields`: with a wrong name it would be None in every record, and a filter might drop all of
+    them without a word.
+    """
+    manifest, seen, first = plan.manifest, 0, ""
+    form, lacks = format_of(manifest.format), manifest.content.transform_fields
+    if form.says_fields or not lacks:
+        return
+    num_files = min(NUM_FILES, len(manifest.files))
+    for number in (i * len(manifest.files) // num_files for i in range(num_files)):
+        for where, found in _read_first(plan, number, manifest.content):
+            if isinstance(found, Described):
+                seen, first = seen + 1, first or f"{manifest.path(number)}: {where}"
+                lacks = tuple(name for name in lacks if found.fields[name] is None)
+            if not lacks:
+                return
+    if seen:
+        # the field looked for as a text: a record without it is told with those that it has
+        one = next((error for _, error in _read_first(plan, 0, Content(text_field=lacks[0]))), "null")
+        raise ConfigError(
+            f"data.sources {plan.source}: none of the {seen:,} records looked at has a value in "
+            f"`{'` or `'.join(lacks)}`; {first}: {one}. Fix transform_fields (where few records have the "
+            "field: put one that has it first)"
+        )
+
+
+def _read_first(
+    plan: SourcePlan, number: int, content: Content
+) -> Iterator[tuple[str, Document | Described | BadRecordError | None]]:
+    """(where it is, what it is) of a file's first records."""
+    manifest = plan.manifest
+    row, path = manifest.files[number], manifest.path(number)
+    with naming_damage(path), open_input(manifest.base, row.path) as file:
+        for where, attempt in format_of(manifest.format).first_records(file, row, content):
+            try:
+                yield where, attempt()
+            except BadRecordError as error:
+                yield where, error
 
 
 def _check(plan: SourcePlan) -> None:

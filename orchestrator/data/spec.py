@@ -72,6 +72,7 @@ class DataSpec:
             of_job = {k: v for k, v in self.run_identity.settings.items() if k.startswith(prefix)}
             first = {k: v for k, v in frozen.settings.items() if k.startswith(prefix)}
             begun_first = self.lists_of(plan.source).begun_with == FIRST
+            of_job.pop(f"{prefix}transform_fields", None)  # the list says it
             settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
             settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
         manifests = {plan.source: plan.manifest.digest for plan in self.plans}

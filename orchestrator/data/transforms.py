@@ -20,10 +20,13 @@ from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
     Conversation,
+    Described,
     Document,
     Prompted,
+    bare,
     document_of,
 )
+from orchestrator.data.sources.plain_values import own_copy
 from orchestrator.data.user_code import UserCode, load
 from orchestrator.errors import BadDocument, ConfigError, DataError, DataIdentityError
 from orchestrator.planning.record_keys import document_seed
@@ -88,14 +91,14 @@ class Transforms:
         """Raises `DataIdentityError` or `ConfigError` where one is not as it was, or not here."""
         self._functions = [(ref.name, _function(ref)) for ref in refs]
 
-    def outputs(self, document: Document, seed: int) -> list[Output]:
+    def outputs(self, document: Document | Described, seed: int) -> list[Output]:
         """What becomes of a document, in order; `seed` is its record's. Each function gets a `dict` of the
         document's fields (`fields_of`) and a seed, and what it returns goes to the next.
 
         Raises `DataError` for any exception of theirs but `BadDocument`, with their traceback, and for what
         is no document.
         """
-        kind = _kind(document)
+        kind = _kind(bare(document))
         found: list[_Fields | BadRecordError | None] = [fields_of(document)]
         for number, (name, function) in enumerate(self._functions):
             after: list[_Fields | BadRecordError | None] = []
@@ -113,10 +116,12 @@ class Transforms:
         return [_document(name, each, kind) if isinstance(each, Mapping) else each for each in found]
 
 
-def fields_of(document: Document) -> dict[str, Any]:
+def fields_of(document: Document | Described) -> dict[str, Any]:
     """A document as transforms get it, whatever its source calls these fields: `text`; `prompt` and
-    `completion`; `messages`, and `tools` if there are any.
+    `completion`; `messages`, and `tools` if there are any. Further ones are called as the source names them.
     """
+    if isinstance(document, Described):
+        return {**document.fields, **fields_of(document.document)}
     if isinstance(document, str):
         return {"text": document}
     if isinstance(document, Prompted):
@@ -148,7 +153,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-def _kind(document: Document) -> str:
+def _kind(document: Document | None) -> str:
     return "text" if isinstance(document, str) else "prompt" if isinstance(document, Prompted) else "chat"
 
 
@@ -162,7 +167,9 @@ def _called(
         made = function(dict(fields), seed)
         if made is None or isinstance(made, Mapping):
             return [made]
-        several = [_own(each) for each in islice(made, MAX_OUTPUTS + 1)] if _is_several(made) else [made]
+        # a generator may go on with what it has yielded, and the next function may change one of two that
+        # are the same object
+        several = [own_copy(each) for each in islice(made, MAX_OUTPUTS + 1)] if _is_several(made) else [made]
     except BadDocument as error:
         return [BadRecordError(f"{name} says: {error}")]
     except (Exception, SystemExit) as error:  # SystemExit would end the process, and nobody knew whose it was
@@ -176,17 +183,6 @@ def _called(
                 f"which is a dict of its fields; {_HOW}"
             )
     return several or [None]
-
-
-def _own(value: Any) -> Any:
-    """Of one document of several, dicts and lists that no other has: a generator may go on with what it has
-    yielded, and the next function may change one of two that are the same object.
-    """
-    if isinstance(value, dict):
-        return {key: _own(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_own(each) for each in value]
-    return value
 
 
 def _is_several(made: object) -> bool:

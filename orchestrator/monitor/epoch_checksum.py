@@ -16,6 +16,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from orchestrator.data.settings import StreamSettings
+from orchestrator.data.sources.documents import bare
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
@@ -273,13 +274,13 @@ def _documents(
 ) -> Sequence[Output]:
     """What a record gives: none for a blank line, of one that is held out itself."""
     try:
-        document = window.document(position)
+        document = window.described(position)
     except BadRecordError as error:
         return ["" if held_out else error]
     if document is None:
         return []
     if held_out or transforms is None:
-        return [document]
+        return [bare(document)]
     try:
         return transforms.outputs(document, seed)
     except DataError as error:

@@ -67,6 +67,7 @@ def stream_settings(flat: Mapping[str, Any]) -> dict[str, str]:
     for source in flat["data.sources"]:
         for name in (*SOURCE_SETTINGS, *CONTENT_SETTINGS.get(source.get("content", "text"), ())):
             settings[f"data.sources.{source['name']}.{name}"] = _canonical(source[name])
+        settings |= _fields_for_transforms(f"data.sources.{source['name']}.", source)
         for name in RECORD_SETTINGS:
             own = source.get(name)
             if value := flat[f"data.{name}"] if own is None else own:  # older runs have none
@@ -78,7 +79,14 @@ def content_settings(kind: str, values: Mapping[str, Any]) -> dict[str, str]:
     """Of one source, by the field's name, as far as `values` say them: how its files are read."""
     read = ("format", "text_field") if kind == "text" else ("format", *CONTENT_SETTINGS[kind])
     found = {name: _canonical(values[name]) for name in read if name in values}
+    found |= _fields_for_transforms("", values)
     return found if kind == "text" else found | {"content": _canonical(kind)}
+
+
+def _fields_for_transforms(prefix: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Nothing where there are none, as in older runs."""
+    fields = values.get("transform_fields")
+    return {f"{prefix}transform_fields": _canonical(list(fields))} if fields else {}
 
 
 def compare(old: RunIdentity, new: RunIdentity, accept_changed: bool = False) -> tuple[str, ...]:

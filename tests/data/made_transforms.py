@@ -135,3 +135,23 @@ def louder(document: Fields, seed: int) -> Fields:
 
 def leaving(document: Fields, seed: int) -> Fields:
     sys.exit(3)
+
+
+def says_its_fields(document: Fields, seed: int) -> Fields:
+    """The text, behind all that it sees beside it, by name."""
+    del seed
+    beside = {name: document[name] for name in sorted(document) if name != "text"}
+    return {"text": f"{beside!r} {document['text']}"}
+
+
+def english_with_a_score(document: Fields, seed: int) -> Fields | None:
+    """A filter by other columns."""
+    del seed
+    return document if document["meta.lang"] == "en" and document["score"] >= 3 else None
+
+
+def changes_its_fields(document: Fields, seed: int) -> Fields:
+    """Changes what it was given."""
+    del seed
+    document["tags"].append("seen")
+    return {"text": f"{document['tags']} {document['text']}"}

@@ -45,8 +45,8 @@ class Documents(OrderedWindow):
 
     made: Sequence[Document] = ()
 
-    def document(self, position: int) -> Document | None:
-        return self.made[int(str(super().document(position)))]
+    def described(self, position: int) -> Document | None:
+        return self.made[int(str(super().described(position)))]
 
 
 def spec(

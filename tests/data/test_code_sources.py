@@ -4,6 +4,7 @@ code is wrong.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import pickle
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
+from orchestrator.data import user_code
 from orchestrator.data.first_records import check_first_records
 from orchestrator.data.preparing import prepare_data, prepare_trained
 from orchestrator.data.settings import StreamSettings
@@ -370,6 +372,110 @@ def test_a_record_that_is_another_one_when_it_is_read_again_stops(
         read(planned(f"{name}:counts"))
     monkeypatch.setattr(python, "_require_same", lambda *_: None)
     assert len(read(planned(f"{name}:counts"))) == 5, "it is this check that finds it"
+
+
+# ------------------------------------------------------------------------------ several at once
+TOGETHER = """
+class Alone:
+    def __init__(self, sizes):
+        self.sizes = sizes
+    def __len__(self):
+        return len(self.sizes)
+    def __getitem__(self, i):
+        return f"{i} ".ljust(self.sizes[i], "x") if self.sizes[i] != 13 else 13
+
+class Together(Alone):
+    asked = []
+    def __getitems__(self, indices):
+        self.asked.append(indices)
+        return [self[i] for i in indices]
+
+class Broken(Together):
+    gives = list
+    def __getitems__(self, indices):
+        return self.gives(super().__getitems__(indices))
+
+sizes = [20] * 3000
+def alone():
+    return Alone(sizes)
+def together():
+    return Together(sizes)
+def broken():
+    return Broken(sizes)
+"""
+
+
+@given(
+    sizes=st.lists(st.one_of(st.integers(8, 30), st.integers(8, 3000)), min_size=1, max_size=120),
+    asked=st.integers(1, 5000),
+    most=st.integers(1, 50),
+    batch=st.integers(1, 3000),
+)
+def test_items_that_are_asked_for_together_are_those_that_are_asked_for_alone(
+    sizes: list[int], asked: int, most: int, batch: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("code")
+    name = f"together_{next(numbers)}"
+    (folder / f"{name}.py").write_text(TOGETHER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for limit, value in (("_ASKED_BYTES", asked), ("_MAX_ASKED", most), ("_BATCH_BYTES", batch)):
+            patch.setattr(python, limit, value)
+        patch.setattr(python, "_UNIT_BYTES", 900)
+        module = importlib.import_module(name)
+        module.sizes[:] = sizes
+        patch.setattr(user_code, "_executed", {name: ((folder / f"{name}.py").read_bytes(), module)})
+        alone = read(planned(f"{name}:alone", window_bytes=2000), 2000)
+        together = read(planned(f"{name}:together", window_bytes=2000), 2000)
+        assert [said.replace("together[", "alone[") for said, _ in together] == [said for said, _ in alone]
+        assert [document for _, document in together] == [document for _, document in alone]
+        calls = module.Together.asked
+        assert [i for indices in calls for i in indices] == list(range(len(sizes)))
+        assert max(map(len, calls)) <= most
+
+
+def test_an_item_that_fails_among_others_is_named_by_itself(module: Callable[[str], str]) -> None:
+    text = TOGETHER.replace('return f"{i} "', '1 // (i - 33)\n        return f"{i} "')
+    name = module(text)
+    plan = planned(f"{name}:alone")
+    for function in ("alone", "together"):
+        plan = planned(f"{name}:{function}")
+        with pytest.raises(
+            DataError, match=rf"^{name}:{function}\[33\]: its __getitem__ failed(.|\n)*ZeroDiv"
+        ):
+            read(plan)
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (
+            "gives = lambda self, found: 1 / 0",
+            r"\[0:256\]: its __getitems__ failed where __getitem__ gives each",
+        ),
+        (
+            "gives = lambda self, found: found[:-1]",
+            r"gave 255 records for 256 indices; let it give a list of one",
+        ),
+        ("gives = lambda self, found: {'text': found}", "gave a dict for 256 indices"),
+        ("gives = lambda self, found: found[::-1]", r"broken\[0\]: it was '255 .*and, read again, is '0 "),
+    ],
+)
+def test_several_items_that_are_not_those_that_were_asked_for_stop(
+    gives: str, said: str, module: Callable[[str], str]
+) -> None:
+    plan = planned(f"{module(TOGETHER.replace('gives = list', gives))}:broken")
+    with pytest.raises(DataError, match=said):
+        read(plan)
+
+
+def test_a_torch_subset_of_a_dataset_is_asked_for_several(module: Callable[[str], str]) -> None:
+    text = (
+        TOGETHER
+        + "import torch.utils.data as d\ndef part():\n    return d.Subset(Together(sizes), range(7, 600))"
+    )
+    found = read(planned(f"{module(text)}:part"))
+    assert [str(document).split()[0] for _, document in found] == [str(i) for i in range(7, 600)]
 
 
 @pytest.mark.parametrize(

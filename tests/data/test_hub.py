@@ -20,7 +20,7 @@ from huggingface_hub import constants, utils
 import orchestrator
 from orchestrator.config.schema import JobConfig, parse_config
 from orchestrator.data.preparing import prepare_data, prepare_trained
-from orchestrator.data.sources import hub_datasets
+from orchestrator.data.sources import footers, hub_datasets
 from orchestrator.data.sources.hub_datasets import split_hub
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import list_files
@@ -283,3 +283,33 @@ def test_offline_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     client.close_session()
     assert "HF_HUB_OFFLINE is set, so the hub is not asked; unset it" in refusal("hf://datasets/org/set/data")
+
+
+def test_of_a_parquet_file_its_columns_bytes_are_asked_for_once_and_its_footer(
+    hub: Hub, tiny_config: Make, tmp_path: Path
+) -> None:
+    texts = [f"text {i} " + "".join(chr(97 + (i * j) % 26) for j in range(400)) for i in range(200)]
+    out = io.BytesIO()
+    table = pa.table({"before": [t[::-1] for t in texts], "text": texts, "behind": [t[1:] for t in texts]})
+    pq.write_table(table, out, row_group_size=20, compression="none", use_dictionary=False)
+    hub.push("o/n", {"a.parquet": out.getvalue()})
+    uri, changes = "hf://datasets/o/n/a.parquet", {"data.encoder": "tokenizers", "data.shuffle": "none"}
+    spec = spec_of(job(tiny_config, uri, "parquet", **changes))
+    assert spec.plans[0].num_fragments == 10
+    hub.requests.clear()
+    footers._kept.clear()
+    found = plain(samples(spec, 64))
+    asked = [
+        headers["Range"] for _, path, headers in hub.requests if "/large/" in path and "Range" in headers
+    ]
+    begins = [tuple(map(int, each.removeprefix("bytes=").split("-"))) for each in asked]
+    groups = pq.ParquetFile(out).metadata
+    chunks = [groups.row_group(i).column(1) for i in range(10)]
+    wanted = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size - 1) for c in chunks]
+    of_footer = [each for each in begins if each not in wanted]
+    assert sorted(set(begins) - set(of_footer)) == sorted(wanted)
+    assert len(begins) == len(wanted) + len(of_footer)
+    assert len(of_footer) <= 2
+    assert sum(stop + 1 - start for start, stop in of_footer) < 1 << 17
+    (tmp_path / "a.parquet").write_bytes(out.getvalue())
+    assert found == plain(samples(spec_of(job(tiny_config, str(tmp_path), "parquet", **changes)), 64))

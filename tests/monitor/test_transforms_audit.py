@@ -11,12 +11,15 @@ import pytest
 
 from orchestrator.data import transforms
 from orchestrator.data.packing.packer import Packer
+from orchestrator.data.sources.documents import Described
 from orchestrator.data.sources.windows import OrderedWindow
 from orchestrator.data.tokens import chunks
 from orchestrator.data.transforms import Output
 from orchestrator.errors import DataIdentityError
 from orchestrator.records import Cursor, TokenChunk
+from tests.data.format_writers import write_files
 from tests.data.making import write_corpus
+from tests.data.test_transform_fields import some_records
 from tests.data.test_transforms import HERE, told_texts
 from tests.monitor.test_audit import TrainedRun
 from tests.monitor.test_audit_parts import in_parts, num_parts
@@ -186,6 +189,46 @@ def test_a_transform_that_makes_another_thing_later_is_found(tmp_path: Path, tin
         found = run.audit()["first_difference"]
     finally:
         mood["now"] = 0
+    assert found is not None
+    assert "trained samples have digest" in found["reason"]
+
+
+def run_with_columns(folder: Path, make: Make, form: str) -> TrainedRun:
+    """Documents that say what their record holds beside them."""
+    records = some_records(90)
+    write_files(folder / "data", form, [records[:40], records[40:]])
+    source = {"name": "made", "path": str(folder / "data"), "format": form}
+    source |= {"transform_fields": ["meta.url", "score"], "transforms": [f"{HERE}:says_its_fields"]}
+    small: dict[str, Any] = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
+    return TrainedRun(make({"data.sources": [source], **small, "pack.seq_len": 64}))
+
+
+def columns_are_those_of_another_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = OrderedWindow.described
+
+    def described(self: OrderedWindow, position: int) -> Any:
+        found, other = right(self, position), right(self, 0)
+        assert isinstance(found, Described), "the source has such fields"
+        assert isinstance(other, Described), "the source has such fields"
+        return Described(document=found.document, fields=other.fields)
+
+    monkeypatch.setattr(OrderedWindow, "described", described)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_run_whose_transforms_see_columns_is_shown_and_told_from_one_with_columns_of_others(
+    form: str, tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with_columns(tmp_path, tiny_config, form)
+    run.attempt(6, batch=3)
+    run.attempt(6, batch=7)
+    report = run.audit()
+    assert report["exactly_once"], report["first_difference"]
+    other = run_with_columns(tmp_path / "other", tiny_config, form)
+    with monkeypatch.context() as planted:
+        columns_are_those_of_another_record(planted)
+        other.attempt(3)
+    found = other.audit()["first_difference"]
     assert found is not None
     assert "trained samples have digest" in found["reason"]
 

@@ -66,6 +66,31 @@ class CodeRecords:
                 f"identity, see resume.accept_changed):\n{shown(error)}"
             ) from error
 
+    def several(self, indices: range) -> list[Any]:
+        """These records, by one call where the user's object has `__getitems__`, the protocol of torch and of
+        `datasets`. Raises as `record` does, with the place of the one that fails if one does by itself.
+        """
+        ask = getattr(self._records, "__getitems__", None)
+        if not callable(ask):
+            return [self.record(index) for index in indices]
+        where = f"{self.name}[{indices.start}:{indices.stop}]"
+        try:
+            found = ask(list(indices))
+        except (Exception, SystemExit) as error:  # see `record`
+            for index in indices:
+                self.record(index)
+            raise DataError(
+                f"{where}: its __getitems__ failed where __getitem__ gives each of these records; fix the "
+                f"code (a change of it is another identity, see resume.accept_changed):\n{shown(error)}"
+            ) from error
+        if not isinstance(found, list | tuple) or len(found) != len(indices):
+            what = f"{len(found)} records" if isinstance(found, list | tuple) else f"a {type(found).__name__}"
+            raise DataError(
+                f"{where}: its __getitems__ gave {what} for {len(indices)} indices; let it give a list of "
+                "one record for each, in their order, or leave it out"
+            )
+        return list(found)
+
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         """It has no bytes."""
         self._no_bytes()

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.sources.documents import TOOLS_FIELD, BadRecordError, Content
+from orchestrator.data.sources.arrow_values import is_plain, plain_value
+from orchestrator.data.sources.documents import TOOLS_FIELD, BadRecordError, Content, utf8_text
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
 from orchestrator.errors import ConfigError
@@ -25,8 +26,8 @@ BATCH_BYTES = 4 << 20
 
 # ---------------------------------------------------------------------------------------- schema
 def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
-    """The columns that a document is made of: each field's name, and the way to it in the schema."""
-    ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.fields}
+    """The columns that are read: each field's name, and the way to it in the schema."""
+    ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.read}
     if content.kind == "chat":
         *around, _ = ways[content.messages_field]
         beside = _inner_names(schema, around)
@@ -53,11 +54,16 @@ def require_columns(path: str, schema: Any, content: Content) -> None:
     for field, way in columns_of(schema, content).items():
         if (num := schema.names.count(way[0])) > 1:
             raise ConfigError(
-                f"{path}: {num} columns are called {way[0]!r}, and which one holds the {content.kind} nobody "
-                f"can tell; rename them in the file, or set {content.settings} to another column"
+                f"{path}: {num} columns are called {way[0]!r}, and which one holds {_holds(field, content)} "
+                f"nobody can tell; rename them in the file, or set {content.setting_of(field)} to another one"
             )
         kind = _type_at(path, schema, field, way, content)
-        if field not in content.fields:  # the tools of a chat
+        if field in content.transform_fields and not is_plain(kind):
+            raise ConfigError(
+                f"{path}: column {field!r} is {kind}, which has no plain Python value for transforms; leave "
+                "it out of transform_fields"
+            )
+        if field not in content.fields:  # also the tools of a chat
             continue
         if content.kind == "chat" and not _is_list_of_structs(kind):
             raise ConfigError(
@@ -72,7 +78,7 @@ def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: 
 
     if way[0] not in schema.names:
         raise ConfigError(
-            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.settings}"
+            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.setting_of(field)}"
         )
     kind = schema.field(way[0]).type
     for i, name in enumerate(way[1:], start=1):
@@ -80,15 +86,20 @@ def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: 
         if not pa.types.is_struct(kind):
             raise ConfigError(
                 f"{path}: no field `{field}`: column {passed!r} is {kind}, and has no inner fields. Set "
-                f"{content.settings}"
+                f"{content.setting_of(field)}"
             )
         inner = [kind.field(k).name for k in range(kind.num_fields)]
         if inner.count(name) != 1:
             raise ConfigError(
-                f"{path}: no field `{field}`; `{passed}` has: {', '.join(inner)}. Set {content.settings}"
+                f"{path}: no field `{field}`; `{passed}` has: {', '.join(inner)}. Set "
+                f"{content.setting_of(field)}"
             )
         kind = kind.field(name).type
     return kind
+
+
+def _holds(field: str, content: Content) -> str:
+    return f"the {content.kind}" if field in content.fields else "the field for transforms"
 
 
 def _is_text(kind: Any) -> bool:
@@ -110,16 +121,17 @@ def _is_list_of_structs(kind: Any) -> bool:
 def read_columns(
     batches: Iterator[Any], content: Content, first_row: int, columns: dict[str, tuple[str, ...]]
 ) -> Iterator[Batch]:
-    """The rows of record batches as records, from row `first_row` of the file on. Of a text that is its
-    bytes, of other content an object of the fields.
+    """The rows of record batches as records, from row `first_row` of the file on. Of a text alone that is its
+    bytes, else an object of the fields.
 
     At any time it holds a record batch, and values of a few `BATCH_BYTES` or one value.
     """
     done = first_row
-    is_text = content.kind == "text"
+    is_text = content.kind == "text" and not content.transform_fields
     made = (_text(batch, columns) if is_text else _rows(batch, columns) for batch in batches)
+    make = _values if is_text else _Objects(content)
     for stretch in _joined(made):
-        for records in _cut(stretch, _values if is_text else _objects):
+        for records in _cut(stretch, make):
             yield done + 1, records, done
             done += len(records)
 
@@ -237,22 +249,22 @@ def _values(column: Any) -> Values:
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of several columns, or of nested ones, as an Arrow array of structs; a row is made a dict when it
-    is asked for. Inner fields that are null are left out, since a file of columns has every field in every
-    row; the text and the role of a message stay.
+    is asked for, of what `made` makes of each column's value.
     """
 
     array: Any
     sizes: Int64Array  # see `value_sizes`
+    made: tuple[tuple[str, Callable[[Any], Any]], ...]
 
     def __len__(self) -> int:
         return len(self.array)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
-            row = self.array[index].as_py()
+            row = self.array[index]
+            return {name: make(row[i]) for i, (name, make) in enumerate(self.made)}
         except (UnicodeDecodeError, ValueError) as error:
             raise BadRecordError(f"not UTF-8: {error}") from error
-        return {name: _without_nulls(value) for name, value in row.items()}
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -267,11 +279,37 @@ class Rows:
 
     def cut(self, start: int, stop: int) -> Rows:
         """Rows [start, stop), of the same array."""
-        return Rows(self.array[start:stop], self.sizes[start:stop])
+        return Rows(self.array[start:stop], self.sizes[start:stop], self.made)
 
 
-def _objects(array: Any) -> Rows:
-    return Rows(array, value_sizes(array))
+class _Objects:
+    """Makes `Rows` of arrays of one type."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._made: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
+
+    def __call__(self, array: Any) -> Rows:
+        self._made = self._made or tuple((field.name, self._make(field)) for field in array.type)
+        return Rows(array, value_sizes(array), self._made)
+
+    def _make(self, field: Any) -> Callable[[Any], Any]:
+        content = self._content
+        if field.name in content.transform_fields and field.name not in content.fields:
+            return plain_value(field.type)
+        return _said if content.kind == "chat" else _text_value
+
+
+def _said(scalar: Any) -> Any:
+    """The messages of a chat, or its tools. Inner fields that are null are left out, since a file of columns
+    has every field in every row; the text and the role of a message stay.
+    """
+    return _without_nulls(scalar.as_py())
+
+
+def _text_value(scalar: Any) -> Any:
+    value = scalar.as_py()
+    return utf8_text(value) if isinstance(value, bytes) else value
 
 
 _KEPT = ("role", "content")

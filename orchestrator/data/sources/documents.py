@@ -6,7 +6,7 @@ Formats make documents, `tokens` turns them into tokens; this module knows neith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,26 @@ Document = str | Conversation | Prompted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """A document with further fields of its record, by their names in `Content.transform_fields`: what its
+    transforms see beside it. One that the record has not is None.
+    """
+
+    document: Document
+    fields: dict[str, Any]
+
+
+def bare(found: Document | Described | None) -> Document | None:
+    """The document alone."""
+    return found.document if isinstance(found, Described) else found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
     """Which fields of a record its document is made of; `kind` is `data.sources[].content`.
 
     A field's name is that of a field of the record, else a way into inner ones: `meta.body`.
+    `transform_fields` are further ones, for its transforms alone.
     """
 
     kind: str = "text"
@@ -67,6 +83,7 @@ class Content:
     messages_field: str = "messages"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    transform_fields: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -77,7 +94,20 @@ class Content:
     def needed(self) -> Content:
         """The same without the names of fields that a document is not made of."""
         used = {f"{name}_field" for name in _FIELDS[self.kind]}
-        return Content(kind=self.kind, **{name: getattr(self, name) for name in used})
+        return Content(
+            kind=self.kind,
+            transform_fields=self.transform_fields,
+            **{name: getattr(self, name) for name in used},
+        )
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """All fields that are read, each once."""
+        return tuple(dict.fromkeys((*self.fields, *self.transform_fields)))
+
+    def setting_of(self, field: str) -> str:
+        """What of the configuration names this field, for messages."""
+        return self.settings if field in self.fields else "transform_fields"
 
     @property
     def settings(self) -> str:
@@ -97,6 +127,21 @@ def document_of(record: Mapping[str, Any], content: Content) -> Document:
             completion=text_at(record, content.completion_field),
         )
     return _conversation(record, content.messages_field)
+
+
+def described(
+    record: Mapping[str, Any], content: Content, plain: Callable[[Any], Any] | None = None
+) -> Document | Described:
+    """The document, with the fields that its transforms see if `content` names any; `plain` makes of a value
+    what they get. Raises as `document_of` does.
+    """
+    document = document_of(record, content)
+    if not content.transform_fields:
+        return document
+    fields = {name: value_or_none(record, name) for name in content.transform_fields}
+    return Described(
+        document=document, fields=fields if plain is None else {n: plain(v) for n, v in fields.items()}
+    )
 
 
 def text_at(record: Mapping[str, Any], field: str) -> str:
@@ -129,6 +174,18 @@ def value_at(record: Mapping[str, Any], field: str) -> Any:
         if name not in at:
             raise WrongFieldError(f"no field `{field}`; `{passed}` has: {names(at)}")
         at, passed = at[name], f"{passed}.{name}"
+    return at
+
+
+def value_or_none(record: Mapping[str, Any], field: str) -> Any:
+    """What `value_at` finds; None where it finds nothing."""
+    if field in record:
+        return record[field]
+    at: Any = record
+    for name in field.split("."):
+        if not isinstance(at, Mapping) or name not in at:
+            return None
+        at = at[name]
     return at
 
 

@@ -50,9 +50,9 @@ class Manifest:
         """blake3 of what the files contain, as far as the list knows; neither base nor mtime is in it, so a
         copy has the same digest.
         """
-        kind = self.content.kind
+        plain = _is_plain_text(self.content)
         return self.files.digest(
-            self.format, self.content.text_field if kind == "text" else _content_text(self.content)
+            self.format, self.content.text_field if plain else _content_text(self.content)
         )
 
     @property
@@ -179,8 +179,21 @@ def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str =
 
 
 # ---------------------------------------------------------------------------------------- in storage
+def _is_plain_text(content: Content) -> bool:
+    """Whether `text_field` says all of it, as in the lists of runs from before there was anything else."""
+    return content.kind == "text" and not content.transform_fields
+
+
 def _content_text(content: Content) -> str:
-    return orjson.dumps(asdict(content)).decode()
+    facts = asdict(content)
+    if not content.transform_fields:  # older lists have none
+        del facts["transform_fields"]
+    return orjson.dumps(facts).decode()
+
+
+def _content(facts: Mapping[str, str]) -> Content:
+    given = {"text_field": facts["text_field"], **orjson.loads(facts.get("content", "{}"))}
+    return Content(**{**given, "transform_fields": tuple(given.get("transform_fields", ()))})
 
 
 def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({})) -> bytes:
@@ -192,7 +205,7 @@ def to_parquet(manifest: Manifest, more: Mapping[str, str] = MappingProxyType({}
     facts = {**more, "version": str(VERSION), "digest": manifest.digest}
     facts |= {name: getattr(manifest, name) for name in _FACTS}
     facts["text_field"] = manifest.content.text_field
-    if manifest.content.kind != "text":
+    if not _is_plain_text(manifest.content):
         facts["content"] = _content_text(manifest.content)
     out = io.BytesIO()
     encodings = {"path": "DELTA_BYTE_ARRAY"}  # sorted paths share their beginnings
@@ -227,8 +240,7 @@ def from_parquet(data: bytes, where: str) -> Manifest:
         table = pq.ParquetFile(io.BytesIO(data)).read()  # `read_table` would import pandas
         facts = _facts(table.schema)
         fields = {name: facts[name] for name in _FACTS}
-        content = Content(**{"text_field": facts["text_field"], **orjson.loads(facts.get("content", "{}"))})
-        manifest = Manifest(files=Files.of_table(table), content=content, **fields)
+        manifest = Manifest(files=Files.of_table(table), content=_content(facts), **fields)
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, DataIdentityError) as error:
         raise DataIdentityError(f"{where}: the run's manifest cannot be read: {error}; restore it") from error
     if manifest.digest != facts.get("digest"):

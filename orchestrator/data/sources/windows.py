@@ -14,7 +14,13 @@ from itertools import accumulate
 import numpy as np
 
 from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.documents import BadRecordError, Content, Document, WrongFieldError
+from orchestrator.data.sources.documents import (
+    BadRecordError,
+    Content,
+    Described,
+    Document,
+    WrongFieldError,
+)
 from orchestrator.data.sources.formats import format_of
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers
@@ -75,6 +81,11 @@ class OrderedWindow:
 
     def document(self, position: int) -> Document | None:
         """The document; None for a blank line, which is no document. Raises `BadRecordError`."""
+        found = self.described(position)
+        return found.document if isinstance(found, Described) else found
+
+    def described(self, position: int) -> Document | Described | None:
+        """The same with the fields that its transforms see, if there are any. Raises as `document`."""
         part, index = self._find(position)
         record = part.records[index]
         if record is None and (size := part.records.size(index)):

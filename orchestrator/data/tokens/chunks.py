@@ -12,7 +12,14 @@ from dataclasses import replace
 import numpy as np
 
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
-from orchestrator.data.sources.documents import FIELD_SETTINGS, Conversation, Document, Prompted
+from orchestrator.data.sources.documents import (
+    FIELD_SETTINGS,
+    Conversation,
+    Described,
+    Document,
+    Prompted,
+    bare,
+)
 from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.windows import (
     BadRecordError,
@@ -154,9 +161,9 @@ class _Records:
             return self._add_held_out(position)
         if self._settings.held_out and not held_out:
             return ()
-        document = window.document(position)
+        document = window.described(position)
         if document is None or self._transforms is None:
-            return self._add_document(position, document, window.size(position))
+            return self._add_document(position, bare(document), window.size(position))
         return self._add_outputs(position, self._transformed(position, document, self._transforms))
 
     def _add_held_out(self, position: int) -> Iterable[TokenChunk]:
@@ -167,13 +174,15 @@ class _Records:
         self._writer.add(position, self._window.origin(position), HELD_OUT)
         return self._writer.full_chunks()
 
-    def _transformed(self, position: int, document: Document, transforms: Transforms) -> list[Output]:
+    def _transformed(
+        self, position: int, document: Document | Described, transforms: Transforms
+    ) -> list[Output]:
         """What the transforms make of a record; some are made twice, to see that it is the same."""
         window, seed = self._window, self._window.seed(position)
         found = transforms.outputs(document, seed)
         if not window.is_sampled(position, CHECK_ONE_IN):
             return found
-        again = window.document(position)
+        again = window.described(position)
         assert again is not None, "it was a document just now"
         if (difference := first_difference(found, transforms.outputs(again, seed))) is not None:
             raise DataError(

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.documents import Content, Document
+from orchestrator.data.sources.documents import Content, Described, Document
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 # (rows, about decoded bytes) of each of a file's units, in file order.
 Units = tuple[tuple[int, ...], tuple[int, ...]]
-Parser = Callable[[Any], Document | None]
+Parser = Callable[[Any], Document | Described | None]
 # (where a record is, what makes its document, as a parser does).
-Attempt = tuple[str, Callable[[], Document | None]]
+Attempt = tuple[str, Callable[[], Document | Described | None]]
 
 
 class Cut(Enum):
@@ -48,6 +48,9 @@ class Format(ABC):
     suffixes: tuple[str, ...] = ("",)
     # What `data.sources[].content` may be.
     contents: tuple[str, ...] = ("text", "chat", "prompt")
+    # Its records have fields; and whether each file says which these are: then all of its records have them.
+    has_fields: bool = True
+    says_fields: bool = False
     # Its records lie in files; else `data.sources[].path` names what gives them.
     has_files: bool = True
     # A record's place in its file counts the records before it, not the bytes; and what that is called.
@@ -100,7 +103,7 @@ class Format(ABC):
 
         part, parse = FilePart(file=0, start=0, stop=row.bytes), self.parser(content)
 
-        def attempt(records: Records, index: int) -> Document | None:
+        def attempt(records: Records, index: int) -> Document | Described | None:
             record = records[index]
             return None if record is None else parse(record)
 
@@ -130,10 +133,18 @@ class Format(ABC):
                 f"data.sources {source}: content is {content.kind}, but a record of format {self.name} holds "
                 f"no more than {' or '.join(self.contents)}; use another format, such as jsonl or parquet"
             )
+        if content.transform_fields and not self.has_fields:
+            raise ConfigError(
+                f"data.sources {source}: transform_fields is {', '.join(content.transform_fields)}, but a "
+                f"record of format {self.name} is a text without fields; leave transform_fields out, or use "
+                "another format, such as jsonl or parquet"
+            )
 
 
 class HeadedFormat(Format):
     """A format of which every file says at its head which fields its records have."""
+
+    says_fields = True
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
         """See `Format`. Raises `ConfigError` if the head has not the fields."""

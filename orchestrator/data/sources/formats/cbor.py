@@ -11,9 +11,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.compressed import decoded, with_compressed
-from orchestrator.data.sources.documents import BadRecordError, Content, Document, document_of
+from orchestrator.data.sources.documents import BadRecordError, Content, Described, Document, described
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.plain_values import plain
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, join, packed
 from orchestrator.errors import ConfigError
 
@@ -75,14 +76,14 @@ class CborSequence(Format):
         """See `Format`."""
         cbor2 = _cbor2()
 
-        def document(item: bytes) -> Document | None:
+        def document(item: bytes) -> Document | Described | None:
             try:
                 value = cbor2.loads(item)
             except cbor2.CBORDecodeError as error:
                 raise BadRecordError(f"no CBOR: {error}") from error
             if not isinstance(value, dict):
                 raise BadRecordError(f"a CBOR {type(value).__name__}, a map is expected")
-            return document_of(value, content)
+            return described(value, content, plain)
 
         return document
 

@@ -18,8 +18,9 @@ from orchestrator.data.sources.compressed import decoded, with_compressed
 from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
+    Described,
     Document,
-    document_of,
+    described,
     names,
     utf8_text,
 )
@@ -70,20 +71,20 @@ class Csv(HeadedFormat):
             header = fields_of(utf8_text(first.removeprefix(_BOM)).removesuffix("\r"), self._delimiter)
         except BadRecordError as error:
             raise DataError(f"{file.name}: its first row is no header: {error}; fix the file") from error
-        lacks = [field for field in content.fields if header.count(field) != 1]
+        lacks = [field for field in content.read if header.count(field) != 1]
         if lacks:
             what = "twice or more" if lacks[0] in header else "no"
             raise DataError(
                 f"{file.name}: the header has {what} column `{lacks[0]}`; it has: "
-                f"{names(dict.fromkeys(header))}. Set {content.settings}, or fix the file"
+                f"{names(dict.fromkeys(header))}. Set {content.setting_of(lacks[0])}, or fix the file"
             )
         return tuple(header)
 
     def parser(self, content: Content) -> Parser:
         """See `Format`; blank rows are no documents."""
 
-        def document(row: Row | _Blank) -> Document | None:
-            return None if isinstance(row, _Blank) else document_of(row, content)
+        def document(row: Row | _Blank) -> Document | Described | None:
+            return None if isinstance(row, _Blank) else described(row, content)
 
         return document
 

@@ -12,8 +12,9 @@ from orchestrator.data.sources.compressed import COMPRESSED, READ_BYTES, decoded
 from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
+    Described,
     Document,
-    document_of,
+    described,
     kind_of,
 )
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser
@@ -71,7 +72,7 @@ class Jsonl(LineFormat):
         """See `Format`; blank lines are no documents."""
         field = content.text_field
 
-        def text(line: bytes) -> Document | None:
+        def text(line: bytes) -> Document | Described | None:
             try:
                 found = orjson.loads(line)[field]
             except (orjson.JSONDecodeError, TypeError, KeyError):
@@ -79,12 +80,12 @@ class Jsonl(LineFormat):
             # what follows says what is wrong, and knows inner fields
             return found if isinstance(found, str) else document(line)
 
-        def document(line: bytes) -> Document | None:
+        def document(line: bytes) -> Document | Described | None:
             if not line.strip():
                 return None
-            return document_of(json_object(line), content)
+            return described(json_object(line), content)
 
-        return text if content.kind == "text" else document
+        return text if content.kind == "text" and not content.transform_fields else document
 
 
 def json_object(data: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ class PlainLines(LineFormat):
 
     name = "lines"
     contents = ("text",)
+    has_fields = False
 
     def parser(self, content: Content) -> Parser:
         """See `Format`."""

@@ -7,8 +7,9 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
     WrongFieldError,
-    document_of,
+    described,
     names,
     utf8_text,
 )
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 _INDEX = "index.json"
 # Samples are handed on by about so many bytes.
 _BATCH_BYTES = 1 << 20
+# Of encodings that are numbers: how they lie there, little-endian, and what makes them of a text.
+_NUMBERS = {"int": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8"}
+_NUMBERS |= {f"int{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)}
+_NUMBERS |= {f"uint{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)}
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {"str_int": int, "str_float": float, "str_decimal": Decimal}
 
 
 class MosaicShards(HeadedFormat):
@@ -111,7 +117,7 @@ class MosaicShards(HeadedFormat):
 
     def parser(self, content: Content) -> Parser:
         """See `Format`."""
-        return lambda record: document_of(record, content)
+        return lambda record: described(record, content)
 
 
 def _batch_ends(sizes: Int64Array) -> Iterator[int]:
@@ -156,21 +162,27 @@ class _Columns:
 def _decode(name: str, encoding: str, data: bytes) -> Any:
     if encoding in ("str", "bytes"):
         return utf8_text(data)
+    try:
+        if encoding in _FROM_TEXT:
+            return _FROM_TEXT[encoding](utf8_text(data))
+        if encoding in _NUMBERS:
+            (number,) = np.frombuffer(data, _NUMBERS[encoding])
+            return number.item()
+    except (ValueError, ArithmeticError) as error:
+        raise BadRecordError(f"column {name!r} holds no {encoding}: {error}") from error
     if encoding == "json":
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise BadRecordError(f"column {name!r} is not JSON: {error}") from error
-    raise WrongFieldError(f"column {name!r} is encoded as {encoding}, text or JSON is expected")
+    raise WrongFieldError(f"column {name!r} is encoded as {encoding}, text, JSON or a number is expected")
 
 
 def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
     try:
         facts = orjson.loads(config)
         given = tuple(facts["column_names"])
-        columns = dict.fromkeys(
-            field if field in given else field.partition(".")[0] for field in content.fields
-        )
+        columns = {(f if f in given else f.partition(".")[0]): f for f in reversed(content.read)}
         found = _Columns(
             names=given,
             encodings=tuple(facts["column_encodings"]),
@@ -181,11 +193,11 @@ def _columns(file: InputFile, config: bytes, content: Content) -> _Columns:
         raise OSError(f"no MDS shard: what its columns are cannot be read: {error!r}") from error
     if not len(found.names) == len(found.encodings) == len(found.sizes):
         raise OSError("no MDS shard: it does not say of each column what it is")
-    for name in columns:
+    for name, field in columns.items():
         if name not in given:
             raise DataError(
                 f"{file.name}: no column `{name}`; it has: {names(dict.fromkeys(given))}. Set "
-                f"{content.settings}"
+                f"{content.setting_of(field)}"
             )
     return found
 

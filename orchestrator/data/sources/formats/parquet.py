@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.sources.columns import BATCH_BYTES, columns_of, read_columns, require_columns
-from orchestrator.data.sources.documents import Content, document_of, utf8_text
+from orchestrator.data.sources.documents import Content, described, utf8_text
+from orchestrator.data.sources.footers import footer
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
-from orchestrator.data.sources.input_file import InputFile, for_arrow
+from orchestrator.data.sources.input_file import InputFile, LocalFile, for_arrow
 from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.ranged_reads import RangedReads
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -23,15 +25,18 @@ _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
 
 class RowFormat(Format):
-    """A format of which a record is a row of columns; a document's columns are read and no others."""
+    """A format of which a record is a row of columns; those that are needed are read and no others."""
 
     cut = Cut.UNITS
     counts_records = True
+    says_fields = True
     unit = "row"
 
     def parser(self, content: Content) -> Parser:
         """See `Format`."""
-        return utf8_text if content.kind == "text" else lambda row: document_of(row, content)
+        if content.kind == "text" and not content.transform_fields:
+            return utf8_text
+        return lambda row: described(row, content)
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
         """None: whether a file has the columns was seen when it was listed."""
@@ -71,13 +76,24 @@ class Parquet(RowFormat):
         self, file: InputFile, row: FileRow, part: FilePart, content: Content, whole: bool
     ) -> Iterator[Batch]:
         """See `Format`."""
+        import pyarrow as pa
+
         del whole
         assert part.group is not None, "a Parquet file is cut by row groups"
-        yield from read_row_group(for_arrow(file), part.group, content, sum(row.group_rows[: part.group]))
+        try:
+            facts = footer(file)
+        except pa.ArrowException as error:
+            raise OSError(str(error)) from error
+        first_row = sum(row.group_rows[: part.group])
+        source = file.name if isinstance(file, LocalFile) else RangedReads(file)
+        yield from read_row_group(source, part.group, content, first_row, facts)
 
 
-def read_row_group(source: Any, group: int, content: Content, first_row: int) -> Iterator[Batch]:
-    """The records of a row group of a Parquet file (a path, or a file of Arrow); their places are rows.
+def read_row_group(
+    source: str | RangedReads, group: int, content: Content, first_row: int, facts: Any = None
+) -> Iterator[Batch]:
+    """The records of a row group of a Parquet file; their places are rows. `facts` is its footer, None: it is
+    read.
 
     At any time it holds a page of each column (as large as its writer made it), its dictionary, and values of
     a few `BATCH_BYTES` or one value, in a column of very uneven values up to `_BATCH_ROWS` of them. Raises
@@ -86,28 +102,42 @@ def read_row_group(source: Any, group: int, content: Content, first_row: int) ->
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    opened = source if isinstance(source, str) else pa.PythonFile(source, mode="r")
     try:
         # not read ahead: that would hold the whole group
-        with pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
+        with pq.ParquetFile(opened, metadata=facts, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             if group >= file.metadata.num_row_groups:
                 raise OSError(f"row group {group} is asked for, it has {file.metadata.num_row_groups}")
             columns = columns_of(file.schema_arrow, content)
-            facts = file.metadata.row_group(group)
-            mean = 0
-            for way in columns.values():
-                name = ".".join(way)
-                chunks = [facts.column(i) for i in range(facts.num_columns)]
-                chunks = [c for c in chunks if f"{c.path_in_schema}.".startswith(f"{name}.")]
-                if not chunks:
-                    raise OSError(f"it has no column {name!r}")
-                mean += sum(c.total_uncompressed_size for c in chunks) // max(1, facts.num_rows)
+            names = [".".join(way) for way in columns.values()]
+            chosen = file.metadata.row_group(group)
+            chunks = _chunks(chosen, names)
+            if isinstance(source, RangedReads):
+                source.expect(map(_place, chunks))
+            mean = sum(chunk.total_uncompressed_size for chunk in chunks) // max(1, chosen.num_rows)
             num = min(max(1, BATCH_BYTES // max(1, mean)), _BATCH_ROWS)
-            batches = file.iter_batches(
-                batch_size=num, row_groups=[group], columns=[".".join(way) for way in columns.values()]
-            )
+            batches = file.iter_batches(batch_size=num, row_groups=[group], columns=names)
             yield from read_columns(batches, content, first_row, columns)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise OSError(str(error)) from error
+
+
+def _chunks(group: Any, names: Sequence[str]) -> list[Any]:
+    """The column chunks of a row group that hold these columns, each once."""
+    all_chunks = [group.column(i) for i in range(group.num_columns)]
+    found = dict[str, Any]()
+    for name in names:
+        own = {c.path_in_schema: c for c in all_chunks if f"{c.path_in_schema}.".startswith(f"{name}.")}
+        if not own:
+            raise OSError(f"it has no column {name!r}")
+        found |= own
+    return list(found.values())
+
+
+def _place(chunk: Any) -> tuple[int, int]:
+    """The bytes [start, stop) of the file in which a column chunk lies, its dictionary included."""
+    start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+    return start, start + chunk.total_compressed_size
 
 
 FORMAT: Format = Parquet()

@@ -20,12 +20,15 @@ from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
     Conversation,
+    Described,
     Document,
     Prompted,
-    document_of,
+    bare,
+    described,
 )
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
 from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.plain_values import num_bytes, own_copy, plain
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Objects
 from orchestrator.errors import DataError
 
@@ -39,10 +42,13 @@ if TYPE_CHECKING:
 _UNIT_BYTES, _NUM_LOOKED_AT, _MAX_UNITS = 2 << 20, 32, 1 << 16
 # Records are handed on in stretches of about so many bytes.
 _BATCH_BYTES = 4 << 20
+# As many are asked for at once as have about so many bytes by that mean, and no more than so many: what else
+# an item holds is not known.
+_ASKED_BYTES, _MAX_ASKED = 1 << 20, 256
 _NUM_FIRST = 64
 _SHOWN = 80
 # A document and its bytes, or why there is none.
-_Made = tuple[Document | BadRecordError, int]
+_Made = tuple[Document | Described | BadRecordError, int]
 
 
 class PythonCode(Format):
@@ -59,7 +65,7 @@ class PythonCode(Format):
         records = _of(file)
         num = records.size
         looked_at = sorted({i * num // _NUM_LOOKED_AT for i in range(_NUM_LOOKED_AT)}) if num else []
-        sizes = [_made(records, index, content)[1] for index in looked_at]
+        sizes = [_made(records.record(index), content)[1] for index in looked_at]
         mean = max(1, -(-sum(sizes) // max(1, len(sizes))))
         num_units = min(-(-num * mean // _UNIT_BYTES), num, _MAX_UNITS)
         rows = [num * (i + 1) // num_units - num * i // num_units for i in range(num_units)]
@@ -76,23 +82,30 @@ class PythonCode(Format):
         records = _of(file)
         start = sum(row.group_rows[: part.group])
         at, stop = start, start + row.group_rows[part.group]
+        mean = row.group_bytes[part.group] // row.group_rows[part.group]
+        num_asked = min(max(1, _ASKED_BYTES // max(1, mean)), _MAX_ASKED)
         while at < stop:
-            held, sizes, num_bytes = list[Any](), list[int](), 0
-            while at + len(held) < stop and num_bytes < _BATCH_BYTES:
-                document, size = _made(records, at + len(held), content)
-                held.append(document)
-                sizes.append(size)
-                num_bytes += size
+            held, total = list[_Made](), 0
+            while at + len(held) < stop and total < _BATCH_BYTES:
+                begin = at + len(held)
+                found = records.several(range(begin, min(begin + num_asked, stop)))
+                held += (_made(record, content) for record in found)
+                total += sum(size for _, size in held[begin - at :])
+            documents = tuple(document for document, _ in held)
             for index in range(at, at + len(held)):
                 if index % CHECK_ONE_IN == 0:
-                    _require_same(records, index, content, held[index - at])
-            yield at + 1, Objects(tuple(held), np.array(sizes, np.int64), ("",) * len(held)), at
+                    _require_same(records, index, content, documents[index - at])
+            sizes = np.array([size for _, size in held], np.int64)
+            yield at + 1, Objects(documents, sizes, ("",) * len(held)), at
             at += len(held)
 
     def parser(self, content: Content) -> Parser:
-        """See `Format`: records are documents already, so that nothing else of them is held."""
-        del content
-        return lambda document: document
+        """See `Format`: records are documents already, so that nothing else of them is held. Who gets one may
+        change it, and another one is as it was read.
+        """
+        if content.kind != "chat" and not content.transform_fields:
+            return lambda document: document
+        return _copied
 
     def first_records(self, file: InputFile, row: FileRow, content: Content) -> Iterator[Attempt]:
         """The first items, each read when it is tried."""
@@ -118,15 +131,24 @@ def _of(file: InputFile) -> CodeRecords:
     return file
 
 
-def _document(records: CodeRecords, index: int, content: Content) -> Document:
-    document, _ = _made(records, index, content)
+def _document(records: CodeRecords, index: int, content: Content) -> Document | Described:
+    document, _ = _made(records.record(index), content)
     if isinstance(document, BadRecordError):
         raise document
     return document
 
 
-def _made(records: CodeRecords, index: int, content: Content) -> _Made:
-    record = records.record(index)
+def _copied(document: Document | Described) -> Document | Described:
+    if isinstance(document, Described):
+        found = bare(_copied(document.document))
+        assert found is not None, "a document's copy is one"
+        return Described(document=found, fields=own_copy(document.fields))
+    if isinstance(document, Conversation):
+        return Conversation(messages=tuple(own_copy(list(document.messages))), tools=own_copy(document.tools))
+    return document
+
+
+def _made(record: Any, content: Content) -> _Made:
     try:
         document, size = _with_size(record, content)
         if size > MAX_RECORD_BYTES:
@@ -136,14 +158,22 @@ def _made(records: CodeRecords, index: int, content: Content) -> _Made:
     return document, size
 
 
-def _with_size(record: Any, content: Content) -> tuple[Document, int]:
-    """The document, as a copy of what could change, and the UTF-8 bytes of what it is made of."""
-    if isinstance(record, str) and content.kind == "text":
+def _with_size(record: Any, content: Content) -> tuple[Document | Described, int]:
+    """The document, as a copy of what could change, and about the bytes of what it is made of."""
+    may_be_text = content.kind == "text" and not content.transform_fields
+    if isinstance(record, str) and may_be_text:
         return record, _num_bytes(record)
     if not isinstance(record, Mapping):
-        wanted = "a mapping or a str is" if content.kind == "text" else "a mapping is"
+        wanted = "a mapping or a str is" if may_be_text else "a mapping is"
         raise BadRecordError(f"a record is {type(record).__name__}, {wanted} expected")
-    document = document_of(record, content)
+    found = described(record, content, plain)
+    if not isinstance(found, Described):
+        return _own_document(found)
+    document, size = _own_document(found.document)
+    return Described(document=document, fields=found.fields), size + num_bytes(found.fields)
+
+
+def _own_document(document: Document) -> tuple[Document, int]:
     if isinstance(document, str):
         return document, _num_bytes(document)
     if isinstance(document, Prompted):
@@ -164,13 +194,15 @@ def _num_bytes(text: str) -> int:
 
 
 def _require_same(records: CodeRecords, index: int, content: Content, then: Any) -> None:
-    now, _ = _made(records, index, content)
+    now: Any = _made(records.record(index), content)[0]
     if isinstance(then, BadRecordError) and isinstance(now, BadRecordError):
         then, now = str(then), str(now)
-    if type(then) is not type(now) or then != now:
+    # what is no number is not equal to itself
+    if type(then) is not type(now) or (then != now and repr(then) != repr(now)):
         raise DataError(
             f"{records.name}[{index}]: it was {_short(then)} and, read again, is {_short(now)}; a resume "
-            "would train something else than it should: make __getitem__(i) a function of i alone"
+            "would train something else than it should: make __getitem__(i) a function of i alone, and "
+            "__getitems__, if there is one, give the same"
         )
 
 

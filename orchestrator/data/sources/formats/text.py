@@ -25,6 +25,7 @@ class TextFiles(Format):
     name = "text"
     cut = Cut.WHOLE
     contents = ("text",)
+    has_fields = False
     drops_bom = True
 
     def read(

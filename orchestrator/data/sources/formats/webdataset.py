@@ -18,11 +18,13 @@ from orchestrator.data.sources.compressed import ExactReader, decoded, with_comp
 from orchestrator.data.sources.documents import (
     BadRecordError,
     Content,
+    Described,
     Document,
     WrongFieldError,
     document_of,
     names,
     utf8_text,
+    value_or_none,
 )
 from orchestrator.data.sources.formats.base import Format, Parser
 from orchestrator.data.sources.formats.jsonl import json_object
@@ -86,8 +88,12 @@ class WebDataset(Format):
     def parser(self, content: Content) -> Parser:
         """See `Format`."""
 
-        def document(sample: _Sample) -> Document | None:
-            return document_of(_fields(sample, content), content)
+        def document(sample: _Sample) -> Document | Described | None:
+            made = document_of(_fields(sample, content), content)
+            if not content.transform_fields:
+                return made
+            fields = {name: _value(sample, name) for name in content.transform_fields}
+            return Described(document=made, fields=fields)
 
         return document
 
@@ -120,6 +126,17 @@ def _fields(sample: _Sample, content: Content) -> dict[str, Any]:
                 inner = {part: inner}
             found |= inner
     return found
+
+
+def _value(sample: _Sample, name: str) -> Any:
+    """What a sample holds in a field; None if that is not there."""
+    member = _member_of(name, sample.names)
+    if member is None:
+        return None
+    data = sample.members[member]
+    if member == name:
+        return utf8_text(data)
+    return value_or_none(json_object(data), name.removeprefix(f"{member}."))
 
 
 def _member_of(name: str, members: dict[str, None]) -> str | None:
@@ -159,7 +176,7 @@ def _add(sample: _Sample, extension: str, tar: ExactReader, size: int, content: 
     if extension in sample.names:
         sample.error = BadRecordError(f"two members are called {sample.key}.{extension}")
     sample.names[extension] = None
-    needed = any(name == extension or name.startswith(f"{extension}.") for name in content.fields)
+    needed = any(name == extension or name.startswith(f"{extension}.") for name in content.read)
     sample.num_bytes += _BLOCK + (size if needed else 0)
     if sample.num_bytes > MAX_RECORD_BYTES:
         sample.too_long = True
