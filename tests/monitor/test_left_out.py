@@ -40,8 +40,8 @@ def test_a_status_and_the_page_count_the_documents_that_are_too_long(packed: dic
     assert seen.left_out_documents["web"]["long"] == at["web"].long_documents
     (line,) = (line for line in status_lines(seen) if "pack.long_document" in line)
     assert line == (
-        f"  left out    {at['web'].long_documents} documents of source web were longer than a sample holds and "
-        "skipped (pack.long_document=skip)"
+        f"  left out    {at['web'].long_documents} documents of source web were longer than a sample holds "
+        "and skipped (pack.long_document=skip)"
     )
     views = RunViews(run.store)
     views.refresh()
