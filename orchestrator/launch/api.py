@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestrator import html_text
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_data_job, as_job
-from orchestrator.errors import DataIdentityError, ResourceError
+from orchestrator.errors import DataIdentityError, ResourceError, StorageError
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import start as starting
 from orchestrator.launch.progress import Progress
@@ -137,10 +137,16 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
     nothing, writes nothing.
 
-    The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
+    The newest point is trusted by sizes here; `train` verifies every digest before it uses one. A run that
+    may be read and not written can be planned, too: a note says so.
     """
     job = as_job(config, overrides)
-    found, _ = _look_ahead(job, starting.run_folder(job))
+    folder = starting.run_folder(job)
+    found, _ = _look_ahead(job, folder)
+    try:
+        starting.check_writable(folder)
+    except StorageError as error:
+        found = replace(found, notes=(*found.notes, f"warning: a start would fail: {error}"))
     if found.action == "refuse" or not is_to_try(found):
         return found
     return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))

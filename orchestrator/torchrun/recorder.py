@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt, note_beginning, write_down_end
-from orchestrator.coordinator.launch_machine import ended_by
+from orchestrator.coordinator.launch_machine import end_text, ended_by
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
@@ -212,7 +212,8 @@ class RankZeroRecorder:
         self._stop_writing()
         if self._failure is not None:
             raise self._failure
-        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S, stop_by)
+        text = end_text(reason, key.step, trained=self._last_step is not None)
+        self._end(reason, text, STORAGE_LIMIT_S, stop_by)
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:

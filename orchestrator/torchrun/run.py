@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from orchestrator.cluster.machine import process_state
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.coordinator.launch_machine import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
@@ -153,7 +154,8 @@ def _lead(
         outcome = _train(rendezvous, job, spec, folder, attempt.budgets, recorder, progress.say, fault_plan)
     status = recorder.status()
     why = f": {starting.why_done(job, attempt.budgets, status.last_step)}" if outcome.reason == "done" else ""
-    progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
+    step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
+    progress.say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
     progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
     return outcome
 
