@@ -108,7 +108,8 @@ def _launch(
         limits, needs = _limits(job), needs_of(job)
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
-        require_model(job, plan, spec.vocab_size)
+        for note in require_model(job, plan, spec.vocab_size):
+            progress.say(note)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):

@@ -184,7 +184,8 @@ def _look(
         plan = starting.look_before_start(store, job, spec, watched)
         if starting.reached(plan):
             return spec, plan, 0
-        require_model(job, plan, spec.vocab_size)
+        for note in require_model(job, plan, spec.vocab_size):
+            say(note)
         return spec, plan, watched()
 
 
