@@ -44,6 +44,7 @@ from orchestrator.history.journal import JournalWriter
 from orchestrator.history.journal_reader import Journal, JournalEvent, read_journal, read_outline
 from orchestrator.history.lineage import Lineage, effective_chain, effective_history, require_sound
 from orchestrator.history.saved_history import SavedHistory, saved_before
+from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.manifests import SourceLists
@@ -445,9 +446,11 @@ def decide(
     data: DataSpec | None = None,
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
     here: SourcesHere | None = None,
+    epochs: KnownEpochs | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
     job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
+    `epochs` is how long one is, if that is known, of the data that the point was made with.
     """
     from orchestrator.config.schema import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
@@ -458,6 +461,7 @@ def decide(
         info = replace(info, cursor=here.reading.cursor)
     if identities is not None and data is not None and data.tokenizer_folder is not None:
         identities = data.in_force(identities[0]), identities[1]
+    lists = here.changes(data) if here is not None and data is not None else ()
     return plan_resume(
         config,
         rules,
@@ -468,7 +472,8 @@ def decide(
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
         skip=skip,
-        lists=here.changes(data) if here is not None and data is not None else (),
+        lists=lists,
+        epochs=None if lists else epochs,
         restart=here.restart if here is not None else RestartDecision(),
     )
 

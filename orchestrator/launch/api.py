@@ -322,7 +322,7 @@ def _memories() -> list[tuple[str, int]]:
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
     assert plan.point is not None, "a resume has a point"
-    reason = starting.stop_is_reached(plan)
+    reason = starting.stop_is_reached(job, plan)
     progress.say(f"done: {reason}")
     return RunResult(
         outcome="done",

@@ -42,6 +42,7 @@ from orchestrator.coordinator.attempt import (
     rewind_sentence,
     survey,
 )
+from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import (
     fork_to_begin,
     found_run,
@@ -250,7 +251,8 @@ def look_ahead(
     here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
     spec = read_as(job, spec, here)
     identities = (run.identity, spec.identity()) if run else None
-    found = decide(store, job, point, identities, data=spec, skip=asked, here=here)
+    epochs = find_known_epochs(store, seen, job)
+    found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = []
     if point is None and job.model.init_from is not None:
@@ -516,8 +518,10 @@ def data_have_ended(job: JobConfig, *, already: bool) -> str:
     return f"the data have ended ({', '.join(limits)}); to go on, {ways}"
 
 
-def stop_is_reached(plan: ResumePlan) -> str:
+def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
     """What to say when there is nothing left to train."""
+    if plan.data_tokens == 0:
+        return f"nothing is left to train at {plan.point}: {data_have_ended(job, already=False)}"
     return (
         f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "

@@ -22,7 +22,7 @@ from orchestrator.errors import (
     StorageError,
 )
 from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import RESUME, REWIND
+from orchestrator.history.claim_files import RESUME
 from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.history.finding_files import VERIFY, Finding, FindingFiles
@@ -31,6 +31,7 @@ from orchestrator.monitor import frames
 from orchestrator.monitor.asking import Asking, Reply
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
 from orchestrator.monitor.orphans import Pruned, prune, release
+from orchestrator.monitor.set_aside import SetAside
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.verdict import GONE
 from orchestrator.monitor.verifying import Progress, Verifying, done_before
@@ -488,9 +489,7 @@ class Run:
 
         if processes is not None and processes < 1:
             raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
-        how = HowToAudit(
-            processes=processes, by_reference=reference, progress=progress or NoAuditProgress()
-        )
+        how = HowToAudit(processes=processes, by_reference=reference, progress=progress or NoAuditProgress())
         # before the journal is read: what is committed in between may have records that were not read
         points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)
@@ -545,8 +544,7 @@ class Run:
             watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
         for _ in range(LOOKS):
             files, (parent, torn) = store.attempt_files(), self._newest_parent()
-            facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage)
-            self._leave_out_what_is_set_aside(tail, parent)
+            facts, tail = self._facts(watched, watch_s, parent), read_tail(store.storage, SetAside(store))
             missing = self._missing(tail, parent, torn)
             if files == store.attempt_files():
                 break  # else an attempt was claimed between them; it proves nothing, so the last look will do
@@ -556,19 +554,6 @@ class Run:
         no_point = not inherited and tail.whole_from <= begun
         facts = replace(facts, missing=missing, has_no_point=no_point)
         return view_of(self.uri, facts, tail, datetime.now(UTC), quiet_s)
-
-    def _leave_out_what_is_set_aside(self, tail: Tail, parent: ClaimParent | None) -> None:
-        """The steps behind the point to which the newest attempt went back are no steps of the run."""
-        if parent is None or parent.parent is None:
-            return
-        if self._store.read_claim(parent.attempt).why != REWIND:
-            return
-        to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
-        tail.steps[:] = [
-            step
-            for step in tail.steps
-            if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
-        ]
 
     def _newest_parent(self) -> tuple[ClaimParent | None, frozenset[int]]:
         """That of the newest attempt that has one: the newest claim may not have it yet, or never get it. And

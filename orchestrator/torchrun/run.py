@@ -128,7 +128,7 @@ def _lead(
         spec, plan, watched = _look(store, job, folder, progress.say)
         if starting.reached(plan):
             rendezvous.publish("decision", None)
-            progress.say(f"done: {starting.stop_is_reached(plan)}")
+            progress.say(f"done: {starting.stop_is_reached(job, plan)}")
             return None
         with starting.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
             attempt,

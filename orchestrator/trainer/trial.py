@@ -50,8 +50,8 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
     if facts.largest_table is not None and facts.largest_table < vocab_size:
         notes.append(
             f"warning: the largest torch.nn.Embedding of model.factory={job.model.factory} has "
-            f"{facts.largest_table} rows, and the tokenizer {job.data.tokenizer} has {vocab_size} ids: unless "
-            "the model itself maps ids to rows, training fails at the first larger id"
+            f"{facts.largest_table} rows, and the tokenizer {job.data.tokenizer} has {vocab_size} ids: "
+            "unless the model itself maps ids to rows, training fails at the first larger id"
         )
     return tuple(notes)
 
