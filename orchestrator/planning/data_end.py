@@ -53,6 +53,22 @@ def known_epochs(attempt: int, flat: Mapping[str, Any], end: Cursor) -> KnownEpo
     return KnownEpochs(attempt=attempt, source=source["name"], num_epochs=num_epochs, drawn=_drawn(end))
 
 
+def nothing_left(flat: Mapping[str, Any], cursor: Cursor) -> bool:
+    """Whether the cursor itself says that the data are at their end: where whole documents are packed, it
+    stands behind a source's last epoch once that is taken. Under `concat` it stays in it, at the last token.
+    """
+    if flat["pack.mode"] == "concat":
+        return False
+    for source in flat["data.sources"]:
+        limit = source.get("max_epochs")
+        if limit is None:
+            limit = None if flat.get("data.on_end") == "repeat" else flat["data.num_epochs"]
+        at = cursor.sources.get(source["name"])
+        if limit is None or at is None or at.epoch < limit:
+            return False
+    return True
+
+
 def epochs_of(flat: Mapping[str, Any]) -> int | None:
     """How many epochs of equal length a job reads; None if that is not known, or there is no limit."""
     sources = flat["data.sources"]

@@ -22,7 +22,7 @@ from orchestrator.planning.batches import (
     rebase_step,
     remaining,
 )
-from orchestrator.planning.data_end import KnownEpochs, epochs_of
+from orchestrator.planning.data_end import KnownEpochs, epochs_of, nothing_left
 from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
@@ -200,7 +200,7 @@ def plan_resume(
         refused += missing
         different = _with_encoders_named(different, spans[-1].encoder, encoder)
     budgets = budgets_for(config, point.budgets if point else None, cursor)
-    data_tokens = None
+    data_tokens = 0 if point is not None and nothing_left(config.flat(), cursor) else None
     if encoder is not None and encoder != spans[-1].encoder:
         epochs = None  # of other tokens
     if epochs is not None and skip.request is None:

@@ -70,6 +70,16 @@ def test_a_start_at_the_end_of_the_data_trains_nothing_and_says_what_leads_furth
     assert not starting.reached(run.plan("data.num_epochs=2"))
 
 
+def test_packs_that_are_all_taken_say_so_by_themselves(run: SkippingRun) -> None:
+    packs = ("pack.mode=bestfit", "pack.long_document=split")
+    run.launch(1000, *packs)
+    assert (run.plan(*packs).data_tokens, run.plan(*packs).remaining_steps) == (0, 0)
+    assert starting.reached(run.plan(*packs))
+    assert run.plan(*packs, "data.num_epochs=2").data_tokens is None
+    run.launch(2, *packs, "data.num_epochs=2")
+    assert run.plan(*packs, "data.num_epochs=2").data_tokens is None
+
+
 @pytest.mark.parametrize(
     "change",
     ["data.refresh=epoch", "data.encoder=tokenizers", "resume.accept_changed=true", "resume.data=restart"],
