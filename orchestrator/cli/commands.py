@@ -25,7 +25,7 @@ from orchestrator.cli import (
 )
 from orchestrator.cli.examples import add_examples
 from orchestrator.cli.exit_codes import add_exit_codes
-from orchestrator.cli.shared import app, say
+from orchestrator.cli.shared import app, errors_as_json, say
 from orchestrator.cluster.connection import leaving_ray_behind
 from orchestrator.errors import ERROR_FILE, OrchestratorError
 from orchestrator.launch.screen import let_go
@@ -53,14 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: runs the command (default: that of the process) and ends the process with its exit
     code.
 
-    An error of ours is printed to stderr without a traceback. A standard stream that is closed early changes
-    no exit code that a command has. Who started the process may have named a file for the error
-    (`errors.ERROR_FILE`).
+    An error of ours is printed to stderr without a traceback, with `--json` also as the document. A standard
+    stream that is closed early changes no exit code that a command has. Who started the process may have
+    named a file for the error (`errors.ERROR_FILE`).
     """
     error_file = os.environ.pop(ERROR_FILE, "")
     with leaving_ray_behind():
         try:
-            app(args=arguments)
+            with errors_as_json(sys.argv[1:] if arguments is None else arguments):
+                app(args=arguments)
         except OrchestratorError as error:
             say(f"error: {error}")
             if error_file:

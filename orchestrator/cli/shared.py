@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -15,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from orchestrator import __version__
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, OrchestratorError
 from orchestrator.launch.screen import Screen
 
 if TYPE_CHECKING:
@@ -63,9 +65,8 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="key=value, e.g. train.global_batch_size=24", show_default=False)
 ]
 RunUri = Annotated[str, typer.Argument(help="the run's folder or URI, e.g. runs/quickstart")]
-Json = Annotated[
-    bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")
-]
+JSON = "--json"
+Json = Annotated[bool, typer.Option(JSON, help="print one JSON document on stdout and nothing else there")]
 PointName = Annotated[str, typer.Argument(help="a point's name, e.g. 00000480-a0003-g0007")]
 
 
@@ -126,12 +127,31 @@ def print_reply(reply: Reply, json: bool) -> None:
         raise typer.Exit(2 if reply.outcome == "refused" else 1)
 
 
+# How many documents this process has printed: the one of an error is printed where there is none yet.
+_printed = 0
+
+
 def print_json(value: Any, lines: bool = False) -> None:
     """One document on stdout, indented, or on one line."""
+    global _printed  # noqa: PLW0603  of the process, as stdout is
     if not sys.stdout:
         raise OSError("the command was started without it")
+    _printed += 1
     sys.stdout.write(orjson.dumps(value, option=0 if lines else orjson.OPT_INDENT_2).decode() + "\n")
     sys.stdout.flush()
+
+
+@contextmanager
+def errors_as_json(arguments: Sequence[str]) -> Iterator[None]:
+    """An error of ours that ends a command with `--json` is its document, if it has printed none."""
+    before = _printed
+    try:
+        yield
+    except OrchestratorError as error:
+        if JSON in list(takewhile(lambda word: word != "--", arguments)) and _printed == before:
+            with suppress(OSError, ValueError):  # it stands on stderr, too
+                print_json({"error": {"class": type(error).__name__, "text": str(error)}})
+        raise
 
 
 def print_lines(lines: list[str]) -> None:

@@ -128,7 +128,8 @@ def samples_lines(found: Mapping[str, Any]) -> list[str]:
         agrees = f"these {num} samples have the digest that the journal has of it, {found['digest']}"
     else:
         agrees = f"NOT what the journal says was trained: {found['difference']}"
-    return [*lines, f"step {found['step']}: {agrees}"]
+    note = [f"note: {found['note']}"] if found["note"] else []
+    return [*lines, f"step {found['step']}: {agrees}", *note]
 
 
 def _document_line(document: Mapping[str, Any]) -> str:

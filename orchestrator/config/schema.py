@@ -221,6 +221,10 @@ class PackConfig(_Section):
     """What happens to a document that no sample holds (`bestfit`, `pad`): the run stops, it is cut into
     stretches of `seq_len`, or it is skipped and counted.
     """
+    max_long_share: Annotated[float, may_change("a number from 0 to 1", ge=0, le=1)] = 0.5
+    """Share of a source's documents that no sample holds above which the run stops under
+    `long_document: skip`.
+    """
     document_attention: Annotated[bool | None, may_change("true, false, or null")] = None
     """Whether tokens attend to their own document alone, with positions that begin at each; null: under
     `bestfit`.

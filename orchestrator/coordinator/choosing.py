@@ -15,6 +15,7 @@ from orchestrator.coordinator.survey import Survey
 from orchestrator.errors import RefusedError, WantedPointError
 from orchestrator.history.claims import Origin
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.restarting import RestartDecision
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
@@ -134,9 +135,11 @@ def decide(
     data: DataSpec | None = None,
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
     here: SourcesHere | None = None,
+    epochs: KnownEpochs | None = None,
 ) -> ResumePlan:
     """Whether and how `config` continues `point`; see `planning.resume_plan.plan_resume`. `data` are the
     job's, where they are known, as `here` says that they are read; `identities` are run.json's and theirs.
+    `epochs` is how long one is, if that is known, of the data that the point was made with.
     """
     from orchestrator.config.schema import field_rules
     from orchestrator.data.tokens.encoder import installed_encoders
@@ -147,6 +150,7 @@ def decide(
         info = replace(info, cursor=here.reading.cursor)
     if identities is not None and data is not None and data.tokenizer_folder is not None:
         identities = data.in_force(identities[0]), identities[1]
+    lists = here.changes(data) if here is not None and data is not None else ()
     return plan_resume(
         config,
         rules,
@@ -157,6 +161,7 @@ def decide(
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
         skip=skip,
-        lists=here.changes(data) if here is not None and data is not None else (),
+        lists=lists,
+        epochs=None if lists else epochs,
         restart=here.restart if here is not None else RestartDecision(),
     )

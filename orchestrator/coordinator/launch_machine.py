@@ -393,7 +393,14 @@ class LaunchMachine:
         ):
             return []
         reason, step = next(iter(here.values()))
-        return self.end(reason, f"{reason} at step {step}")
+        return self.end(reason, end_text(reason, step, trained=self.last_step is not None))
+
+
+def end_text(reason: str, step: int, *, trained: bool) -> str:
+    """How a launch ended that was not failed, for people: `step` is the label of the last step done, by
+    whichever launch; `trained`: whether this one has done any.
+    """
+    return f"{reason} at step {step}" + ("" if trained else ", and this start trained no step")
 
 
 def _note(answer: Answered) -> Note:

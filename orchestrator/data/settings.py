@@ -25,7 +25,8 @@ CUT_SHARE = 16
 CHUNK_TOKENS = 1 << 20
 # One document in so many is encoded by both libraries while running, and transformed twice.
 CHECK_ONE_IN = 1000
-# From so many records on, the share of bad ones is judged at the end of each window.
+# From so many records on, the share of bad ones is judged at the end of each window; from so many documents
+# on, that of too long ones.
 BAD_SHARE_RECORDS = 1000
 
 
@@ -35,10 +36,11 @@ class StreamSettings:
 
     `accept_changed` reads changed files by the frozen list. `loss` says by source what is learnt of a
     conversation or a prompt: `assistant` (also of a source not named: the assistant's turns, the completion),
-    `last` or `all`. `pack_mode` and `long_document` are those of the configuration's `pack`; `seq_len` is
-    that of the samples, which `concat` need not know. `transforms` and `holdout` (the share of records that
-    is held out) are by source, none where it has none; the stream is that of all other records, or with
-    `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in tests only.
+    `last` or `all`. `pack_mode`, `long_document` and `max_long_share` are those of the configuration's
+    `pack`; `seq_len` is that of the samples, which `concat` need not know. `transforms` and `holdout` (the
+    share of records that is held out) are by source, none where it has none; the stream is that of all other
+    records, or with `held_out` that of these. `piece_bytes` and `chunk_tokens` differ from the defaults in
+    tests only.
     """
 
     seed: int = 0
@@ -58,6 +60,7 @@ class StreamSettings:
     pack_mode: str = "concat"
     seq_len: int = 0
     long_document: str = "stop"
+    max_long_share: float = 0.5
     transforms: dict[str, tuple[TransformRef, ...]] = field(default_factory=dict)
     holdout: dict[str, float] = field(default_factory=dict)
     held_out: bool = False
@@ -91,6 +94,7 @@ def settings_of(config: JobConfig) -> StreamSettings:
         pack_mode=config.pack.mode,
         seq_len=config.pack.seq_len,
         long_document=config.pack.long_document,
+        max_long_share=config.pack.max_long_share,
         holdout={s.name: data.holdout if s.holdout is None else s.holdout for s in data.sources},
     )
 

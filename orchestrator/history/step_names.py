@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from orchestrator.errors import RefusedError
 from orchestrator.records import StateKey, StepRecord
@@ -40,12 +41,42 @@ def find_step(records: Steps, name: str) -> int:
         raise RefusedError(f"step {name} occurs {len(found)} times in the run's history; write {names}")
     if not records:
         raise RefusedError(f"the run's history has no step {name}: nothing was trained yet")
+    if not attempt and (between := _left_out(records, int(label))):
+        raise RefusedError(between)
     first, last = step_name(records, 0), step_name(records, len(records) - 1)
     others = sorted({f"a{record.attempt}" for record in records if record.step == int(label)})
     known = f"; it has that of {', '.join(others)}" if others else ""
     raise RefusedError(
         f"the run's history has no step {name}; it goes from step {first} to step {last}{known}"
     )
+
+
+def numbering_note(records: Steps, index: int) -> str | None:
+    """What to say of a step whose label is not of the numbering that the newest steps have: labels are
+    counted anew where the batch size or seq_len changes. None for any other step.
+    """
+    anew = [i for i in range(index + 1, len(records)) if records[i].step != records[i - 1].step + 1]
+    if not anew:
+        return None
+    before, after = records[anew[0] - 1], records[anew[0]]
+    return (
+        f"step {records[index].step} is counted as attempt {records[index].attempt} did; after its step "
+        f"{before.step} steps are counted anew, because batch size or seq_len changed: the next one is "
+        f"{after.step}, of attempt {after.attempt}"
+    )
+
+
+def _left_out(records: Steps, label: int) -> str | None:
+    """Why no step has this label, where counting anew went over it."""
+    for before, after in pairwise(records):
+        if before.step < label < after.step:
+            return (
+                f"no step of the run's history has number {label}: step {before.step} (attempt "
+                f"{before.attempt}) is followed by step {after.step} (attempt {after.attempt}), because "
+                "steps are counted anew where batch size or seq_len changes; name "
+                f"{before.step}, {after.step} or another one"
+            )
+    return None
 
 
 def find_steps(records: Steps, text: str) -> range:

@@ -81,4 +81,22 @@ def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str
         return f"{tokens:,} tokens are trained, as many as were asked for"
     if budgets.stop_samples is not None and samples >= budgets.stop_samples:
         return f"{samples:,} samples are trained, as many as were asked for"
-    return f"the data have ended (data.num_epochs={job.data.num_epochs}); raise data.num_epochs to go on"
+    return data_have_ended(job, already=record is None)
+
+
+def data_have_ended(job: JobConfig, *, already: bool) -> str:
+    """What to say where the data ended before a stop, and what leads further; `already`: before this
+    start.
+    """
+    data = job.data
+    limits = [f"data.num_epochs={data.num_epochs}"]
+    limits += [f"{s.name}: max_epochs={s.max_epochs}" for s in data.sources if s.max_epochs is not None]
+    ways = "raise data.num_epochs" + (" or the source's max_epochs" if limits[1:] else "")
+    weighted = all(source.weight is not None for source in data.sources)
+    if len(data.sources) > 1 and (data.on_end == "stop" or (data.on_end is None and weighted)):
+        limits.append("data.on_end=stop: with the first source that cannot fill a sample")
+        ways += ", or set data.on_end=drop (go on with the others) or repeat (begin the source anew)"
+    if already:
+        what = "the data had ended before, at the resume point that it continued"
+        return f"{what} ({', '.join(limits)}): to train on, {ways}"
+    return f"the data have ended ({', '.join(limits)}); to go on, {ways}"

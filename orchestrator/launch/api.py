@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestrator import html_text
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, as_data_job, as_job
-from orchestrator.errors import DataIdentityError, ResourceError
+from orchestrator.errors import DataIdentityError, ResourceError, StorageError
 from orchestrator.history.loggers import require_loggers
 from orchestrator.launch import busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
@@ -109,7 +109,8 @@ def _launch(
         limits, needs = _limits(job), needs_of(job)
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
-        require_model(job, plan, spec.vocab_size)
+        for note in require_model(job, plan, spec.vocab_size):
+            progress.say(note)
         cpus = limits.max_workers * limits.cpus_per_worker + limits.num_tokenizers
         heard = partial(progress.foreign, "Ray")
         with ClusterConnection(job, cpus, needs.object_store_bytes, heard, progress.say):
@@ -138,10 +139,16 @@ def plan(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence
     """What `train` would do with this configuration, or why it would refuse; reads storage and files, starts
     nothing, writes nothing.
 
-    The newest point is trusted by sizes here; `train` verifies every digest before it uses one.
+    The newest point is trusted by sizes here; `train` verifies every digest before it uses one. A run that
+    may be read and not written can be planned, too: a note says so.
     """
     job = as_job(config, overrides)
-    found, _ = _look_ahead(job, starting.run_folder(job))
+    folder = starting.run_folder(job)
+    found, _ = _look_ahead(job, folder)
+    try:
+        starting.check_writable(folder)
+    except StorageError as error:
+        found = replace(found, notes=(*found.notes, f"warning: a start would fail: {error}"))
     if found.action == "refuse" or not is_to_try(found):
         return found
     return replace(found, notes=(*found.notes, "the model is not tried: `orchestrator train --dry-run` does"))
@@ -317,7 +324,7 @@ def _memories() -> list[tuple[str, int]]:
 def _already_done(job: JobConfig, plan: ResumePlan, seconds: float, progress: Progress) -> RunResult:
     """A stop that was reached before is no failure, and nothing is started for it."""
     assert plan.point is not None, "a resume has a point"
-    reason = looking_ahead.stop_is_reached(plan)
+    reason = looking_ahead.stop_is_reached(job, plan)
     progress.say(f"done: {reason}")
     return RunResult(
         outcome="done",

@@ -38,7 +38,8 @@ def say_end(progress: Progress, job: JobConfig, status: RunStatus, store: RunSto
     if status.ended == "failed":
         progress.say_at_length(how)
     else:
-        progress.say(how + (f", loss {step.loss:.4f}" if step else ""))
+        ended, colon, why = how.partition(": ")
+        progress.say(ended + (f", loss {step.loss:.4f}" if step else "") + colon + why)
     asked = Asked(partial(_look_at_end, store, run_id, status.newest_point))
     asked.ask()
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.choosing import choose_point, decide, kept_point, rewind_sentence
+from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import fork_to_begin, point_info, read_parent_point
 from orchestrator.coordinator.skipping import draw_skip, skip_here
 from orchestrator.coordinator.sources import read_as, sources_here
@@ -28,6 +29,7 @@ from orchestrator.coordinator.survey import (
 )
 from orchestrator.errors import RefusedError, ResumePointError
 from orchestrator.history.claims import ForkedFrom
+from orchestrator.launch.announcing import data_have_ended
 from orchestrator.launch.nested_runs import refuse_inside
 from orchestrator.launch.start import find_run, prepare
 from orchestrator.planning.resume_plan import ResumePlan
@@ -78,7 +80,8 @@ def look_ahead(
     here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
     spec = read_as(job, spec, here)
     identities = (run.identity, spec.identity()) if run else None
-    found = decide(store, job, point, identities, data=spec, skip=asked, here=here)
+    epochs = find_known_epochs(store, seen, job)
+    found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = _notes(store, job, seen, point, damages, fast)
     return replace(found, notes=(*found.notes, *notes), rewind=rewind_sentence(seen, job, point))
@@ -183,8 +186,10 @@ def reached(plan: ResumePlan) -> bool:
     return plan.action == "resume" and plan.remaining_steps == 0
 
 
-def stop_is_reached(plan: ResumePlan) -> str:
+def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
     """What to say when there is nothing left to train."""
+    if plan.data_tokens == 0:
+        return f"nothing is left to train at {plan.point}: {data_have_ended(job, already=False)}"
     return (
         f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from orchestrator.coordinator.survey import LOOKS
 from orchestrator.errors import ResumePointError
 from orchestrator.history.busy import Busy, Free
-from orchestrator.history.claim_files import RESUME, REWIND
+from orchestrator.history.claim_files import RESUME
 from orchestrator.history.claims import ClaimParent
 from orchestrator.monitor.missing import lost_points, missing_pieces, newest_unwritten, read_names
+from orchestrator.monitor.set_aside import SetAside
 from orchestrator.monitor.tail import Tail, read_tail
 from orchestrator.monitor.view import AttemptFacts, Quiet, RunView, left_out, view_of
 from orchestrator.records import Cursor
@@ -33,8 +34,7 @@ def look_at(store: RunStore, uri: str, watch_s: float, quiet_s: Quiet) -> RunVie
         watched = store.watch_busy(watch_s, time.monotonic, time.sleep)
     for _ in range(LOOKS):
         files, (parent, torn) = store.attempt_files(), _newest_parent(store)
-        facts, tail = _facts(store, watched, watch_s, parent), read_tail(store.storage)
-        _leave_out_what_is_set_aside(store, tail, parent)
+        facts, tail = _facts(store, watched, watch_s, parent), read_tail(store.storage, SetAside(store))
         missing = _missing(store, tail, parent, torn)
         if files == store.attempt_files():
             break  # else an attempt was claimed between them; it proves nothing, so the last look will do
@@ -75,20 +75,6 @@ def _newest_parent(store: RunStore) -> tuple[ClaimParent | None, frozenset[int]]
         if parent is not None:
             torn.add(number)
     return None, frozenset(torn)
-
-
-def _leave_out_what_is_set_aside(store: RunStore, tail: Tail, parent: ClaimParent | None) -> None:
-    """The steps behind the point to which the newest attempt went back are no steps of the run."""
-    if parent is None or parent.parent is None:
-        return
-    if store.read_claim(parent.attempt).why != REWIND:
-        return
-    to = (parent.parent.attempt, parent.parent.generation, parent.parent.step)
-    tail.steps[:] = [
-        step
-        for step in tail.steps
-        if step["attempt"] >= parent.attempt or (step["attempt"], step["generation"], step["step"]) <= to
-    ]
 
 
 def _facts(

@@ -18,7 +18,7 @@ from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
-from orchestrator.history.step_names import find_steps, step_name
+from orchestrator.history.step_names import find_steps, numbering_note, step_name
 from orchestrator.monitor.audit import Walk
 from orchestrator.monitor.tracing_packer import Stretch, TracingPacker
 from orchestrator.monitor.tracing_windows import TracingWindows
@@ -39,7 +39,8 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
     one that is too long, has a last label of its own: the token at `end_token`. It is the document's last
     token where the stretch `ends`, and its text then has it; `tokens` of a sample are those of its documents,
     without padding. `matches`: the journal's digest of the step is that of these samples; `difference` says
-    what is not so, and there may be no samples then.
+    what is not so, and there may be no samples then. `note`: that the step's number belongs to another
+    counting than the newest steps' (None if not).
 
     Raises `RefusedError` for a step that the history does not have, `DataIdentityError` if an attempt was
     told to go on with changed files and they differ.
@@ -58,6 +59,7 @@ def step_documents(spec: DataSpec, seen: Survey, step: str, text: bool) -> dict[
         "digest": records[index].digest,
         "matches": difference is None,
         "difference": difference and difference["reason"],
+        "note": numbering_note(records, index),
         "samples": found,
     }
 

@@ -8,7 +8,7 @@ about twice that, decodes the lines that it shows, and checks nothing; proofs re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,8 +103,9 @@ class Tail:
         return int(self.generation["world_size"]) - len(lost)
 
 
-def read_tail(storage: Storage) -> Tail:
-    """The newest part of the run's journal; empty if there is none. Lines that are not as the journal writes
+def read_tail(storage: Storage, set_aside: Callable[[dict[str, Any]], bool] = lambda _: False) -> Tail:
+    """The newest part of the run's journal, without the steps that are `set_aside`; empty if there is none.
+    Lines that are not as the journal writes
     them (the last one may be in the middle of being written) are passed over. A line that stands in several
     segments, because a write of it failed, is taken once.
     """
@@ -123,7 +124,8 @@ def read_tail(storage: Storage) -> Tail:
             fields = orjson.loads(line)
             if folder in oldest and fields["seq"] >= oldest[folder]:
                 continue
-            _take(tail, name, fields)
+            if name != STEP or not set_aside(fields):
+                _take(tail, name, fields)
             oldest[folder] = fields["seq"]
         except (orjson.JSONDecodeError, OrchestratorError, KeyError, TypeError):
             continue

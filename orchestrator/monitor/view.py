@@ -29,7 +29,7 @@ from orchestrator.monitor.verdict import (
 from orchestrator.records import Cursor
 from orchestrator.resume.points import parse_point_name
 
-LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`
+LeftOut = Mapping[str, Mapping[str, int]]  # by source: `filtered`, `held_out`, `long`, `unpacked`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +39,10 @@ class AttemptFacts:
     `stop_tokens` and `stop_samples` are the run's budgets, None where there is no limit. `alive`: whether the
     attempt gave a sign of life while it was watched for `watched_s`; None: nobody watched. `skipped` counts
     the documents that were skipped up to that point, by source; None if that is not known. `left_out` counts
-    those that transforms dropped (`filtered`) and that are held out (`held_out`). `missing` is what is seen
-    to be gone of the run's folder. `has_no_point`: whether it is known that none was ever committed.
-    `quarantined`: the points that are marked as damaged, of which none is `point`. `resumes`: the attempt was
-    claimed by a start that continues that point.
+    those that transforms dropped (`filtered`), that are held out (`held_out`), too long (`long`) or without a
+    target (`unpacked`). `missing` is what is seen to be gone of the run's folder. `has_no_point`: whether it
+    is known that none was ever committed. `quarantined`: the points that are marked as damaged, of which none
+    is `point`. `resumes`: the attempt was claimed by a start that continues that point.
     """
 
     number: int | None
@@ -66,10 +66,10 @@ class AttemptFacts:
 class RunView:
     """A run at a glance; None is what is not known. Times are UTC by the clock of who wrote them, ages by
     this machine's: for people, nothing is decided by them. `quiet_s`: for how long `watch` has seen no new
-    step. `skipped_documents` and `left_out_documents` (`filtered` by transforms, `held_out`) are those up to
-    `newest_point`, by source. `missing` names what is seen to be
-    gone of the run's folder (`monitor.missing`); `quarantined` are the points that are marked as damaged, of
-    which none counts as `newest_point`.
+    step. `skipped_documents` and `left_out_documents` (`filtered` by transforms, `held_out`, too `long`,
+    `unpacked`: without a target) are those up to `newest_point`, by source. `missing` names what is seen to
+    be gone of the run's folder (`monitor.missing`); `quarantined` are the points that are marked as damaged,
+    of which none counts as `newest_point`.
     """
 
     run: str
@@ -234,16 +234,28 @@ def skipped_lines(skipped: Mapping[str, int] | None, before: str = "") -> list[s
 
 
 def left_out(cursor: Cursor) -> dict[str, dict[str, int]]:
-    """What transforms dropped, and what is held out, up to a cursor."""
+    """What transforms dropped, what is held out, and what no sample of whole documents holds because it is
+    too long or has no target, up to a cursor.
+    """
     return {
-        name: {"filtered": at.filtered_documents, "held_out": at.held_out_documents}
+        name: {
+            "filtered": at.filtered_documents,
+            "held_out": at.held_out_documents,
+            "long": at.long_documents,
+            "unpacked": at.unpacked_documents,
+        }
         for name, at in cursor.sources.items()
     }
 
 
 def left_out_lines(left_out: LeftOut | None, before: str = "") -> list[str]:
-    """The same of documents that transforms dropped, and of records that are held out."""
-    words = {"filtered": "dropped by data.transforms", "held_out": "held out (data.holdout)"}
+    """The same of documents that are left out for another reason than that they are bad."""
+    words = {
+        "filtered": "dropped by data.transforms",
+        "held_out": "held out (data.holdout)",
+        "long": "longer than a sample holds and skipped (pack.long_document=skip)",
+        "unpacked": "without a target and in no sample",
+    }
     return [
         f"{before}{number:,} document{'' if number == 1 else 's'} of source {source} "
         f"{'was' if number == 1 else 'were'} {words[kind]}"

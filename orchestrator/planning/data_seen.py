@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.records import Cursor, SourceCursor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSeen:
     """One source at a cursor. `samples` and `tokens` (positions) are all that was drawn of it, skipped ones
-    included; `epochs` are those passed, with the passed part of the one at hand by blocks.
+    included; `epochs` are those passed, with the passed part of the one at hand by whole blocks, and
+    `epochs_at_most` with the block at hand as a whole: how far it is passed is not looked at. Both are the
+    same where the length of an epoch is known (`planning.data_end`).
 
     `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
     that the job asks for, `target_before` that of the point (None: not known, or nothing was drawn). Shares
@@ -25,6 +28,7 @@ class SourceSeen:
     samples: int
     tokens: int
     epochs: float
+    epochs_at_most: float
     ended: bool
     target_before: float | None
     target: float | None
@@ -39,8 +43,12 @@ class SourceSeen:
         over = ", at its end" if self.ended else ""
         return (
             f"source {self.source}: {self.tokens:,} tokens in {self.samples:,} samples seen, "
-            f"{self.epochs:.2f} epochs{share}{wanted}{over}"
+            f"{self._epochs_text()}{share}{wanted}{over}"
         )
+
+    def _epochs_text(self) -> str:
+        least, most = f"{self.epochs:.2f}", f"{self.epochs_at_most:.2f}"
+        return f"{least} epochs" if least == most else f"{least} to {most} epochs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +79,14 @@ class PlannedSkip:
 
 
 def sources_seen(
-    cursor: Cursor, weights: Mapping[str, int], num_blocks: Mapping[str, int]
+    cursor: Cursor,
+    weights: Mapping[str, int],
+    num_blocks: Mapping[str, int],
+    known: KnownEpochs | None = None,
 ) -> tuple[SourceSeen, ...]:
-    """Each source of the job (`weights`, as whole numbers) at a cursor."""
+    """Each source of the job (`weights`, as whole numbers) at a cursor; `known`: the length of the only
+    source's epochs.
+    """
     drawn = cursor.drawn_from(tuple(weights))
     had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
     counts = {name: cursor.mixture[name].count for name in had}
@@ -85,14 +98,19 @@ def sources_seen(
     found = []
     for name, (samples, tokens) in drawn.items():
         at = cursor.sources.get(name, SourceCursor())
+        if name in ended:
+            least = most = float(cursor.mixture[name].ended)
+        elif known is not None and known.source == name:
+            least = most = known.epochs(cursor)
+        else:
+            least, most = _passed(at, num_blocks[name])
         found.append(
             SourceSeen(
                 source=name,
                 samples=samples,
                 tokens=tokens,
-                epochs=float(cursor.mixture[name].ended)
-                if name in ended
-                else at.epoch + at.block / num_blocks[name],
+                epochs=least,
+                epochs_at_most=most,
                 ended=name in ended,
                 target_before=_share(had, name),
                 target=_share(live, name),
@@ -100,6 +118,13 @@ def sources_seen(
             )
         )
     return tuple(found)
+
+
+def _passed(at: SourceCursor, num_blocks: int) -> tuple[float, float]:
+    """The epochs passed at least and at most."""
+    least = at.epoch + at.block / num_blocks
+    begun = any((at.window, at.record, at.output, at.piece, at.token, at.packs))
+    return least, at.epoch + (at.block + begun) / num_blocks
 
 
 def _share(parts: Mapping[str, int], name: str) -> float | None:

@@ -23,6 +23,7 @@ from orchestrator.planning.batches import (
     rebase_step,
     remaining,
 )
+from orchestrator.planning.data_end import KnownEpochs, epochs_of, nothing_left
 from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
 from orchestrator.planning.identity import RunIdentity, compare
@@ -82,7 +83,8 @@ class ResumePlan:
     says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
     data are not known), `skip` what is left out after the point (`cursor` is the point's own), `lists` what
     becomes of the sources (`cursor` is then where they begin anew); `skip_note` and `restart_note` say why a
-    skip or a restart that is asked for is done already.
+    skip or a restart that is asked for is done already. `data_tokens` are the positions that the data still
+    hold, where a launch has come to their end before (None: not known).
     """
 
     action: str
@@ -110,6 +112,7 @@ class ResumePlan:
     lists: tuple[SourceChange, ...] = ()
     restart_note: str = ""
     drawn: Skip | None = None
+    data_tokens: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `orchestrator plan --json`."""
@@ -163,7 +166,7 @@ def plan_resume(
     point: PointInfo | None,
     old_flat: Mapping[str, Any] | None = None,
     identities: tuple[RunIdentity, RunIdentity] | None = None,
-    data_tokens: int | None = None,
+    epochs: KnownEpochs | None = None,
     installed: Mapping[str, str | None] | None = None,
     weights: Mapping[str, int] | None = None,
     num_blocks: Mapping[str, int] | None = None,
@@ -175,7 +178,7 @@ def plan_resume(
 
     `rules` maps a field's dotted path to its resume rule (of `config.field_rules()`), `old_flat` is the flat
     configuration that the point (or, without one, the run) was made with, `identities` are (the run's, the
-    job's) where the job's is known, `data_tokens` is the number of positions that the data still holds, where
+    job's) where the job's is known, `epochs` is how long an epoch of the job's only source is, where
     it is known, `installed` are the encoders here (see `encoders.choose_next`), `weights` and `num_blocks`
     are those of the job's sources where they are known, `skip` and `restart` what became of a skip and of a
     restart that are asked for, `lists` how the job's sources differ from the point's, whose cursor stands in
@@ -198,6 +201,11 @@ def plan_resume(
         refused += missing
         different = _with_encoders_named(different, spans[-1].encoder, encoder)
     budgets = budgets_for(config, point.budgets if point else None, cursor)
+    data_tokens = 0 if point is not None and nothing_left(config.flat(), cursor) else None
+    if encoder is not None and encoder != spans[-1].encoder:
+        epochs = None  # of other tokens
+    if epochs is not None and skip.request is None:
+        data_tokens = epochs.left(epochs_of(config.flat()), cursor)
     left = _remaining(config, cursor, budgets, data_tokens)
     return ResumePlan(
         action="refuse" if refused else "resume" if point else "start",
@@ -214,11 +222,14 @@ def plan_resume(
         lr_after=learning_rate(config.train, budgets, _place(config, point, budgets)),
         differences=different,
         refusals=tuple(refused),
-        notes=tuple(_world_size_notes(config, point)),
+        notes=(*_world_size_notes(config, point), *_end_notes(epochs, data_tokens)),
+        data_tokens=data_tokens,
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
-        sources=sources_seen(cursor, weights, num_blocks) if weights is not None and num_blocks else (),
+        sources=sources_seen(cursor, weights, num_blocks, epochs)
+        if weights is not None and num_blocks
+        else (),
         skip=_planned_skip(skip, point),
         skip_note=skip.note,
         lists=lists,
@@ -412,6 +423,14 @@ def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[st
         yield (
             f"the point was saved at world size {point.world_size}; at another one losses and weights "
             + ("differ in their last bits (numerics: fast)" if fast else "stay the same, to the last bit")
+        )
+
+
+def _end_notes(epochs: KnownEpochs | None, data_tokens: int | None) -> Iterator[str]:
+    if epochs is not None and data_tokens is not None:
+        yield (
+            f"the data hold {data_tokens:,} more tokens: an epoch of source {epochs.source} has "
+            f"{epochs.tokens:,}, as attempt {epochs.attempt} found, which came to their end"
         )
 
 

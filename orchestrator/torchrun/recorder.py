@@ -18,6 +18,7 @@ from orchestrator.config.schema import JobConfig
 from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.attempt_journal import note_beginning, write_down_end
 from orchestrator.coordinator.ended_by import ended_by
+from orchestrator.coordinator.launch_machine import end_text
 from orchestrator.coordinator.measuring import measured
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.cause import first_cause
@@ -214,7 +215,8 @@ class RankZeroRecorder:
         self._stop_writing()
         if self._failure is not None:
             raise self._failure
-        self._end(reason, f"{reason} at step {key.step}", STORAGE_LIMIT_S, stop_by)
+        text = end_text(reason, key.step, trained=self._last_step is not None)
+        self._end(reason, text, STORAGE_LIMIT_S, stop_by)
 
     # ---------------------------------------------------------------------- calls of who runs the group
     def failed(self, error: BaseException) -> None:

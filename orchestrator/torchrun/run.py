@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from orchestrator.cluster.machine import process_state
 from orchestrator.config.redaction import command_line
 from orchestrator.config.schema import JobConfig, load_config
+from orchestrator.coordinator.launch_machine import end_text
 from orchestrator.elastic.stall import StallWatch
 from orchestrator.errors import ConfigError, OrchestratorError, ResourceError
 from orchestrator.faults import hook
@@ -129,7 +130,7 @@ def _lead(
         spec, plan, watched = _look(store, job, folder, progress.say)
         if looking_ahead.reached(plan):
             rendezvous.publish("decision", None)
-            progress.say(f"done: {looking_ahead.stop_is_reached(plan)}")
+            progress.say(f"done: {looking_ahead.stop_is_reached(job, plan)}")
             return None
         with claiming.claimed(store, job, spec, watched, fault_plan, command=command, drawn=plan.drawn) as (
             attempt,
@@ -157,7 +158,8 @@ def _lead(
     why = ""
     if outcome.reason == "done":
         why = f": {announcing.why_done(job, attempt.budgets, status.last_step)}"
-    progress.say(f"{outcome.reason} at step {outcome.key.step if outcome.key else 0}{why}")
+    step, trained = outcome.key.step if outcome.key else 0, status.last_step is not None
+    progress.say(f"{end_text(outcome.reason, step, trained=trained)}{why}")
     progress.say(f"newest resume point: {job.run.run_uri}/points/{status.newest_point}")
     return outcome
 
@@ -186,7 +188,8 @@ def _look(
         plan = looking_ahead.look_before_start(store, job, spec, watched)
         if looking_ahead.reached(plan):
             return spec, plan, 0
-        require_model(job, plan, spec.vocab_size)
+        for note in require_model(job, plan, spec.vocab_size):
+            say(note)
         return spec, plan, watched()
 
 

@@ -11,7 +11,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import ModelConfig
 
 NO_LOSS = -100  # the label of a position that is no target
+_NAMED = 10
 
 
 def pick_device(device: str) -> torch.device:
@@ -72,7 +73,7 @@ def build_model(
 
     Weights are drawn on the CPU, so that they are the same on every kind of device. A transformers model is
     called without a cache. Raises `ConfigError` if the factory or the pretrained folder does not give a
-    model.
+    model, and where the folder lacks tensors of it.
     """
     torch.manual_seed(seed)
     dtype = weights_dtype(precision)
@@ -220,23 +221,37 @@ def _from_transformers(
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    missing: Collection[str] = ()
     with naming_model(config):
         if config.pretrained is not None and config.init_from is None:
-            model = AutoModelForCausalLM.from_pretrained(
+            opened: Any = AutoModelForCausalLM.from_pretrained(
                 config.pretrained,
                 config=settings,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
+                output_loading_info=True,
             )
+            model, missing = opened[0], opened[1]["missing_keys"]  # what is tied to others is not among them
         else:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=dtype, attn_implementation=attention
             )
+    if missing:
+        raise _lacking(str(config.pretrained), sorted(map(str, missing)))
     model.config.use_cache = False
     assert isinstance(model, nn.Module), f"transformers returned {type(model)}"
     return model
+
+
+def _lacking(folder: str, missing: list[str]) -> ConfigError:
+    named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else "")
+    return ConfigError(
+        f"model.pretrained={folder} lacks {len(missing)} of the model's tensors, and they would start at "
+        f"random: {named}; restore the folder's *.safetensors, or correct its config.json, which says that "
+        "the model has them"
+    )
 
 
 def loss_sum(

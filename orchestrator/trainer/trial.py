@@ -28,11 +28,13 @@ _LIMIT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say.
-    `note`, if any, is for the user: what could not be tried.
+    """What a model was found to be. `num_embeddings`: how many ids it embeds, None where it does not say
+    (`get_input_embeddings`); `largest_table`: rows of the largest `torch.nn.Embedding` of such a one, None
+    if it has none. `note`, if any, is for the user: what could not be tried.
     """
 
     num_embeddings: int | None = None
+    largest_table: int | None = None
     note: str = ""
 
 
@@ -44,7 +46,14 @@ def require_model(job: JobConfig, plan: ResumePlan, vocab_size: int) -> tuple[st
         return ()
     facts = try_model(job)
     require_vocabulary(facts, job, vocab_size)
-    return (facts.note,) if facts.note else ()
+    notes = [facts.note] if facts.note else []
+    if facts.largest_table is not None and facts.largest_table < vocab_size:
+        notes.append(
+            f"warning: the largest torch.nn.Embedding of model.factory={job.model.factory} has "
+            f"{facts.largest_table} rows, and the tokenizer {job.data.tokenizer} has {vocab_size} ids: "
+            "unless the model itself maps ids to rows, training fails at the first larger id"
+        )
+    return tuple(notes)
 
 
 def is_to_try(plan: ResumePlan) -> bool:
@@ -80,6 +89,7 @@ def require_vocabulary(facts: ModelFacts, job: JobConfig, vocab_size: int) -> No
     if facts.num_embeddings is None or facts.num_embeddings >= vocab_size:
         return
     model = "model.config" if job.model.pretrained is None else f"model.pretrained={job.model.pretrained}"
+    model = model if job.model.factory is None else f"model.factory={job.model.factory}"
     raise ConfigError(
         f"the model of {model} embeds {facts.num_embeddings} ids, but the tokenizer {job.data.tokenizer} has "
         f"{vocab_size}; take the model's own tokenizer, or a model of at least {vocab_size} ids"
@@ -148,7 +158,9 @@ def _build(config: ModelConfig, device_type: str, invariant: bool, within: int |
             require_document_attention(module, within)
         if config.init_from is not None:
             require_fit(config, module)
-    return ModelFacts()
+    known = _num_embeddings(module)
+    tables = [each.num_embeddings for each in module.modules() if isinstance(each, torch.nn.Embedding)]
+    return ModelFacts(num_embeddings=known, largest_table=None if known else max(tables, default=None))
 
 
 def _num_embeddings(model: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.tables import audit_lines, plan_lines
@@ -34,6 +35,15 @@ def test_the_differences_of_a_plan_are_written_as_in_json(tiny_config: Any) -> N
         assert f"  resume.x: {text}  (no influence on what is trained)" in plan_lines(
             replace(found, differences=(different,))
         )
+
+
+def test_a_plan_says_that_the_storage_cannot_be_written(tiny_config: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = plan(tiny_config({"run.storage": str(tmp_path / "file" / "runs")}))
+    assert found.action == "start"
+    (line,) = [line for line in plan_lines(found) if "warning" in line]
+    assert line.startswith("  warning: a start would fail: run.storage: ")
+    assert f"because {tmp_path}/file is no writable folder" in line
 
 
 def test_a_plan_says_that_it_has_not_tried_the_model(tiny_config: Any) -> None:

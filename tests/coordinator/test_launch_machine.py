@@ -37,14 +37,15 @@ def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> N
     assert VoterGone(generation=1, rank=rank, voted=None, writing=True) in actions
 
 
-def one_of_two(budgets: Budgets | None = None) -> LaunchMachine:
-    """Two members train with at least two, and have done a step; then b dies."""
+def one_of_two(budgets: Budgets | None = None, trained: bool = True) -> LaunchMachine:
+    """Two members train with at least two, and have done a step (if `trained`)."""
     rendezvous = Rendezvous(attempt=1, launch=LAUNCH, min_workers=2, max_workers=2, expected=2)
     machine = LaunchMachine(rendezvous, FailureBudget(3), StorageTrouble(), budgets=budgets or Budgets())
     for member in "ab":
         machine.join(replace(JOIN, member=member), 0.0)
     form_next(machine, 0.0)
-    machine.recorded(record(key(1)), 1.0)
+    if trained:
+        machine.recorded(record(key(1)), 1.0)
     return machine
 
 
@@ -114,6 +115,16 @@ def test_a_run_that_is_done_says_whether_its_budget_or_its_data_ended_it(
     machine = one_of_two(Budgets(**limit))
     actions = machine.finished("a", key(1), "done", 2.0) + machine.finished("b", key(1), "done", 2.0)
     assert ends(actions) == [("done", by)]
+
+
+def test_an_end_says_whether_the_launch_trained_a_step() -> None:
+    for trained, text in (
+        (False, "done at step 1, and this start trained no step"),
+        (True, "done at step 1"),
+    ):
+        machine = one_of_two(trained=trained)
+        actions = machine.finished("a", key(1), "done", 2.0) + machine.finished("b", key(1), "done", 2.0)
+        assert [action.reason for action in actions if isinstance(action, End)] == [text]
 
 
 def test_a_stop_is_said_to_be_by_whoever_asked_for_it_first() -> None:

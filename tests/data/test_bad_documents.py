@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -95,6 +97,41 @@ def test_other_formats_name_bad_documents_too(tmp_path: Path, tiny_config: Make)
         "row 1: 'text' is null",
         "row 2: not UTF-8: invalid start byte at byte 2 of the record",
     ]
+
+
+def test_the_advice_fits_what_the_source_is(
+    tmp_path: Path, tiny_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def advice(path: str, kind: str, **data: Any) -> str:
+        config = job(tiny_config, Path(path), kind, encoder="tokenizers", **data)
+        with pytest.raises(BadDocumentError) as caught:
+            samples(spec_of(config), 64)
+        return str(caught.value).partition("; set ")[2]
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = (
+        "from orchestrator import BadDocument\n\n\ndef texts():\n    return ['good words ' * 9] * 9 + [7]\n"
+    )
+    code += "\n\ndef refuse(document, seed):\n    raise BadDocument('no')\n"
+    (tmp_path / "advised.py").write_text(code)
+    good = [{"text": "good words"}] * 9
+    pq.write_table(pa.table({"text": ["good", None]}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD + b"bad\n"))
+    (tmp_path / "b.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in good))
+    new_run = "in a new run (another run.name; a run keeps its own), or fix the document"
+    go_on = ", and go on with resume.accept_changed=true"
+    skip = f"data.on_bad_document=skip {new_run}"
+    assert advice("advised:texts", "python") == (
+        f"{skip} in what advised:texts returns, as many records as before{go_on}"
+    )
+    assert advice(str(tmp_path / "a.parquet"), "parquet") == (
+        f"{skip} and keep the rows and row groups of its file{go_on}"
+    )
+    assert advice(str(tmp_path / "a.jsonl.gz"), "jsonl") == f"{skip} in a file of no more bytes{go_on}"
+    assert advice(str(tmp_path / "b.jsonl"), "jsonl", transforms=["advised:refuse"]) == (
+        "data.on_bad_document=skip, or let the transform drop it (return None), "
+        f"{new_run} at the same length{go_on}"
+    )
 
 
 def test_an_invalid_string_column_of_parquet_is_a_bad_document_not_a_crash(

@@ -376,6 +376,27 @@ def test_a_tokenizer_without_a_template_is_refused_where_chats_are_read(tmp_path
         examine(name, fetch(name), chat=True)
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}\n{{ m['content' }}\n{% endfor %}", r"line 2: unexpected '}'"),
+        (
+            "{% for m in messages %}\n\n{{ m.content | trimm }}{% endfor %}",
+            r"line 3: No filter named 'trimm'",
+        ),
+        ("{% for m in messages %}{{ m.content }}", "line 1: Unexpected end of template"),
+    ],
+)
+def test_a_template_with_a_syntax_error_is_refused_with_its_line(
+    tmp_path: Path, template: str, says: str
+) -> None:
+    name = saved(tmp_path / "t", byte_level(), template)
+    with pytest.raises(ConfigError, match=says) as caught:
+        examine(name, fetch(name), chat=True)
+    assert "generation" not in str(caught.value)
+    examine(name, fetch(name))  # who reads no chats does not need it
+
+
 def test_gigatoken_gives_the_same_ids_and_masks(tmp_path: Path) -> None:
     name = saved(tmp_path / "t", byte_level(), CHATML)
     facts = examine(name, fetch(name), chat=True)

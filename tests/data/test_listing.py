@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_listed_is_told(tree: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "scandir", scandir)  # root, as whom tests may run, may list every folder
     listing = list_files("s", str(tree), "jsonl")
     assert listing.names == ("[1].jsonl", "a.jsonl", "x/a.jsonl")
-    (note,) = listing.notes("s")
+    note, _ = listing.notes("s")
     assert note == f"source s: folder {tree}/x/y cannot be listed (Permission denied); nothing in it is read"
 
 
@@ -247,7 +247,7 @@ def test_files_of_one_number_that_differ_in_size_or_time_are_two(
 def test_a_link_whose_name_is_not_utf8_is_told_in_utf8(tree: Path) -> None:
     os.symlink("a.jsonl", os.fsencode(tree) + b"/\xff.jsonl")
     listing = list_files("s", str(tree), "jsonl")
-    (note,) = listing.notes("s")
+    note, _ = listing.notes("s")
     assert "e.g. \\udcff.jsonl to a.jsonl" in note
     assert note.encode()
 
@@ -263,6 +263,25 @@ def test_several_paths_are_one_list_below_their_common_folder(tree: Path) -> Non
         assert not listing.others
     alone, listed = list_files("s", str(tree), "jsonl"), list_files("s", [str(tree)], "jsonl")
     assert alone == listed
+
+
+def test_files_of_a_folder_that_are_not_called_as_the_formats_are_counted_and_one_is_named(
+    tmp_path: Path,
+) -> None:
+    for name in ("a.jsonl", "README.md", "Z.JSONL", "inner/b.jsonl.gz", "inner/A.txt", ".hidden"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    (note,) = list_files("s", str(tmp_path), "jsonl").notes("s")
+    assert note == (
+        f"source s: 3 files in {tmp_path} are not read, e.g. Z.JSONL, because their names do not end with "
+        ".jsonl, .jsonl.gz, …; to have a file read, rename it or name it in data.sources[].path"
+    )
+    both = list_files("s", [str(tmp_path), f"{tmp_path}/*.JSONL"], "jsonl")
+    assert "Z.JSONL" in both
+    assert both.notes("s")[0].startswith("source s: 2 files in")
+    assert list_files("s", f"{tmp_path}/*.jsonl", "jsonl").notes("s") == ()  # a glob means what it says
+    assert list_files("s", str(tmp_path), "text").notes("s") == ()
 
 
 def test_a_file_that_two_paths_lead_to_is_read_once(tree: Path) -> None:

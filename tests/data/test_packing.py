@@ -83,7 +83,10 @@ def chunks_of(windows: Sequence[Documents], cuts: int, source: str = "made") -> 
 
 def settings_of(mode: str, seq_len: int, long_document: str = "split", **more: Any) -> StreamSettings:
     return StreamSettings(
-        pack_mode=mode, seq_len=seq_len, long_document=long_document, max_bad_share=1.0, **more
+        pack_mode=mode,
+        seq_len=seq_len,
+        long_document=long_document,
+        **{"max_bad_share": 1.0, "max_long_share": 1.0, **more},
     )
 
 
@@ -324,6 +327,26 @@ def test_a_skipped_document_is_counted_and_reported() -> None:
     assert found.cursors[-1].sources["made"].long_documents == 1
     (reason,) = found.reasons
     assert "9 tokens, a sample of pack.seq_len=7 holds 8" in reason
+
+
+def test_too_many_skipped_documents_stop_at_the_epochs_end_and_before_it_among_many() -> None:
+    def of(*lengths: int) -> Documents:
+        return [([*range(length)], [True] * length) for length in lengths]
+
+    how = settings_of("pad", 7, "skip", max_long_share=0.5)
+    assert len(draw_all([of(3, 9), of(9, 3)], how, [1], 9).rows) == 2, "half of them is not more than half"
+    with pytest.raises(DataError) as error:
+        draw_all([of(3, 9), of(3, 9, 9)], how, [1], 9)
+    for part in ("3 of the first 5 documents of source made", "pack.max_long_share=0.5", "pack.seq_len=7"):
+        assert part in str(error.value)
+    # a window before the epoch's end is judged once 1,000 documents were read
+    few, many = of(*[9] * 600 + [3] * 399), of(*[9] * 600 + [3] * 400)
+    rest = of(*[3] * 300)
+    assert len(draw_all([few, rest], how, [1], 999).rows) == 699
+    with pytest.raises(DataError, match="600 of the first 1,000 documents"):
+        draw_all([many, rest], how, [1], 999)
+    wide = settings_of("pad", 9, "skip", max_long_share=0.0)
+    assert len(draw_all([many, rest], wide, [1], 999).rows) == 1300
 
 
 def test_a_token_budget_charges_the_last_sample_only_what_is_left() -> None:

@@ -143,6 +143,31 @@ class SkippingRun:
         path.write_bytes(seal(encode(change(decode(ClaimParent, unseal(path.read_bytes()))))))
 
 
+def test_the_status_after_going_back_far_shows_the_last_step_before_the_point_whoever_continues_from_there(
+    mapping: dict[str, Any],
+) -> None:
+    run = SkippingRun(mapping)
+
+    def shown() -> tuple[int | None, int]:
+        seen = orchestrator.open(run.folder).status(0)
+        return seen.step, seen.consumed_samples
+
+    first = run.launch(2)
+    run.launch(60, "train.global_batch_size=1")
+    assert shown()[1] == 2 * BATCH + 60
+    back = f"resume.from={first.point_name}"
+    begun = run.begin(back)
+    assert shown() == (2, 2 * BATCH)
+    run.train(begun, 0, back, save=False)
+    assert shown() == (2, 2 * BATCH)
+    again = run.begin()
+    assert shown() == (2, 2 * BATCH), "a start that continues from there has not trained yet"
+    run.train(again, 1)
+    assert shown() == (3, 3 * BATCH)
+    run.begin()  # and is killed: what it had trained stands
+    assert shown() == (3, 3 * BATCH)
+
+
 @pytest.fixture
 def mapping(tmp_path: Path, tiny_config: Make) -> dict[str, Any]:
     write_corpus(tmp_path / "data", some_texts(60), "jsonl")

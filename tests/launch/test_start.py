@@ -33,6 +33,7 @@ from orchestrator.launch import announcing, busy_watch, claiming, looking_ahead
 from orchestrator.launch import start as starting
 from orchestrator.monitor.run import Run
 from orchestrator.planning.resume_plan import ResumePlan
+from orchestrator.planning.schedule import Budgets
 from orchestrator.records import StateKey, StepRecord
 from orchestrator.resume.fates import Fates
 from orchestrator.resume.leftovers import Leftover, remove_leftovers
@@ -486,6 +487,27 @@ def test_a_plan_says_that_the_journal_lacks_steps_before_the_point(runner: Runne
     plan = runner.plan()
     assert plan.action == "resume"
     assert [note for note in plan.notes if "the journal lacks records of steps before" in note]
+
+
+def test_a_start_that_found_the_data_at_their_end_says_so_and_what_leads_further(tiny_config: Any) -> None:
+    def why(last: StepRecord | None = None, **data: Any) -> str:
+        job = parse_config(tiny_config({f"data.{name}": value for name, value in data.items()}))
+        return announcing.why_done(job, Budgets(), last)
+
+    assert why(record(key(4))) == "the data have ended (data.num_epochs=1); to go on, raise data.num_epochs"
+    assert why() == (
+        "the data had ended before, at the resume point that it continued (data.num_epochs=1): to train on, "
+        "raise data.num_epochs"
+    )
+    two = [
+        {"name": name, "path": name, "format": "jsonl", "weight": 1, "max_epochs": 2} for name in ("a", "b")
+    ]
+    assert why(sources=two).endswith(
+        "(data.num_epochs=1, a: max_epochs=2, b: max_epochs=2, data.on_end=stop: with the first source that "
+        "cannot fill a sample): to train on, raise data.num_epochs or the source's max_epochs, or set "
+        "data.on_end=drop (go on with the others) or repeat (begin the source anew)"
+    )
+    assert "on_end" not in why(sources=two, on_end="drop")
 
 
 @pytest.mark.parametrize("file", ["attempts/0002.json", "attempts/0002.parent.json"])

@@ -16,14 +16,43 @@ from tokenizers import Tokenizer
 
 import orchestrator
 from orchestrator.cli.commands import main
+from orchestrator.cli.tables import samples_lines
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.monitor.tracing_packer import TracingPacker
 from orchestrator.records import Cursor, SourceCursor
 from tests.data.making import job, some_texts, spec_of, write_corpus
+from tests.launch.test_skip import SkippingRun
 from tests.monitor.test_audit import TrainedRun
 from tests.monitor.test_mixture_audit import changed
 
 Make = Callable[..., dict[str, Any]]
+
+
+def test_a_number_that_counting_anew_left_out_is_said_to_be_and_one_before_it_belongs_to_another_counting(
+    tmp_path: Path, tiny_config: Make
+) -> None:
+    write_corpus(tmp_path / "d", some_texts(60), "jsonl")
+    source = {"name": "d", "path": str(tmp_path / "d"), "format": "jsonl"}
+    run = SkippingRun(tiny_config({"data.sources": [source], "run.storage": str(tmp_path)}))
+    for num_steps, batch in ((4, 4), (3, 2), (2, 4)):  # 16 samples; 8 steps of 2; 22, which are 6 steps of 4
+        run.launch(num_steps, f"train.global_batch_size={batch}")
+    opened = orchestrator.open(run.folder)
+    assert [record.step for record in opened.records()] == [1, 2, 3, 4, 9, 10, 11, 7, 8]
+    with pytest.raises(RefusedError) as refused:
+        opened.list_samples(6)
+    assert str(refused.value) == (
+        "no step of the run's history has number 6: step 4 (attempt 1) is followed by step 9 (attempt 2), "
+        "because steps are counted anew where batch size or seq_len changes; name 4, 9 or another one"
+    )
+    found = opened.list_samples(10)
+    assert found["note"] == (
+        "step 10 is counted as attempt 2 did; after its step 11 steps are counted anew, because batch size "
+        "or seq_len changed: the next one is 7, of attempt 3"
+    )
+    assert samples_lines(found)[-1] == f"note: {found['note']}"
+    newest = opened.list_samples(8)
+    assert newest["note"] is None
+    assert not any("note" in line for line in samples_lines(newest))
 
 
 @pytest.fixture

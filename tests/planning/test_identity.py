@@ -73,7 +73,14 @@ def test_every_setting_that_shapes_the_stream_is_in_the_identity():
     shaping = {name for name in FLAT if name.startswith(("data.", "pack."))}
     content_or_free = {
         *("data.sources", "data.tokenizer", "data.encoder", "data.num_epochs", "data.num_tokenizers"),
-        *("data.replay_bytes", "data.max_bad_share", "pack.seq_len", "data.on_end", "data.weight_by"),
+        *(
+            "data.replay_bytes",
+            "data.max_bad_share",
+            "pack.max_long_share",
+            "pack.seq_len",
+            "data.on_end",
+            "data.weight_by",
+        ),
         *("data.refresh", "pack.document_attention"),
         *("data.transforms", "data.holdout"),  # in the identity of each source that has them
         "pack.long_document",  # it shapes the samples of bestfit and pad, and is in the identity of these

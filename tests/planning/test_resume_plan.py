@@ -8,6 +8,7 @@ import pytest
 from orchestrator.config.schema import field_rules, parse_config
 from orchestrator.json_form import decode, encode
 from orchestrator.planning.batches import rebase_step
+from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.identity import RunIdentity, stream_settings
 from orchestrator.planning.resume_plan import PointInfo, plan_resume
 from orchestrator.planning.schedule import budgets_for
@@ -49,7 +50,7 @@ KEYS_OF_THE_PLAN = {
         "remaining_steps",
     ),
     *("remaining_samples", "remaining_tokens", "lr_before", "lr_after", "differences", "refusals", "notes"),
-    *("sources", "skip", "lists"),
+    *("sources", "skip", "lists", "data_tokens"),
 }
 
 
@@ -119,8 +120,17 @@ def test_a_stop_that_is_reached_is_a_resume_with_nothing_left():
 def test_what_nobody_can_know_is_null_and_the_data_bounds_what_is_known():
     endless = ("train.max_steps=null", "train.schedule=constant")
     assert resumed(*endless).remaining_steps is None
-    assert resumed(*endless, data_tokens=1000).remaining_tokens == 1000
-    assert resumed(data_tokens=3 * STEP + 1).remaining_steps == 4
+    for left, steps in ((1000, None), (3 * STEP + 1, 4), (0, 0)):
+        drawn = POINT.cursor.consumed_tokens + left
+        known = KnownEpochs(attempt=2, source="stdlib", num_epochs=1, drawn=drawn)
+        plan = resumed(*endless, epochs=known)
+        assert (plan.data_tokens, plan.remaining_tokens) == (left, left)
+        assert steps in (None, resumed(epochs=known).remaining_steps)
+        assert plan.sources == ()
+        twice = resumed(*endless, "data.num_epochs=2", epochs=known)
+        assert twice.data_tokens == left + drawn + 1
+        assert resumed("data.num_epochs=null", epochs=known).data_tokens is None
+        assert any("as attempt 2 found" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

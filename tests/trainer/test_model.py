@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from orchestrator.config.schema import ModelConfig
 from orchestrator.errors import ConfigError, ResourceError, TrainingError
@@ -132,6 +133,24 @@ def test_a_pretrained_folder_and_a_factory_give_models(tmp_path):
     made = build_model(ModelConfig(factory=POISON_MODEL), "pure_bf16", 0, CPU, True)
     assert isinstance(made, PoisonModel)
     assert made.table.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pretrained_folder_that_lacks_tensors_is_refused_by_their_names(tmp_path, tied):
+    shape = {**tiny_job().model.config, "tie_word_embeddings": tied}
+    build_model(ModelConfig(config=shape), "float32", 5, CPU, True).save_pretrained(tmp_path)
+    asked = ModelConfig(pretrained=str(tmp_path))
+    build_model(asked, "float32", 0, CPU, True)  # a tied table stands there once, and is not missing
+    held = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in held) is not tied
+    lacking = [name for name in held if "mlp.up_proj" in name]
+    for name in lacking:
+        del held[name]
+    save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        build_model(asked, "float32", 0, CPU, True)
+    assert f"lacks {len(lacking)} of the model's tensors" in str(refused.value)
+    assert all(name in str(refused.value) for name in lacking)
 
 
 GEMMA2 = {

@@ -13,9 +13,10 @@ from transformers import AutoConfig
 
 from orchestrator.config.schema import JobConfig, ModelConfig
 from orchestrator.errors import ConfigError
+from orchestrator.planning.resume_plan import plan_resume
 from orchestrator.trainer.known_keys import require_known_keys
 from orchestrator.trainer.model import build_model
-from orchestrator.trainer.trial import ModelFacts, require_vocabulary, try_model
+from orchestrator.trainer.trial import ModelFacts, require_model, require_vocabulary, try_model
 from tests.conftest import python_is
 from tests.planning.jobs import job
 from tests.trainer.feed import VOCABULARY
@@ -36,6 +37,17 @@ def read_by_itself():
     layer = torch.nn.Linear(2, 2)
     layer.weight.tolist()
     return layer
+"""
+
+
+TABLES = """
+import torch
+def silent():
+    return torch.nn.Sequential(torch.nn.Embedding(99, 8), torch.nn.Embedding(16, 8))
+def says():
+    model = silent()
+    model.get_input_embeddings = lambda: model[0]
+    return model
 """
 
 
@@ -174,6 +186,22 @@ def test_a_factory_is_called_where_the_driver_would_find_it_and_what_cannot_be_t
     monkeypatch.syspath_prepend(tmp_path)
     note = try_model(with_model(factory="our_models:read_by_itself")).note
     assert "model.factory=our_models:read_by_itself does not work on torch's meta device" in note
+
+
+def test_the_vocabulary_of_a_factorys_model_is_looked_at_where_that_says_it(tmp_path, monkeypatch):
+    (tmp_path / "small_models.py").write_text(TABLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    says = with_model(factory="small_models:says")
+    assert try_model(says) == ModelFacts(num_embeddings=99)
+    fresh = plan_resume(says, {}, None)
+    assert require_model(says, fresh, 99) == ()
+    with pytest.raises(ConfigError, match=r"model\.factory=small_models:says embeds 99 ids, .* has 100"):
+        require_model(says, fresh, 100)
+    silent = with_model(factory="small_models:silent")
+    assert try_model(silent) == ModelFacts(largest_table=99)
+    assert require_model(silent, fresh, 99) == ()
+    (note,) = require_model(silent, fresh, 100)
+    assert "the largest torch.nn.Embedding of model.factory=small_models:silent has 99 rows" in note
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused_with_both_numbers():

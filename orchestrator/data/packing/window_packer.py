@@ -18,7 +18,7 @@ from orchestrator.data.packing.arrangement import best_fit, stretches
 from orchestrator.data.packing.chunk_order import ChunkOrder
 from orchestrator.data.packing.runs import PackedRun
 from orchestrator.data.packing.segments import Counts, counted, counts_at
-from orchestrator.data.settings import StreamSettings
+from orchestrator.data.settings import BAD_SHARE_RECORDS, StreamSettings
 from orchestrator.errors import DataError, DataIdentityError
 from orchestrator.planning.digest import add_tokens, token_hasher
 from orchestrator.planning.order import pack_order
@@ -247,7 +247,7 @@ class WindowPacker:
 
         Raises `FeedError` if it is not the next one, `DataIdentityError` if the first window does not
         reproduce the cursor's packs, `DataError` if a document is too long (`pack.long_document: stop`), if
-        too many are bad, or if an epoch has nothing to train.
+        too many are (`skip`), if too many are bad, or if an epoch has nothing to train.
         """
         self._order.require_next(chunk)
         start = self._start
@@ -339,13 +339,15 @@ class WindowPacker:
         else:
             packs = [[number] for number in range(len(size))]
         order = np.array([number for pack in packs for number in pack], np.int64)
+        end = replace(
+            end,
+            unpacked_documents=begin.unpacked_documents + documents.unpacked,
+            long_documents=begin.long_documents + len(long_documents),
+        )
+        self._judge_long_share(end, ends_epoch=end.epoch != begin.epoch)
         return _Window(
             begin=begin,
-            end=replace(
-                end,
-                unpacked_documents=begin.unpacked_documents + documents.unpacked,
-                long_documents=begin.long_documents + len(long_documents),
-            ),
+            end=end,
             documents=documents,
             packs=_Packs(
                 begin=(documents.begin[kept][document] + first)[order],
@@ -355,6 +357,20 @@ class WindowPacker:
             ),
             reasons=reasons,
         )
+
+    def _judge_long_share(self, end: SourceCursor, *, ends_epoch: bool) -> None:
+        """At the ends of windows, as the share of bad documents is: wherever the stream was opened."""
+        if self._settings.held_out:
+            return  # a few records, of a run whose other ones are judged
+        long, seen, most = end.long_documents, end.documents, self._settings.max_long_share
+        if (ends_epoch or seen >= BAD_SHARE_RECORDS) and long > most * seen:
+            raise DataError(
+                f"{long:,} of the first {seen:,} documents of source {self._source} are longer than a sample "
+                f"of pack.seq_len={self._seq_len:,} holds and are skipped (pack.long_document=skip), more "
+                f"than pack.max_long_share={most}: the run would be trained on the others alone; make "
+                "pack.seq_len larger, set pack.long_document=split in a new run (another run.name), or allow "
+                "a larger share"
+            )
 
     def _long(self, documents: _Documents, number: int, epoch: int) -> str:
         """Says of a document that it is too long."""

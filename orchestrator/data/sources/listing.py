@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -40,7 +40,7 @@ class Listing:
     first; `sizes` and `mtimes_ns` (num_names,) are those of their files. `others` maps each name left out to
     the one that is taken. `irregular` says of each name that leads to no file what is wrong with it,
     `unlisted` of each folder why nothing in it is known. In a bucket `etags` (num_names) say what each object
-    is known by.
+    is known by. `passed_over` are the names of files in folders that are not `called` as the format's are.
     """
 
     paths: tuple[str, ...]
@@ -52,6 +52,8 @@ class Listing:
     sizes: Int64Array = field(compare=False)
     mtimes_ns: Int64Array = field(compare=False)
     etags: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = field(default=(), compare=False)
+    called: str = field(default="", compare=False)
 
     def __contains__(self, name: str) -> bool:
         """Whether a name of this base leads to a file of the listing."""
@@ -85,8 +87,26 @@ class Listing:
                     f"splits ({', '.join(sorted(splits))}), and all are read; a glob that ends with "
                     "`**/*train*` names one"
                 )
+        notes += self._passed_over_notes(source)
         # a link's own name may be any bytes
         return tuple(note.encode(errors="backslashreplace").decode() for note in notes)
+
+    def _passed_over_notes(self, source: str) -> Iterator[str]:
+        """What differs in its capitals alone is named first: it was surely meant."""
+        if not self.passed_over:
+            return
+        num, endings = len(self.passed_over), self.called.split()
+        known = ", ".join(endings[:2]) + (", …" if endings[2:] else "")
+        name = min(
+            self.passed_over, key=lambda one: (not one.lower().endswith(tuple(endings)), os.fsencode(one))
+        )
+        which = f"{num:,} files in {self.base} are not read, e.g. {name}, because their names do not end"
+        if num == 1:
+            which = f"{name} in {self.base} is not read, because its name does not end"
+        yield (
+            f"source {source}: {which} with {known}; to have a file read, rename it or name it in "
+            "data.sources[].path"
+        )
 
 
 def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "") -> Listing:
@@ -108,7 +128,12 @@ def list_files(source: str, path: str | Sequence[str], format_: str, at: str = "
     found = dict.fromkeys(name for one in each for name in one.names_in(base))
     unlisted = {folder: why for one in each for folder, why in one.unlisted.items()}
     full = tuple(one.path for one in each)
-    listing = _look(full, base, _sorted(found), unlisted)
+    passed_over = {name for one in each for name in one.in_base(base, one.passed_over)} - found.keys()
+    listing = replace(
+        _look(full, base, _sorted(found), unlisted),
+        passed_over=tuple(passed_over),
+        called=format_of(format_).called,
+    )
     for one, asked in zip(each, paths, strict=True):
         if listing.irregular or any(name in listing for name in one.names_in(base)):
             continue
@@ -177,6 +202,11 @@ def _list_remote(source: str, paths: Sequence[str], format_: str, at: str) -> Li
         sizes=np.array([objects[name].size for name in names], np.int64),
         mtimes_ns=np.array([objects[name].mtime_ns for name in names], np.int64),
         etags=tuple(objects[name].etag for name in names),
+        passed_over=tuple(
+            {f"{found.base}/{o}".removeprefix(f"{base}/") for found in each for o in found.passed_over}
+            - objects.keys()
+        ),
+        called=format_of(format_).called,
     )
 
 
@@ -198,11 +228,12 @@ def _matches_of(source: str, path: str, format_: str) -> RemoteMatches:
     except OSError as error:
         raise ConfigError(f"data.sources {source}: {path} cannot be listed: {error.strerror}") from error
     if found.is_folder:
-        kind = format_of(format_)
-        chosen = set(kind.choose(found.base, [o.name for o in found.objects]))
+        kind, names = format_of(format_), [o.name for o in found.objects]
+        chosen = set(kind.choose(found.base, names))
         found = replace(
             found,
             objects=tuple(o for o in found.objects if o.name in chosen),
+            passed_over=tuple(kind.passed_over(names)),
             looked_for=f"{found.looked_for} ({kind.called})",
         )
     if not found.objects:
@@ -222,27 +253,41 @@ class _Found:
     looked_for: str
     names: list[str]
     unlisted: dict[str, str]
+    passed_over: list[str]
 
     def names_in(self, base: str) -> Iterable[str]:
         """The names in a folder above."""
+        return self.in_base(base, self.names)
+
+    def in_base(self, base: str, names: list[str]) -> Iterable[str]:
+        """Such names in a folder above."""
         if base == self.base:
-            return self.names
+            return names
         inner = os.path.relpath(self.base, base)
-        return (os.path.join(inner, name) for name in self.names)
+        return (os.path.join(inner, name) for name in names)
 
 
 def _find(full: str, format_: str) -> _Found:
-    matches, looked_for = Matches(full), "that file"
+    matches, looked_for, passed_over = Matches(full), "that file", list[str]()
     if os.path.isdir(full):
         base, looked_for = full, f"**/* ({format_of(format_).called})"
-        names = format_of(format_).choose(base, list(matches.of(("**", "*"))))
+        every = list(matches.of(("**", "*")))
+        files = [name for name in every if name not in matches.folders]
+        names, passed_over = format_of(format_).choose(base, every), format_of(format_).passed_over(files)
     elif os.path.lexists(full):
         base, names = os.path.dirname(full), [os.path.basename(full)]
     else:
         base, pattern = split_glob(full)
         matches, looked_for = Matches(base), pattern or looked_for
         names = list(matches.of(tuple(pattern.split(os.sep)))) if pattern else []
-    return _Found(path=full, base=base, looked_for=looked_for, names=names, unlisted=matches.unlisted)
+    return _Found(
+        path=full,
+        base=base,
+        looked_for=looked_for,
+        names=names,
+        unlisted=matches.unlisted,
+        passed_over=passed_over,
+    )
 
 
 def patterns_in(base: str, paths: Iterable[str]) -> tuple[str, ...]:

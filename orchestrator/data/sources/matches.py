@@ -62,13 +62,14 @@ class Matches:
 
     Of the paths to a folder that have a link in them only the first is followed for the same parts: folders
     that link to each other have as many paths as there are orders of them. `unlisted` says of each folder
-    that cannot be listed why.
+    that cannot be listed why; `folders` are those that `**` looked into, by their names.
     """
 
     def __init__(self, base: str) -> None:
         self._base = base
         self._linked = set[tuple[RealFile, Parts]]()
         self.unlisted: dict[str, str] = {}
+        self.folders = set[str]()
 
     def of(self, parts: Parts) -> Iterator[str]:
         """What matches these parts of a pattern."""
@@ -122,6 +123,7 @@ class Matches:
         folders = [entry for entry in entries if _is_folder(entry) and not entry.name.startswith(".")]
         if not folders:
             return
+        self.folders.update(prefix + entry.name for entry in folders)
         above = above | {real_file(os.path.join(self._base, prefix))}
         # as whole paths are sorted: the first of the paths to a folder is the least
         for entry in sorted(folders, key=lambda entry: os.fsencode(entry.name) + b"/"):

@@ -27,13 +27,14 @@ _TRIES, _WAIT_S = 4, 5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteMatches:
     """What a URI means: `objects` below `base`. `looked_for` is the pattern, for people; `is_folder` if every
-    object below is meant.
+    object below is meant; `passed_over` are names of those that are not called as the format's are.
     """
 
     base: str
     looked_for: str
     objects: tuple[RemoteObject, ...]
     is_folder: bool = False
+    passed_over: tuple[str, ...] = ()
 
 
 def remote_matches(uri: str) -> RemoteMatches:

@@ -175,6 +175,10 @@ class OrderedWindow:
 
         return self._format.place(path, part, index, line)
 
+    def in_place(self, position: int) -> str:
+        """How the record's document is changed so that the run may go on with it; see `Format.in_place`."""
+        return self._format.in_place(self._plan.manifest.path(self._find(position)[0].file))
+
     def _find(self, position: int) -> tuple[Part, int]:
         if self._found is None or position != self._found_at:
             record = self._order.item(position)

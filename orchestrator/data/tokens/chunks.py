@@ -40,8 +40,7 @@ from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChu
 # So many bytes of records are taken at once: about what a call of the encoder takes.
 _RUN_BYTES = 1 << 20
 _NEW_RUN = "in a new run (another run.name; a run keeps its own)"
-# What is appended to a file is not the run's: a document that grew would push the file's end out of it.
-_IN_PLACE = "at the same length, and go on with resume.accept_changed=true"
+_ACCEPTED = "and go on with resume.accept_changed=true"
 # Notified of the decoded bytes of a window that is passed over; whether to go on.
 Passed = Callable[[int], bool]
 
@@ -239,7 +238,7 @@ class _Records:
                 writer.add(position, self._window.origin(position), FILTERED)
                 yield from writer.full_chunks()
             elif isinstance(output, BadRecordError):
-                yield from self._add_bad(position, output)
+                yield from self._add_bad(position, output, ", or let the transform drop it (return None),")
             else:
                 yield from self._add_document(position, output, utf8_size(output))
 
@@ -310,13 +309,16 @@ class _Records:
             yield from writer.add_masked(position, origin, pieces[number], number, last, special)
             yield from writer.full_chunks()
 
-    def _add_bad(self, position: int, error: Exception) -> Iterator[TokenChunk]:
+    def _add_bad(self, position: int, error: Exception, other_way: str = "") -> Iterator[TokenChunk]:
+        """`other_way` out of it, in a new run, for people."""
         reason = f"{self._window.place(position)}: {error}"
         if self._settings.on_bad_document == "stop":
             setting = FIELD_SETTINGS[self._window.content.kind]
             fields = f"{setting} or " if isinstance(error, WrongFieldError) else ""
+            how = f"{self._window.in_place(position)}, {_ACCEPTED}"
             raise BadDocumentError(
-                f"{reason}; set {fields}data.on_bad_document=skip {_NEW_RUN}, or fix the document {_IN_PLACE}"
+                f"{reason}; set {fields}data.on_bad_document=skip{other_way} {_NEW_RUN}, or fix the document "
+                f"{how}"
             ) from None
         self._writer.add(position, self._window.origin(position), BAD, reason=reason)
         return self._writer.full_chunks()
@@ -325,7 +327,8 @@ class _Records:
         if special and self._settings.special_tokens_in_text == "stop":
             raise DataError(
                 f"{self._window.place(position)}: {special} special tokens of the tokenizer stand in the "
-                f"text; set data.special_tokens_in_text=text {_NEW_RUN}, or take them out {_IN_PLACE}"
+                f"text; set data.special_tokens_in_text=text {_NEW_RUN}, or take them out "
+                f"{self._window.in_place(position)}, {_ACCEPTED}"
             )
 
     def _is_checked(self, position: int) -> bool:

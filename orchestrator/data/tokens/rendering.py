@@ -10,6 +10,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import jinja2
@@ -33,13 +34,16 @@ from orchestrator.errors import DataError
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Private characters that stand for borders while a conversation is rendered; others where a text has these.
 _FIRST_MARK, _LAST_MARK, _NUM_MARKS = 0xF0000, 0xFFFFC, 4
+_SHOWN = 120  # characters of a template's line that a message shows
 
 
 class Renderer:
     """Renders conversations by one template. Not for several threads; does not pickle."""
 
     def __init__(self, template: ChatTemplate, specials: Sequence[SpecialToken]) -> None:
-        """`specials` are the tokenizer's special tokens. Raises `DataError` if the template is no jinja."""
+        """`specials` are the tokenizer's special tokens. Raises `DataError` with its line if a template has a
+        syntax error.
+        """
         self._variables = template.variables
         environment = _environment()
         extension = environment.extensions[_Generation.identifier]
@@ -49,8 +53,8 @@ class Renderer:
         for name, source in template.sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except jinja2.TemplateError as error:
-                raise _refused(f"it is no valid jinja template: {error}") from error
+            except jinja2.TemplateSyntaxError as error:
+                raise DataError(_syntax_error(name, source, error)) from error
         self._tagged = {name for name, source in template.sources.items() if _TAG.search(source)}
         self._template_text = "".join(template.sources.values())
         self._specials = {special.text: special for special in specials}
@@ -234,6 +238,16 @@ def _around(shorter: str, longer: str) -> str:
     )
     here = slice(max(0, first - 20), first + 20)
     return f"…{shorter[here]!r} against …{longer[here]!r} at character {first}"
+
+
+def _syntax_error(name: str, source: str, error: jinja2.TemplateSyntaxError) -> str:
+    line = next(islice(source.splitlines(), error.lineno - 1, None), "").strip()
+    shown = line if len(line) <= _SHOWN else line[:_SHOWN] + "…"
+    which = "chat_template" if name == DEFAULT else f"chat_template {name}"
+    return (
+        f"its {which} has a syntax error in line {error.lineno}: {error.message}; the line is {shown!r}. "
+        "Correct the template"
+    )
 
 
 def _refused(why: str) -> DataError:

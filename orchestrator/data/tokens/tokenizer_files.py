@@ -29,7 +29,7 @@ from orchestrator.data.tokens.foreign import (
 )
 from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.remembered import remembered
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, DataError
 
 # What is copied into a run: everything transformers reads to make the tokenizer again, no weights.
 FILES = (
@@ -192,7 +192,8 @@ def _from_hub(name: str) -> dict[str, bytes]:
 def examine(name: str, files: dict[str, bytes], chat: bool = False) -> TokenizerFacts:
     """What the files say; `chat`: with the template of conversations, which then is a part of the digest.
 
-    Raises `ConfigError` if they are no tokenizer, or have no template where one is needed.
+    Raises `ConfigError` if they are no tokenizer, or have no template where one is needed, or one with a
+    syntax error.
     """
     content = {name: blake3(data).hexdigest() for name, data in files.items()}
     key = repr((sorted(content.items()), chat))
@@ -255,11 +256,21 @@ class _Found:
 
 
 # Raised when `_find` says something else of the same files.
-_EXAMINED_VERSION = 1
+_EXAMINED_VERSION = 2
 
 
 def _no_tokenizer(name: str, error: Exception) -> ConfigError:
     return ConfigError(f"data.tokenizer={name}: its files are no tokenizer: {error}; replace them")
+
+
+def _require_syntax(name: str, template: ChatTemplate) -> None:
+    """Raises `ConfigError` with the line where a template has a syntax error."""
+    from orchestrator.data.tokens.rendering import Renderer
+
+    try:
+        Renderer(template, ())
+    except DataError as error:
+        raise ConfigError(f"data.tokenizer={name}: {error}") from error
 
 
 def _find(
@@ -296,6 +307,7 @@ def _find(
         own = {name: blake3(data).hexdigest() for name, data in native.files.items()}
         makes_ids.append([native.library, own])
     if template is not None:
+        _require_syntax(name, template)
         makes_ids.append([template.sources, template.variables])
     return _Found(
         digest=blake3(orjson.dumps(makes_ids, option=orjson.OPT_SORT_KEYS)).hexdigest(),

@@ -35,6 +35,7 @@ def checks(facts: Facts, s: dict[str, Any], now: float) -> list[Check]:
         *_damaged(facts, now),
         *_failures(facts),
         *_skipped(facts),
+        *_too_long(facts),
         *_audit(facts, now),
         *_disk(s),
     ]
@@ -183,6 +184,25 @@ def _skipped(facts: Facts) -> Iterator[Check]:
     level = OK if share < limit / 2 or not bad else WARN if share < limit else BAD
     yield _check(
         "bad", level, "Documents skipped", f"{bad:,} ({share * 100:.4f} %)", f"below {limit * 100:.0f} %"
+    )
+
+
+def _too_long(facts: Facts) -> Iterator[Check]:
+    """Of the source with the largest share of them: the limit is each source's."""
+    config = facts.config(facts.files.begun)
+    found = sources.long_documents(facts) if config.get("pack.long_document") == "skip" else None
+    if found is None:
+        return
+    name, long, read = found
+    share, limit = long / read, config.get("pack.max_long_share", 0.5)
+    level = OK if share < limit / 2 or not long else WARN if share < limit else BAD
+    yield _check(
+        "long",
+        level,
+        "Documents too long",
+        f"{long:,} ({share * 100:.1f} %)",
+        f"at most {limit * 100:.0f} %",
+        f"of source {name}",
     )
 
 

@@ -32,6 +32,7 @@ HEALED_S = 900.0  # a group that is as large again so soon: the fault and that a
 _FAULTS = ("worker", "frozen", "crash", "error", "damaged", "nosave", "failed", "waiting", "coordinator",
            "feeder")  # fmt: skip
 _CHANGES = ("join", "resume", "resize", "change", "start", "fork", "done")
+_OF_A_SOURCE = "data.sources."
 _SHAPE = frozenset({"train.global_batch_size", "pack.seq_len"})
 _SKIP = frozenset({"resume.from", "run.storage"})
 SHOWN = ("t", "kind", "level", "text", "attempt", "generation", "step", "tokens", "lost_steps", "world_from",
@@ -394,4 +395,6 @@ def _pause_text(e: Entry) -> str:
 
 def _difference(diff: dict[str, Any]) -> str:
     old, new = ("…" if isinstance(v, list | dict) else json.dumps(v) for v in (diff["old"], diff["new"]))
-    return f"{diff['field'].split('.')[-1]} {old} → {new}"
+    field = diff["field"]
+    name = field.removeprefix(_OF_A_SOURCE) if field.startswith(_OF_A_SOURCE) else field.split(".")[-1]
+    return f"{name} {old} → {new}"

@@ -23,6 +23,7 @@ from orchestrator.monitor.views.points_table import (
     newest_healthy,
     table,
 )
+from orchestrator.planning.resume_plan import differences as planned_differences
 from orchestrator.resume.points import Point, parse_point_name
 
 NEAR = 50  # steps that the loss at a point is the mean of
@@ -59,18 +60,24 @@ def point(facts: Facts, name: str, now: float) -> dict[str, Any]:
 
 
 def differences(old: Row, new: Row) -> list[Row]:
-    """How two flat configurations differ: field, old, new, what a resume may do with it (rule), its
-    meaning.
+    """How two flat configurations differ: field (of a source, by its name), old, new, what a resume may do
+    with it (rule), its meaning.
     """
-    rules = {rule.path: rule for rule in field_rules()}
-    before, after = in_todays_fields(old), in_todays_fields(new)
+    declared = {rule.path: rule for rule in field_rules()}
+    rules = {path: rule.rule for path, rule in declared.items()}
     found = []
-    for path in sorted({*before, *after}):
-        if before.get(path) != after.get(path):
-            rule = rules.get(path)
-            declared = {"rule": rule.rule if rule else None, "meaning": rule.doc if rule else ""}
-            old_, new_ = (redacted(flat.get(path), path) for flat in (before, after))
-            found.append({"field": path, "old": old_, "new": new_, **declared})
+    for each in planned_differences(in_todays_fields(old), in_todays_fields(new), rules):
+        path = "data.sources" if each.field.startswith("data.sources.") else each.field
+        known = declared.get(path)
+        found.append(
+            {
+                "field": each.field,
+                "old": redacted(each.old, each.field),
+                "new": redacted(each.new, each.field),
+                "rule": each.rule if known else None,
+                "meaning": known.doc if known else "",
+            }
+        )
     return found
 
 

@@ -50,6 +50,7 @@ def sources(facts: Facts) -> Row:
         "skipped": skipped(facts),
         "pack_mode": config.get("pack.mode"),
         "max_bad_share": config.get("data.max_bad_share"),
+        "max_long_share": config.get("pack.max_long_share"),
         "on_bad_document": config.get("data.on_bad_document"),
         "audit": audit(facts),
         "encoder": {
@@ -85,6 +86,16 @@ def documents(facts: Facts) -> tuple[int, int] | None:
         return None
     at = cursor.fields["cursor"]["sources"].values()
     return sum(each["documents"] for each in at), sum(each["bad_documents"] for each in at)
+
+
+def long_documents(facts: Facts) -> tuple[str, int, int] | None:
+    """(source, too long, documents read) up to the newest cursor, of the source that has the largest share of
+    them; None where the journal has no cursor, or nothing was read.
+    """
+    cursor = newest_cursor(facts)
+    found = cursor.fields["cursor"]["sources"].items() if cursor is not None else ()
+    shares = [(name, at.get("long_documents", 0), at["documents"]) for name, at in found if at["documents"]]
+    return max(shares, key=lambda each: each[1] / each[2], default=None)
 
 
 def audit(facts: Facts) -> Row | None:

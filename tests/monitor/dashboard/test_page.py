@@ -423,7 +423,7 @@ def test_a_mixture_of_packs_shows_what_no_sample_holds_and_its_plan_what_was_see
             shown = row.locator("td").all_inner_texts()
             assert (shown[0], shown[2]) == (source.source, f"{source.samples:,}")
             assert (shown[3], shown[4]) == (
-                f"{source.epochs:.2f}",
+                f"{source.epochs:.2f} to {source.epochs_at_most:.2f}",
                 f"{source.actual or 0:.1%}".replace("%", " %"),
             )
             assert shown[5] == f"{source.target or 0:.1%}".replace("%", " %")

@@ -326,6 +326,18 @@ def test_no_secret_is_in_what_is_shown_of_a_configuration_an_error_or_an_event(l
     assert secret not in str(views.event(rows[0]["id"]))
 
 
+def test_what_differs_in_the_sources_is_named_field_by_field() -> None:
+    web = {"name": "web", "path": "web/*.jsonl", "format": "jsonl", "weight": 0.7}
+    books = {"name": "books", "path": "books", "format": "jsonl", "weight": 0.3}
+    found = differences(
+        {"data.sources": [web, books]}, {"data.sources": [{**books, "weight": 0.5}, {**web, "path": "w2"}]}
+    )
+    assert [(row["field"], row["old"], row["new"], row["rule"]) for row in found] == [
+        ("data.sources.books.weight", 0.3, 0.5, "may_change"),
+        ("data.sources.web.path", "web/*.jsonl", "w2", "same"),
+    ]
+
+
 # ------------------------------------------------------------ the verdict
 AT = Standing(
     state=RUNNING, attempt=2, step=412, total_steps=1000, workers=1, workers_wanted=2,

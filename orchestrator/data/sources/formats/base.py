@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.data.sources.compressed import COMPRESSED
 from orchestrator.data.sources.documents import Content, Described, Document
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.errors import ConfigError, DataError
@@ -65,6 +66,10 @@ class Format(ABC):
         """
         del folder
         return [name for name in names if name.endswith(self.suffixes)]
+
+    def passed_over(self, names: Sequence[str]) -> list[str]:
+        """Those of the files below a folder that are not read because of how they are called."""
+        return [name for name in names if not name.endswith(self.suffixes)]
 
     @property
     def called(self) -> str:
@@ -120,6 +125,15 @@ class Format(ABC):
             return at
         first = part.line if part.line is not None else line()
         return f"{at}, line {'not counted' if first is None else first + index}"
+
+    def in_place(self, path: str) -> str:
+        """How one of its documents is changed so that the run may go on with it, for people: it ends the
+        sentence "fix the document …".
+        """
+        if self.cut is Cut.UNITS:
+            return "and keep the rows and row groups of its file"
+        # what a file has beyond the bytes that it had is not the run's
+        return "in a file of no more bytes" if path.endswith(COMPRESSED) else "at the same length"
 
     def lost(self, then: FileRow, now: FileRow) -> str | None:
         """What a run that began with the file `then` reads and is not there any more, for people."""

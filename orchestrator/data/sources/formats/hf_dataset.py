@@ -23,6 +23,11 @@ class SavedDataset(ArrowFiles):
     name = "hf_dataset"
     suffixes: tuple[str, ...] = (".arrow",)
 
+    def passed_over(self, names: Sequence[str]) -> list[str]:
+        """None: which files are the dataset's, its index says, not what they are called."""
+        del names
+        return []
+
     def choose(self, folder: str, names: Sequence[str]) -> list[str]:
         """The files that `state.json` names. Raises `ConfigError` if the folder is no saved dataset, holds
         several, or lacks one of its files.

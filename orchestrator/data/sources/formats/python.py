@@ -119,6 +119,10 @@ class PythonCode(Format):
         del line
         return f"{path.removeprefix(BASE)}[{part.place_of(index)}]"
 
+    def in_place(self, path: str) -> str:
+        """See `Format`: what is not there cannot be edited, but the code that makes it can."""
+        return f"in what {path.removeprefix(BASE)} returns, as many records as before"
+
     def lost(self, then: FileRow, now: FileRow) -> str | None:
         """See `Format`: records."""
         if now.bytes >= then.bytes:

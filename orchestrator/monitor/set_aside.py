@@ -1,0 +1,48 @@
+"""Which of the steps in a run's journal are steps of the run no more, for a quick look at it.
+
+It reads claims, the newest first, and no more of them than are newer than the steps that it is asked about;
+the whole history is `history.lineage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.errors import OrchestratorError, StorageError
+from orchestrator.history.claim_files import REWIND
+from orchestrator.history.claims import ClaimParent
+from orchestrator.resume.store import RunStore
+
+
+class SetAside:
+    """Whether a step lies behind a point to which a later attempt went back: by a rewind, or by a start with
+    `resume.from`, whatever continued from there since. What only a crash took is no such step: it is trained
+    again.
+    """
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._claims = sorted(store.claim_numbers())  # not looked at yet
+        self._went_back: list[tuple[int, tuple[int, int, int]]] = []  # attempt, its parent
+
+    def __call__(self, step: Mapping[str, Any]) -> bool:
+        """`step` is a line of the journal. Raises `StorageError`."""
+        attempt, at = step["attempt"], (step["attempt"], step["generation"], step["step"])
+        while self._claims and self._claims[-1] > attempt:
+            self._look_at(self._claims.pop())
+        return any(number > attempt and at > to for number, to in self._went_back)
+
+    def _look_at(self, number: int) -> None:
+        try:
+            parent = self._store.read_parent(number)
+            if not isinstance(parent, ClaimParent) or parent.parent is None:
+                return
+            if self._store.read_claim(number).why != REWIND:
+                return
+        except StorageError:
+            raise
+        except OrchestratorError:
+            return  # damaged: what it said is not known, and others say so
+        to = parent.parent
+        self._went_back.append((number, (to.attempt, to.generation, to.step)))

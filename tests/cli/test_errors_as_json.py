@@ -1,0 +1,44 @@
+"""With `--json` an error that ends a command is a document, too; its exit code is the error's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.commands import main
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "format1"
+
+
+def ended(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    return int(exit_.value.code or 0)
+
+
+def test_a_plan_for_a_damaged_run_is_a_document_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    (tmp_path / "copy" / "example" / "run.json").write_text("{")
+    assert ended("plan", "job.yaml", "train.max_steps=20", "--json") == 1
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert list(document) == ["error"]
+    assert document["error"]["class"] == "ResumePointError"
+    assert "run.json is not as it was written" in document["error"]["text"]
+    assert f"error: {document['error']['text']}" in said.err
+
+
+def test_a_refused_command_line_is_one_too_and_without_json_nothing_is_printed_but_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("status", "points", "audit"):
+        assert ended(command, str(tmp_path), "--json") == 2
+        assert json.loads(capsys.readouterr().out)["error"]["class"] == "RefusedError"
+        assert ended(command, str(tmp_path)) == 2
+        assert capsys.readouterr().out == ""
