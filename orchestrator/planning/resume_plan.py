@@ -429,8 +429,8 @@ def _end_notes(epochs: KnownEpochs | None, data_tokens: int | None) -> Iterator[
     if epochs is not None and data_tokens is not None:
         left = f"{data_tokens:,} more tokens" if data_tokens else "no more tokens"
         yield (
-            f"the data hold {left}: an epoch of source {epochs.source} has {epochs.tokens:,} tokens, which is "
-            f"known since attempt {epochs.attempt} reached the end of the data"
+            f"the data hold {left}: an epoch of source {epochs.source} has {epochs.tokens:,} tokens, which "
+            f"is known since attempt {epochs.attempt} reached the end of the data"
         )
 
 
