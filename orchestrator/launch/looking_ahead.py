@@ -191,7 +191,7 @@ def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
     if plan.data_tokens == 0:
         return f"nothing is left to train at {plan.point}: {data_have_ended(job, already=False)}"
     return (
-        f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
+        f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens:,} tokens; "
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
         "seq_len that they are first given with)"
     )

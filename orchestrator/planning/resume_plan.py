@@ -428,9 +428,10 @@ def _world_size_notes(config: JobConfig, point: PointInfo | None) -> Iterator[st
 
 def _end_notes(epochs: KnownEpochs | None, data_tokens: int | None) -> Iterator[str]:
     if epochs is not None and data_tokens is not None:
+        left = f"{data_tokens:,} more tokens" if data_tokens else "no more tokens"
         yield (
-            f"the data hold {data_tokens:,} more tokens: an epoch of source {epochs.source} has "
-            f"{epochs.tokens:,}, as attempt {epochs.attempt} found, which came to their end"
+            f"the data hold {left}: an epoch of source {epochs.source} has {epochs.tokens:,} tokens, which "
+            f"is known since attempt {epochs.attempt} reached the end of the data"
         )
 
 

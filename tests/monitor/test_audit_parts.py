@@ -104,6 +104,7 @@ def packed(folder: Path, make: Make, mode: str) -> TrainedRun:
         listed.append({"name": name, "path": str(folder / name), "format": "jsonl", "weight": 1 + i})
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
     pack = {"pack.mode": mode, "pack.seq_len": 64, "pack.long_document": "skip", "data.on_end": "drop"}
+    pack |= {"pack.max_long_share": 1.0}
     return TrainedRun(make({"data.sources": listed, **small, **pack}))
 
 

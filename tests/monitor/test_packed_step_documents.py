@@ -40,6 +40,7 @@ def packed(folder: Path, make: Make, mode: str, rule: str) -> dict[str, Any]:
         sources.append({"name": name, "path": str(folder / name), "format": kind, "weight": weight})
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
     pack = {"pack.mode": mode, "pack.seq_len": SEQ_LEN, "pack.long_document": rule, "data.on_end": "drop"}
+    pack |= {"pack.max_long_share": 1.0}
     return make({"data.sources": sources, **small, **pack})
 
 

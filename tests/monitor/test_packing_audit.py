@@ -33,6 +33,7 @@ def packed_run(folder: Path, make: Make, mode: str, long_document: str, sources:
         listed.append({"name": name, "path": str(folder / name), "format": "jsonl", "weight": 1 + i})
     small = {"data.fragment_bytes": 900, "data.window_bytes": 2500, "data.num_epochs": 2}
     pack = {"pack.mode": mode, "pack.seq_len": 64, "pack.long_document": long_document}
+    pack |= {"pack.max_long_share": 1.0}
     on_end = {"data.on_end": "drop"} if sources > 1 else {}
     return TrainedRun(make({"data.sources": listed, **small, **pack, **on_end}))
 

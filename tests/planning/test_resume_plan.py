@@ -130,7 +130,7 @@ def test_what_nobody_can_know_is_null_and_the_data_bounds_what_is_known():
         twice = resumed(*endless, "data.num_epochs=2", epochs=known)
         assert twice.data_tokens == left + drawn + 1
         assert resumed("data.num_epochs=null", epochs=known).data_tokens is None
-        assert any("as attempt 2 found" in note for note in plan.notes)
+        assert any("attempt 2 reached the end of the data" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
