@@ -21,7 +21,7 @@ import pytest
 import orchestrator
 from orchestrator.cli.commands import main
 from orchestrator.config.schema import parse_config
-from orchestrator.coordinator import attempt as attempt_module
+from orchestrator.coordinator import survey as survey_module
 from orchestrator.coordinator.survey import survey
 from orchestrator.data import later_lists
 from orchestrator.data.feed import feed_notes
@@ -692,7 +692,7 @@ def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
     journal = run.folder / "journal" / "a0001"
     whole = {path: path.read_bytes() for path in journal.iterdir()}
     cut_the_journal(run, "step", 6)
-    right = attempt_module.read_journal
+    right = survey_module.read_journal
 
     def read_and_then_the_run_goes_on(*arguments: Any) -> Any:
         """What the writer does between an audit's looks at journal and points."""
@@ -703,7 +703,7 @@ def test_a_point_that_is_committed_while_an_audit_reads_the_journal_is_no_gap(
             commit_point(run)
         return found
 
-    monkeypatch.setattr(attempt_module, "read_journal", read_and_then_the_run_goes_on)
+    monkeypatch.setattr(survey_module, "read_journal", read_and_then_the_run_goes_on)
     report = run.audit()
     assert report["exactly_once"], report["first_difference"]
     assert (report["last_step"], report["final_up_to_step"]) == ("5", None)

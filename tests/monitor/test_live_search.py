@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from orchestrator.config.schema import JobConfig, parse_config
-from orchestrator.coordinator import attempt as attempts
+from orchestrator.coordinator import survey as surveying
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError, StorageError
 from orchestrator.launch import looking_ahead
 from orchestrator.launch import start as starting
-from orchestrator.monitor import run as monitor
-from orchestrator.monitor import tail
+from orchestrator.monitor import point_rows, tail
 from orchestrator.monitor.run import Run
 from orchestrator.resume.point_files import PointFiles
 from orchestrator.resume.points import newest_first
@@ -186,13 +185,13 @@ def never_looks_again(patch: pytest.MonkeyPatch) -> None:
 
 def believes_the_first_damage(patch: pytest.MonkeyPatch) -> None:
     """Planted mistake: nobody asks whether the run has deleted the point itself."""
-    for module in (attempts, monitor, starting):
+    for module in (surveying, point_rows, looking_ahead):
         patch.setattr(module, "deleted_now", lambda store, names: frozenset())
 
 
 def trusts_the_journal_it_has_read(patch: pytest.MonkeyPatch) -> None:
     """Planted mistake: a point of a generation that was formed meanwhile is an orphan."""
-    patch.setattr(attempts, "_of_no_generation", lambda seen: frozenset())
+    patch.setattr(surveying, "_of_no_generation", lambda seen: frozenset())
 
 
 def lists_the_points_once(patch: pytest.MonkeyPatch) -> None:
