@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from orchestrator.coordinator.forking import is_folder, point_info
@@ -17,7 +18,7 @@ from orchestrator.history.claims import Origin
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.planning.identity import RunIdentity
-from orchestrator.planning.restarting import RestartDecision
+from orchestrator.planning.restarting import RestartDecision, undone
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.skipping import SkipDecision
 from orchestrator.resume.points import Damage, Point, parse_point_name
@@ -146,22 +147,28 @@ def decide(
 
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
+    at_the_point = info
     if info is not None and here is not None:
         info = replace(info, cursor=here.reading.cursor)
     if identities is not None and data is not None and data.tokenizer_folder is not None:
         identities = data.in_force(identities[0]), identities[1]
-    lists = here.changes(data) if here is not None and data is not None else ()
-    return plan_resume(
+    how = partial(
+        plan_resume,
         config,
         rules,
-        info,
-        flat,
-        identities,
+        old_flat=flat,
+        identities=identities,
         installed=installed_encoders(),
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
         skip=skip,
-        lists=lists,
-        epochs=None if lists else epochs,
-        restart=here.restart if here is not None else RestartDecision(),
     )
+    lists = here.changes(data) if here is not None and data is not None else ()
+    restart = here.restart if here is not None else RestartDecision()
+    began = {source.name: source.began for source in here.reading.sources} if here is not None else {}
+    known = None if lists else epochs
+    found = how(info, lists=lists, restart=restart, began=began, epochs=known)
+    if not (lists and found.action == "resume" and found.remaining_steps == 0):
+        return found
+    began = {source.name: source.began for source in here.before} if here is not None else {}
+    return how(at_the_point, restart=undone(restart, lists), began=began, epochs=epochs)

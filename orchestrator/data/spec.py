@@ -11,6 +11,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+import orjson
+
 from orchestrator.data.frozen import FrozenData, LaterList
 from orchestrator.data.later_lists import Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
@@ -43,7 +45,8 @@ class DataSpec:
     `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
-    None where it is; `unwritten` are the lists of a run with frozen data that are to be.
+    None where it is; `unwritten` are the lists of a run with frozen data that are to be. `lacking` says, of
+    data that are read once more, what is wrong with the files of lists that are not as they were.
     """
 
     plans: tuple[SourcePlan, ...]
@@ -61,6 +64,7 @@ class DataSpec:
     unfrozen: FrozenData | None = None
     unwritten: tuple[LaterList, ...] = ()
     refreshing: Refreshing | None = None
+    lacking: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def in_force(self, frozen: RunIdentity) -> RunIdentity:
         """What must stay the same of a run whose first start froze `frozen`: what it says of sources, where
@@ -75,6 +79,8 @@ class DataSpec:
             of_job.pop(f"{prefix}transform_fields", None)  # the list says it
             settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
             settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
+            if (loss := self.lists_of(plan.source).loss) and f"{prefix}loss" in of_job:
+                settings[f"{prefix}loss"] = orjson.dumps(loss).decode()
         manifests = {plan.source: plan.manifest.digest for plan in self.plans}
         # those of sources that came later, or were taken away, are as the job has them
         now = self.run_identity.transforms
@@ -108,6 +114,11 @@ class DataSpec:
             assert order_of(version)[1] > 0, f"list {version!r} of source {source} is not at hand"
             return next(reversed(self.lists[source].values()))
         return self.refreshing.plan(source, version)
+
+    def has_list(self, source: str, epoch: int) -> bool:
+        """Whether `plan_of` answers at once: a list that a refresh makes is known once it was asked for."""
+        version, made = self.lists_of(source).version(epoch), self.refreshing
+        return version in self.lists[source] or made is None or made.has(source, version)
 
     def num_blocks(self, source: str, epoch: int) -> int:
         """How many blocks an epoch of a source has."""

@@ -190,8 +190,9 @@ def stop_is_reached(job: JobConfig, plan: ResumePlan) -> str:
     """What to say when there is nothing left to train."""
     if plan.data_tokens == 0:
         return f"nothing is left to train at {plan.point}: {data_have_ended(job, already=False)}"
+    undone = f". Note: {plan.restart_note}" if plan.restart_note else ""
     return (
         f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens:,} tokens; "
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
-        "seq_len that they are first given with)"
+        f"seq_len that they are first given with){undone}"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from orchestrator.planning.data_end import KnownEpochs
 from orchestrator.records import Cursor, SourceCursor
@@ -15,9 +16,10 @@ from orchestrator.records import Cursor, SourceCursor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSeen:
     """One source at a cursor. `samples` and `tokens` (positions) are all that was drawn of it, skipped ones
-    included; `epochs` are those passed, with the passed part of the one at hand by whole blocks, and
-    `epochs_at_most` with the block at hand as a whole: how far it is passed is not looked at. Both are the
-    same where the length of an epoch is known (`planning.data_end`).
+    included; `epochs` are those passed since it was last started anew, as limits of epochs count, with the
+    passed part of the one at hand by whole blocks, and `epochs_at_most` with the block at hand as a whole:
+    how far it is passed is not looked at. Both are the same where the length of an epoch is known
+    (`planning.data_end`).
 
     `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
     that the job asks for, `target_before` that of the point (None: not known, or nothing was drawn). Shares
@@ -83,9 +85,10 @@ def sources_seen(
     weights: Mapping[str, int],
     num_blocks: Mapping[str, int],
     known: KnownEpochs | None = None,
+    began: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[SourceSeen, ...]:
     """Each source of the job (`weights`, as whole numbers) at a cursor; `known`: the length of the only
-    source's epochs.
+    source's epochs. `began` is the first epoch of its newest start (not named: 0).
     """
     drawn = cursor.drawn_from(tuple(weights))
     had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
@@ -109,8 +112,8 @@ def sources_seen(
                 source=name,
                 samples=samples,
                 tokens=tokens,
-                epochs=least,
-                epochs_at_most=most,
+                epochs=least - began.get(name, 0),
+                epochs_at_most=most - began.get(name, 0),
                 ended=name in ended,
                 target_before=_share(had, name),
                 target=_share(live, name),
