@@ -6,6 +6,7 @@ It knows no stage, no Ray, no torch. What is written to storage goes through `js
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
