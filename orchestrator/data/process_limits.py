@@ -8,6 +8,7 @@ of the data rules alone. None of them shapes the stream: what does not fit stops
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from orchestrator.errors import DataError
 
@@ -42,9 +43,8 @@ class ProcessLimits:
             needed = self._needed(num_bytes * COPIES_OF_A_RECORD)
             raise DataError(
                 f"it has {num_bytes:,} bytes, and a tokenizer's share of "
-                f"data.memory_bytes={self.memory_bytes} takes records of {self.record_bytes:,}; continue with "
-                f"data.memory_bytes={needed} or more, "
-                "or with fewer data.num_tokenizers"
+                f"data.memory_bytes={self.memory_bytes} takes records of {self.record_bytes:,}; continue "
+                f"with data.memory_bytes={needed} or more, or with fewer data.num_tokenizers"
             )
 
     def require_records(self, num_records: int) -> None:
@@ -57,6 +57,20 @@ class ProcessLimits:
                 f"continue with data.memory_bytes={self._needed(work)} or more, or with fewer "
                 "data.num_tokenizers"
             )
+
+    def refuse_decoder(self, path: str, reason: str) -> NoReturn:
+        """Raises `DataError`: decoding the file at `path` asks for too much, as its library says."""
+        more = self._needed(self.work_bytes + 4 * self.decoder_bytes) if self.is_bounded else None
+        remedy = f"continue with data.memory_bytes={more} or more, or " if more else ""
+        raise DataError(
+            f"{path}: its decoder asks for more than the {self.decoder_bytes:,} bytes that it may have here "
+            f"({reason}); {remedy}compress it with a smaller window (zstd without --long, xz -6)"
+        )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether they come from `data.memory_bytes`."""
+        return self.memory_bytes != _NO_LIMIT
 
     def _needed(self, work_bytes: int) -> int:
         """A bound that leaves so much to a tokenizer, rounded up to 64 MiB."""

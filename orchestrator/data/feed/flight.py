@@ -36,7 +36,7 @@ def chunk_bytes(chunk: TokenChunk) -> int:
 
 
 class Flight:
-    """The chunks between tokenizers and steps of one opening, at most `limit_bytes` of them and one more."""
+    """The chunks between tokenizers and steps of one opening, at most `limit_bytes` of them."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         """None: as many as there are."""
@@ -60,10 +60,10 @@ class Flight:
         """Whether a tokenizer may hand on a chunk of so many bytes for `slot` now. `due` is the slot that is
         taken next, `needed`: nothing can be drawn before its next chunk is there.
         """
-        here, coming = self._here(buffered), self._coming_bytes
-        # the feeder takes the due slot's chunks first: one of them passes whatever is made for later slots
+        # the feeder takes the due slot's chunks first: one of them passes whatever is made for later slots,
+        # which have half of the limit
         passes = slot == due and not self._coming_of(slot)
-        if here + num_bytes + (0 if passes else coming) <= self._limit:
+        if self.held_bytes(buffered) + num_bytes <= (self._limit if passes else self._limit // 2):
             self._announced[slot] = self._announced.get(slot, 0) + num_bytes
             return Admission.YES
         return Admission.NEVER if passes and needed else Admission.LATER
@@ -85,6 +85,8 @@ class Flight:
         """A chunk that was taken has gone to its source's stream, which has so many positions more now."""
         num_bytes = chunk_bytes(chunk)
         self._early -= num_bytes
+        if not len(chunk.tokens) and not chunk.bad_reasons:
+            return  # nothing of it is kept
         self._open[chunk.source] = self._open.get(chunk.source, 0) + num_bytes
         if positions > 0:
             here = self._delivered.setdefault(chunk.source, deque())

@@ -127,7 +127,8 @@ def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
     Raises `ConfigError` if the least that is needed is more, with both values and the largest parts.
     """
     held, num = _held(needs), needs.num_tokenizers
-    open_blocks, decoder_bytes, readers_bytes = _readers(needs)
+    open_blocks, decoder_bytes = _readers(needs)
+    readers_bytes = open_blocks * (decoder_bytes + _READER_BYTES)
     words = _Room(_LEAST_WORDS_BYTES, _USUAL_WORDS_BYTES)
     work = _Room(*_work(needs.window_bytes))
     flight = _Room(*_flight(needs))
@@ -137,9 +138,13 @@ def divide_memory(needs: MemoryNeeds, asked: int | None) -> MemoryShares:
     memory = usual if asked is None else asked
     if memory < least:
         raise ConfigError(_too_little(needs, memory, least))
-    over, whole = memory - least, usual - least
-    longest = MAX_RECORD_BYTES * COPIES_OF_A_RECORD
-    work_bytes = min(max(work.usual, longest), work.of(over, whole) + max(0, memory - usual) // num)
+    over, whole, beyond = memory - least, usual - least, max(0, memory - usual) // num
+    if needs.large_decoders:  # they have half of what is left
+        beyond //= 2
+        decoder_bytes += beyond // open_blocks
+        readers_bytes += beyond
+    longest = max(work.usual, MAX_RECORD_BYTES * COPIES_OF_A_RECORD)
+    work_bytes = min(longest, work.of(over, whole) + beyond)
     return MemoryShares(
         memory_bytes=memory,
         num_tokenizers=num,
@@ -176,19 +181,19 @@ def _work(window_bytes: int) -> tuple[int, int]:
     return window_bytes * 2 + around, max(window_bytes * (1 + BYTES_A_RECORD), _USUAL_WORK_BYTES) + around
 
 
-def _readers(needs: MemoryNeeds) -> tuple[int, int, int]:
-    """(open blocks, what a decoder may ask for, bytes of all)."""
-    open_blocks = min(_MOST_OPEN, needs.num_sources)
+def _readers(needs: MemoryNeeds) -> tuple[int, int]:
+    """(open blocks, what a decoder may ask for beside the reader's own buffers)."""
     if needs.large_decoders:
-        open_blocks = min(open_blocks, 2)
-        return open_blocks, _LARGE_DECODER_BYTES, open_blocks * (_LARGE_DECODER_BYTES + _READER_BYTES)
-    return open_blocks, _READER_BYTES, open_blocks * _READER_BYTES
+        return min(2, needs.num_sources), _LARGE_DECODER_BYTES
+    return min(_MOST_OPEN, needs.num_sources), 0
 
 
 def _flight(needs: MemoryNeeds) -> tuple[int, int]:
     """(least, usual) of the windows that are given and not delivered, and one of each source."""
     windows = needs.window_bytes * (needs.num_tokenizers + SLOTS_AHEAD + 1 + needs.num_sources)
-    around = 2 * chunk_bytes_at_most() + MAX_WANTED_TOKENS * _BYTES_A_HELD_TOKEN
+    # a step that is gathered, and the chunk that fills it, come beside what is made for later slots
+    step = max(MAX_WANTED_TOKENS, needs.step_tokens) * _BYTES_A_HELD_TOKEN
+    around = 2 * (chunk_bytes_at_most() + step)
     return windows * _LEAST_A_BYTE + around, windows * _USUAL_A_BYTE + around
 
 
@@ -238,5 +243,6 @@ def needs_of_feed(job: JobConfig, spec: DataSpec) -> MemoryNeeds:
         step_tokens=job.train.global_batch_size * job.pack.seq_len,
         vocab_size=spec.vocab_size,
         lists_bytes=sum(files.nbytes for files in lists),
-        large_decoders=any(bool(files.paths_end(_LARGE_DECODERS).any()) for files in lists),
+        large_decoders=job.data.refresh is not None
+        or any(bool(files.paths_end(_LARGE_DECODERS).any()) for files in lists),
     )

@@ -58,6 +58,10 @@ def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
         else:
             while piece := begin.read(READ_BYTES):
                 yield piece
+    except (zstandard.ZstdError, lzma.LZMAError) as error:
+        if "memory" in str(error).lower():
+            process_limits().refuse_decoder(file.name, str(error))
+        raise
     except EOFError as error:
         if file.size <= file_bytes:
             raise
