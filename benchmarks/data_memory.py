@@ -133,6 +133,17 @@ def short_lines(folder: Path, megabytes: int) -> Made:
     return _one(folder, "lines")
 
 
+def empty(folder: Path, megabytes: int) -> Made:
+    """Documents without a token, and source code behind them."""
+    folder.mkdir()
+    line = b'{"text": ""}\n'
+    with (folder / "0.jsonl").open("wb") as file:
+        for _ in range(megabytes):
+            file.write(line * (_MB // len(line)))
+    _json_lines(folder / "1.jsonl", 50 * _MB)
+    return _one(folder, "jsonl", shuffle="none")
+
+
 def slow_encoder(folder: Path, megabytes: int) -> Made:
     """Source code, encoded by `tokenizers`."""
     made = plain(folder, megabytes)
@@ -180,6 +191,7 @@ CASES: dict[str, Case] = {
     "row_groups": Case(make=row_groups, megabytes=1000, steps=600),
     "large_pages": Case(make=large_pages, megabytes=400, steps=300),
     "short_lines": Case(make=short_lines, megabytes=64, steps=200),
+    "empty": Case(make=empty, megabytes=60, steps=60, pause_s=1.0),
     "slow_encoder": Case(make=slow_encoder, megabytes=100, steps=10),
 }
 

@@ -266,8 +266,8 @@ class Feeder:
         it is not wanted any more.
         """
         async with self._changed:
+            self._work.note()
             while (run := self._run_of(pipeline, slot)) is not None:
-                self._work.note()
                 if (found := run.admit(slot, num_bytes)) is Admission.YES:
                     return True
                 if found is Admission.NEVER:

@@ -97,11 +97,12 @@ class MemoryShares:
         )
 
     def __str__(self) -> str:
+        num = self.num_tokenizers
         each = self.tokenizer_bytes + self.words_bytes + self.readers_bytes + self.work_bytes
         return (
             f"at most {mib(self.memory_bytes)} of memory for the feed (data.memory_bytes): the feeder "
             f"{mib(self.feeder_bytes + self.replay_bytes)} (process {mib(self.feeder_bytes)}, steps "
-            f"{mib(self.replay_bytes)}), each of {self.num_tokenizers} tokenizers {mib(each)} (process and "
+            f"{mib(self.replay_bytes)}), {'each of ' * (num > 1)}{_tokenizers(num)} {mib(each)} (process and "
             f"vocabulary {mib(self.tokenizer_bytes)}, words {mib(self.words_bytes)}, open files "
             f"{mib(self.readers_bytes)}, window or record at hand {mib(self.work_bytes)}: records of up to "
             f"{mib(self.limits.record_bytes)}), tokens on their way {mib(self.flight_bytes)}, answers to "
@@ -205,10 +206,10 @@ def chunk_bytes_at_most() -> int:
 def _too_little(needs: MemoryNeeds, memory: int, least: int) -> str:
     held = _held(needs)
     parts = {
-        f"{needs.num_tokenizers} tokenizers with a vocabulary of {needs.vocab_size:,}": held["tokenizers"],
+        f"{_tokenizers(needs.num_tokenizers)} with a vocabulary of {needs.vocab_size:,}": held["tokenizers"],
         f"data.replay_bytes={needs.replay_bytes} with steps of {needs.step_tokens:,} tokens": held["steps"],
-        f"windows of data.window_bytes={needs.window_bytes} for {needs.num_tokenizers} tokenizers and "
-        f"{needs.num_sources} sources": _flight(needs)[0]
+        f"windows of data.window_bytes={needs.window_bytes} for {_tokenizers(needs.num_tokenizers)} and "
+        f"{needs.num_sources} source{'s' * (needs.num_sources > 1)}": _flight(needs)[0]
         + needs.num_tokenizers * _work(needs.window_bytes)[0],
         "the feeder": held["feeder"],
     }
@@ -219,6 +220,10 @@ def _too_little(needs: MemoryNeeds, memory: int, least: int) -> str:
         f"least ({listed}); set data.memory_bytes={least} or more, or lower data.num_tokenizers or "
         "data.replay_bytes; a smaller data.window_bytes needs a new run (another run.name)"
     )
+
+
+def _tokenizers(num: int) -> str:
+    return f"{num} tokenizer{'s' * (num > 1)}"
 
 
 def mib(num_bytes: int) -> str:
