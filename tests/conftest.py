@@ -44,6 +44,7 @@ TinyConfig = Callable[..., dict[str, Any]]
 # the tests that use the session's Ray cluster
 ON_RAY = {
     "tests/data/test_feeder.py",
+    "tests/data/test_feeder_memory.py",
     "tests/system/test_campaign.py",
     "tests/system/test_driver.py",
     "tests/system/test_faults.py",

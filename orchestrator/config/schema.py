@@ -197,6 +197,10 @@ class DataConfig(_Section):
     """Documents are permuted within windows of at most this many decoded bytes."""
     fragment_bytes: Annotated[int, same("a whole number >= 1, in bytes", ge=1)] = 2 << 20
     """Size of the pieces that files are read in, in bytes."""
+    memory_bytes: Annotated[int | None, free("a whole number >= 1, in bytes, or null", ge=1)] = None
+    """Bound of the memory of feeder, tokenizers and the tokens between them, in bytes; null: what is usual
+    for the other settings, which `plan` prints with its parts.
+    """
     replay_bytes: Annotated[int, free("a whole number >= 1, in bytes", ge=1)] = 256 << 20
     """Bound of the feeder's memory for batches that may be asked for again, in bytes."""
     encoder: Annotated[

@@ -104,8 +104,10 @@ def _launch(
         if looking_ahead.reached(plan):
             return _already_done(job, plan, time.monotonic() - began, progress)
         from orchestrator.cluster.connection import ClusterConnection, starts_local_ray
+        from orchestrator.data.feed.memory import memory_of
         from orchestrator.launch.needs import needs_of
 
+        memory_of(job, spec)  # raises where too little is asked for
         limits, needs = _limits(job), needs_of(job)
         if local := starts_local_ray(job):
             _check_this_machine(needs, limits)
@@ -185,6 +187,7 @@ def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | No
     """What a start would do, and the data. Without data where they are not those of the run: a refusal."""
     from orchestrator.coordinator.choosing import choose_point, decide, wanted_point
     from orchestrator.coordinator.survey import survey
+    from orchestrator.data.feed.memory import memory_of
 
     store = RunStore(Storage(str(folder)))
     try:
@@ -195,7 +198,7 @@ def _look_ahead(job: JobConfig, folder: Path) -> tuple[ResumePlan, DataSpec | No
         point, _ = choose_point(store, seen, wanted_point(seen, job), fast=True)
         found = decide(store, job, point, None)
         return replace(found, action="refuse", refusals=(*found.refusals, str(error))), None
-    return replace(found, notes=(*found.notes, *spec.notes)), spec
+    return replace(found, notes=(*found.notes, *spec.notes, str(memory_of(job, spec)))), spec
 
 
 def open_stream(

@@ -22,6 +22,7 @@ from orchestrator.coordinator.attempt import Attempt
 from orchestrator.coordinator.coordinator_start import CoordinatorStart
 from orchestrator.coordinator.process import CoordinatorProcess
 from orchestrator.data.feed.feeder import feeder_name, start_feeder
+from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.feed.remote_feed import notes_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.elastic.policy import Limits, tokenizer_node
@@ -189,6 +190,7 @@ def _start_feeder(job: JobConfig, attempt: Attempt, spec: DataSpec, limits: Limi
         replay_bytes=job.data.replay_bytes,
         tokenizer_node=tokenizer_node(node_facts(), limits),
         tokenizer_cpus=limits.tokenizer_cpus,
+        memory=memory_of(job, spec),
         options={"scheduling_strategy": here},
     )
     # opened before the workers exist: their first batch is ready when they are

@@ -244,7 +244,7 @@ def test_documents_without_tokens_do_not_gather_in_a_chunk(
     spec = spec_of(job(tiny_config, tmp_path, window_bytes=1 << 20, fragment_bytes=1 << 20))
     before = plain(samples(spec, 16))
     monkeypatch.setattr(chunk_writer, "_BATCH_ENTRIES", 20)
-    monkeypatch.setattr(chunk_writer, "_CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(chunk_writer, "CHUNK_ENTRIES", 100)
     found = list(spec.chunks(Cursor()))
     assert sum(int((chunk.kind == EMPTY).sum()) for chunk in found) == 2940
     assert max(len(chunk.record) for chunk in found) <= 100

@@ -23,9 +23,11 @@ import ray
 from orchestrator.cluster.data_share import before_loading
 from orchestrator.cluster.ray_inventory import DATASET_THREADS
 from orchestrator.data.feed.feed_notes import FeederStats, FeedLog, FeedNotes
+from orchestrator.data.feed.flight import Admission
+from orchestrator.data.feed.memory import MemoryShares
 from orchestrator.data.feed.opening import Opening
 from orchestrator.data.feed.remote_feed import RayFeed, Reopen
-from orchestrator.data.feed.replay import HeldStep
+from orchestrator.data.feed.replay import TOGETHER_BYTES, HeldStep
 from orchestrator.data.feed.slots import NoTask
 from orchestrator.data.feed.work import SignsOfWork
 from orchestrator.data.packing.step_samples import StepShare
@@ -52,9 +54,6 @@ SLOTS_PER_DATASET = 256
 _PIPELINE_THREADS = ("pipeline-", DATASET_THREADS)
 # Waiting calls at one time: the ranks' and the tokenizers'.
 MAX_CALLS = 20_000
-# Shares that are there are answered together up to this: through Ray's object store an answer costs the
-# feeder over a millisecond, whatever its size.
-TOGETHER_BYTES = 4 << 20
 # An answer for later steps waits so long for more of them, once its first one is there: each costs the feeder
 # and Ray two milliseconds, however little is in it.
 LINGER_S = 0.1
@@ -79,9 +78,11 @@ class Feeder:
         slots_per_dataset: int = SLOTS_PER_DATASET,
         tokenizer_node: str | None = None,
         tokenizer_cpus: float = 1.0,
+        memory: MemoryShares | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spec` is what `pinned` made of the `DataSpec`."""
+        """`spec` is what `pinned` made of the `DataSpec`; no `memory`: without bounds but those above."""
+        self._memory = memory
         self._launch, self._reference = launch, ray.cloudpickle.loads(spec)
         self._spec: DataSpec = ray.get(self._reference)
         self._num_tokenizers, self._replay_bytes, self._stall_s = num_tokenizers, replay_bytes, stall_s
@@ -171,6 +172,7 @@ class Feeder:
                     break
                 shares.append(more.samples.share(*more.samples_of(*mine)))
                 room -= shares[-1].nbytes
+                await asyncio.sleep(0)  # tokenizers that need no lock are answered in between
         self._waits += waited
         self._wait_s += self._now() - began
         return tuple(shares)
@@ -270,6 +272,25 @@ class Feeder:
             return False
         self._work.note(bytes_passed)
         return True
+
+    async def room(self, pipeline: int, slot: int, num_bytes: int) -> bool:
+        """A tokenizer has made a chunk of so many bytes for `slot`: answers when there is room for it. False:
+        it is not wanted any more.
+        """
+        self._work.note()
+        # most often there is room, and every tokenizer stands still until it is told so: without the lock
+        run = self._run_of(pipeline, slot)
+        if run is not None and run.admit(slot, num_bytes) is Admission.YES:
+            return True
+        async with self._changed:
+            while (run := self._run_of(pipeline, slot)) is not None:
+                if (found := run.admit(slot, num_bytes)) is Admission.YES:
+                    return True
+                if found is Admission.NEVER:
+                    self._end(run.no_room(num_bytes))
+                    break
+                await self._changed.wait()
+            return False
 
     async def failed(self, pipeline: int, slot: int, error: OrchestratorError) -> bool:
         """A tokenizer's error over `slot`: final for this feeder, whatever was still ahead of it, so that it
@@ -424,7 +445,9 @@ class Feeder:
         self._opens += 1
         before = self._run if with_pipeline and self._pipeline is not None else None
         try:
-            run = Opening(self._spec, cursor, self._num_tokenizers, self._replay_bytes, before)
+            run = Opening(
+                self._spec, cursor, self._num_tokenizers, self._replay_bytes, before, memory=self._memory
+            )
         except OrchestratorError as error:
             self._end(error)
             return None
@@ -467,8 +490,9 @@ class Feeder:
                 if not call(self._goes_on(pipeline)):
                     return
                 slots = range(first, first + limit)
+                limits = None if self._memory is None else self._memory.limits
                 items = read_chunks(
-                    self._reference, feeder, pipeline, slots, self._num_tokenizers, *self._where
+                    self._reference, feeder, pipeline, slots, self._num_tokenizers, *self._where, limits
                 )
                 with closing(items):
                     for slot, chunk in items:
@@ -550,11 +574,13 @@ def start_feeder(
     slots_per_dataset: int = SLOTS_PER_DATASET,
     tokenizer_node: str | None = None,
     tokenizer_cpus: float = 1.0,
+    memory: MemoryShares | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Creates the launch's feeder and returns its handle; it lives as long as the handle's owner. `options`:
     more for Ray's `.options`. `tokenizer_node`: where its tokenizers run while that node lives;
-    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself.
+    `tokenizer_cpus`: logical CPUs that each of them takes. It uses none itself. `memory`: what each part of
+    the feed may hold; None: what the data rules bound alone.
 
     `spec` goes into Ray's object store once, and from there to the feeder and to every tokenizer; it must fit
     there, and each of these processes holds it in memory.
@@ -575,6 +601,7 @@ def start_feeder(
         slots_per_dataset,
         tokenizer_node,
         tokenizer_cpus,
+        memory,
     )
     return ray.remote(Feeder).options(**wanted).remote(launch, pinned(spec), *arguments)
 

@@ -13,8 +13,7 @@ from orchestrator.data.sources.windows import Window, read_windows
 from orchestrator.data.tokens.chunks import Passed
 from orchestrator.records import WindowTask
 
-# One block of a source at a time, of so many sources. An open one keeps its file, the state of its decoder,
-# and the window that was read last.
+# One block of a source at a time, of so many sources. An open one keeps its file and its decoder's state.
 MAX_OPEN = 8
 
 

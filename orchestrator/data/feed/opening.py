@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
+from orchestrator.data.feed.flight import Admission, Flight
 from orchestrator.data.feed.replay import ReplayBuffer
 from orchestrator.data.feed.slots import NoTask, Slots, SourceWindows
 from orchestrator.data.packing.stream import Stream
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.fragments import SourcePlan, decoded_bytes
 from orchestrator.data.spec import DataSpec
+from orchestrator.errors import FeedError
 from orchestrator.planning.batches import ceil_div
 from orchestrator.planning.order import block_at
 from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
+
+if TYPE_CHECKING:
+    from orchestrator.data.feed.memory import MemoryShares
 
 # So many tokens at most, and a chunk, are taken from the pipeline before their steps are drawn.
 MAX_WANTED_TOKENS = 1 << 23
@@ -36,8 +42,10 @@ class Opening:
         num_tokenizers: int,
         replay_bytes: int,
         after: Opening | None = None,
+        memory: MemoryShares | None = None,
     ) -> None:
         self.stream: Stream = spec.stream(cursor)
+        self._memory, self._flight = memory, Flight(None if memory is None else memory.flight_bytes)
         self.steps = ReplayBuffer(cursor, replay_bytes)
         before = None if after is None else after.slots
         self.slots: Slots = Slots(source_windows(spec, cursor), num_tokenizers, before)
@@ -70,7 +78,27 @@ class Opening:
 
     def begin(self, slot: int) -> WindowTask | NoTask:
         """See `Slots.begin`."""
-        return self.slots.begin(slot, self.stream.buffered_tokens)
+        buffered = self.stream.buffered_tokens
+        task = self.slots.begin(slot, buffered, self._flight.has_room(buffered))
+        if isinstance(task, WindowTask):
+            self._flight.begin(slot)
+        return task
+
+    def admit(self, slot: int, num_bytes: int) -> Admission:
+        """Whether a tokenizer may hand on a chunk of so many bytes for `slot` now."""
+        due, needs = self.slots.taken, bool(self.stream.needs)
+        return self._flight.admit(slot, num_bytes, due, needs, self.stream.buffered_tokens)
+
+    def no_room(self, num_bytes: int) -> FeedError:
+        """Why a chunk of so many bytes is never admitted."""
+        memory, held = self._memory, self._flight.held_bytes(self.stream.buffered_tokens)
+        assert memory is not None, "without a bound there is room"
+        return FeedError(
+            f"the next chunk of tokens takes {num_bytes:,} bytes beside {held:,} of the windows that are at "
+            f"hand, and their share of data.memory_bytes={memory.memory_bytes} is {memory.flight_bytes:,}; "
+            f"continue with a larger data.memory_bytes, e.g. {2 * memory.memory_bytes}, or with fewer "
+            "data.num_tokenizers"
+        )
 
     @property
     def awaited(self) -> list[tuple[str, int]]:
@@ -81,8 +109,12 @@ class Opening:
         """The next chunk in order, None for a slot without one. Raises `DataIdentityError` if the cursor's
         tokens are not reproduced.
         """
+        if self.slots.has(slot):
+            self._flight.take(slot, chunk)
         for delivered in self.slots.take(slot, chunk):
+            before = self.stream.buffered_tokens(delivered.source)
             self.stream.feed(delivered)
+            self._flight.deliver(delivered, self.stream.buffered_tokens(delivered.source) - before)
         self._finish_ended()
 
     def _finish_ended(self) -> None:

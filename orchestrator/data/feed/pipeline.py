@@ -23,8 +23,10 @@ from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.data_share import looking_often, take_own_share
+from orchestrator.data.feed.flight import chunk_bytes
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
+from orchestrator.data.process_limits import ProcessLimits, limit_process
 from orchestrator.data.sources.windows import Window
 from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.chunks import tokenize_window
@@ -89,10 +91,12 @@ class Tokenizer:
     then ends the dataset. A slot that is repeated after this process was killed gives the same chunks.
     """
 
-    def __init__(self, spec: Any, feeder: Any, pipeline: int) -> None:
+    def __init__(self, spec: Any, feeder: Any, pipeline: int, limits: ProcessLimits | None) -> None:
         """`spec`: a reference to it. `pipeline`: the feeder's number of the one that it belongs to."""
         self._reference, self._feeder, self._pipeline = spec, feeder, pipeline
-        self._blocks = OpenBlocks()
+        limits = limits or ProcessLimits()
+        limit_process(limits)
+        self._blocks = OpenBlocks(limits.open_blocks)
         os.nice(TOKENIZER_NICENESS)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has one CPU
 
@@ -125,20 +129,17 @@ class Tokenizer:
             yield _no_window(slot)
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
-        task, window, wanted = self._read(slot)
+        task, window = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # asked for each chunk, so that a place that is left is left within two: the feeder answers when
-            # it has time, while the next one is made
-            if not ray.get(wanted):
+            # asked for each chunk, so that it waits for room, and a place that is left is left within a chunk
+            if not ray.get(self._feeder.room.remote(self._pipeline, slot, chunk_bytes(chunk))):
                 raise NotWantedError
-            wanted = self._feeder.working.remote(self._pipeline, slot, 0)
             yield chunk
 
-    def _read(self, slot: int) -> tuple[WindowTask, Window, Any]:
-        """What the slot is, its window, read, and a reference to whether it is still wanted; the feeder is
-        notified at once of what follows it, which others can then be given. Raises `NotWantedError` if there
-        is no window for it.
+    def _read(self, slot: int) -> tuple[WindowTask, Window]:
+        """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
+        others can then be given. Raises `NotWantedError` if there is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
             plan = self._spec.plan_of(task.source, task.epoch)
@@ -147,7 +148,7 @@ class Tokenizer:
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
             wanted = self._feeder.read.remote(self._pipeline, slot, task, num_windows)
             if isinstance(found, Window):
-                return task, found, wanted
+                return task, found  # whether it is wanted is answered when there is a chunk of it
             if not ray.get(wanted):
                 break
         raise NotWantedError
@@ -233,6 +234,7 @@ def read_chunks(
     num_tokenizers: int,
     node_id: str | None = None,
     tokenizer_cpus: float = 1.0,
+    limits: ProcessLimits | None = None,
 ) -> Generator[tuple[int, TokenChunk | None]]:
     """Runs one dataset over `slots` and yields (slot, chunk) in order; no chunk where a slot is no window.
     `spec`: a reference to the `DataSpec`; `pipeline`: what the tokenizers tell the feeder who they are.
@@ -260,7 +262,7 @@ def read_chunks(
         compute=ray.data.ActorPoolStrategy(
             size=min(num_tokenizers, len(slots)), max_tasks_in_flight_per_actor=SLOTS_PER_TOKENIZER
         ),
-        fn_constructor_args=(spec, feeder, pipeline),
+        fn_constructor_args=(spec, feeder, pipeline, limits),
         **placed,
     )
     bundles = dataset.iter_internal_ref_bundles()

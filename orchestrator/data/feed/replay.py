@@ -13,6 +13,9 @@ from orchestrator.data.packing.step_samples import StepSamples
 from orchestrator.planning.batches import rank_samples
 from orchestrator.records import Cursor, StepRange
 
+# Shares that are there are answered together up to this: through Ray's object store an answer costs the
+# feeder over a millisecond, whatever its size.
+TOGETHER_BYTES = 4 << 20
 # However small the limit, these stay: the step being trained and the one fetched ahead of it.
 MIN_STEPS = 2
 

@@ -120,13 +120,15 @@ class Slots:
         """Each (source, epoch) that comes next and has no list yet: who makes it asks for slots again."""
         return [(name, epoch) for name, source in self._sources.items() for epoch in source.awaited]
 
-    def begin(self, slot: int, buffered: Callable[[str], int]) -> WindowTask | NoTask:
+    def begin(self, slot: int, buffered: Callable[[str], int], has_room: bool = True) -> WindowTask | NoTask:
         """What `slot` is, the same each time, whoever executes it again; `NOT_YET`: there is no room, or it
         is not known yet what follows. `buffered`: a source's delivered tokens that are not drawn.
+        Without `has_room` a window is given only where no slot is on its way.
         """
         found = self._tasks.get(slot)
         if found is None and (slot == self.given or slot in self._freed):
-            found = self._choose(buffered, room=slot in self._freed or self.undelivered < self.limit)
+            room = self.undelivered < self.limit and (has_room or self.taken == self.given)
+            found = self._choose(buffered, room=slot in self._freed or room)
             if found is NoTask.NOT_YET:
                 return found
             self._tasks[slot] = found

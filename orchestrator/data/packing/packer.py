@@ -160,8 +160,9 @@ class Packer:
             epoch_begins=self._order.epoch_begins,
         )
         segment = Segment(chunk, skip, before)
-        self._segments.append(segment)
         num_tokens = segment.stop - segment.start
+        if num_tokens or chunk.bad_reasons:  # millions of documents without a token leave counts alone
+            self._segments.append(segment)
         self._counts = segment.counts_after
         self._document, self._token_document = segment.document_after, segment.token_document_after
         self._fed += num_tokens

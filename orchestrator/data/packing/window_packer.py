@@ -255,7 +255,8 @@ class WindowPacker:
             raise self._not_reproduced(
                 start, f"it names a token, and pack.mode is {self._settings.pack_mode}"
             )
-        self._coming.append(chunk)
+        if chunk.ends_window or chunk.bad_reasons or (chunk.kind == PIECE).any():
+            self._coming.append(chunk)  # of other ones counts are all that is left
         self._counts = _counted(self._counts, chunk)
         ends_epoch = self._order.go_on(chunk, len(chunk.tokens), self._counts)
         if not chunk.ends_window:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import zstandard
 from zlib_ng import gzip_ng, zlib_ng
 
+from orchestrator.data.process_limits import process_limits
 from orchestrator.data.sources.input_file import InputFile
 from orchestrator.data.sources.records_in_memory import join
 
@@ -24,8 +25,9 @@ READ_BYTES = 1 << 20
 _STREAM_READ_BYTES = 1 << 16
 # So much of a zstd file may decode to 64 MiB, but not to more.
 _ZSTD_READ_BYTES = 1 << 11
-# What an xz stream may ask for; the strongest preset takes 65 MiB.
-_XZ_MEMORY_BYTES = 1 << 30
+# What a zstd or xz stream may ask for, where the process has no limit of its own; the strongest preset of xz
+# takes 65 MiB, a usual zstd stream 8.
+_ZSTD_WINDOW_BYTES, _XZ_MEMORY_BYTES = 1 << 31, 1 << 30
 COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 DAMAGE: tuple[type[Exception], ...] = (  # type: ignore[assignment]  # its stub calls error an instance
     OSError,
@@ -56,6 +58,10 @@ def decoded(file: InputFile, path: str, file_bytes: int) -> Iterator[bytes]:
         else:
             while piece := begin.read(READ_BYTES):
                 yield piece
+    except (zstandard.ZstdError, lzma.LZMAError) as error:
+        if "memory" in str(error).lower():
+            process_limits().refuse_decoder(file.name, str(error))
+        raise
     except EOFError as error:
         if file.size <= file_bytes:
             raise
@@ -93,7 +99,9 @@ def _gunzip(file: io.BufferedReader[Any]) -> Iterator[bytes]:
 
 def _unzstd(file: io.BufferedReader[Any]) -> Iterator[bytes]:
     """Frame after frame. python-zstandard's own reader ends without an error where the file is cut off."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    decompressor = zstandard.ZstdDecompressor(
+        max_window_size=min(_ZSTD_WINDOW_BYTES, process_limits().decoder_bytes)
+    )
     frame, data = None, b""
     pieces, num_bytes = list[bytes](), 0
     while data := data or file.read(_ZSTD_READ_BYTES):
@@ -124,7 +132,9 @@ class _Decompressor(Protocol):
 
 
 def _unxz() -> _Decompressor:
-    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY_BYTES)
+    return lzma.LZMADecompressor(
+        lzma.FORMAT_XZ, memlimit=min(_XZ_MEMORY_BYTES, process_limits().decoder_bytes)
+    )
 
 
 def _streams(

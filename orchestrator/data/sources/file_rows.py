@@ -197,6 +197,11 @@ class Files(Sequence[FileRow]):
         rows = (changed.get(row.path, row) for row in self)
         return Files.of(row for row in rows if row is not None)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(int(column.nbytes) for column in self._columns.values())
+
     def digest(self, format_: str, text_field: str) -> str:
         """blake3 of a JSON list of the version, these two, and of each row what is no time. Computed once."""
         if (format_, text_field) not in self._digests:

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from orchestrator.data.process_limits import process_limits
 from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources.documents import (
     BadRecordError,
@@ -27,6 +28,7 @@ from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
 from orchestrator.data.sources.window_columns import TextRun, WindowColumns, columns_of
+from orchestrator.errors import DataError
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.planning.record_keys import (
     holdout_bound,
@@ -59,6 +61,8 @@ class OrderedWindow:
         self._window, self._plan, self._settings, self._epoch = window, plan, settings, epoch
         self._ends = list(accumulate(len(part.records) for part in window.parts))
         runs = [(part.fragment, part.number, len(part.records)) for part in window.parts]
+        self._limits = process_limits()
+        self._require_room(plan)
         self._order = window_order(runs, settings.seed, plan.source, epoch, settings.shuffle)
         self._format = format_of(plan.manifest.format)
         self._parse = self._format.parser(plan.manifest.content)
@@ -92,8 +96,11 @@ class OrderedWindow:
     def described(self, position: int) -> Document | Described | None:
         """The same with the fields that its transforms see, if there are any. Raises as `document`."""
         part, index = self._find(position)
+        size = part.records.size(index)
+        if size <= MAX_RECORD_BYTES:
+            self._limits.require_record(size)
         record = part.records[index]
-        if record is None and (size := part.records.size(index)):
+        if record is None and size:
             raise BadRecordError(
                 f"it has {size:,} bytes, and a record may have {MAX_RECORD_BYTES:,}; split it into several"
             )
@@ -102,6 +109,16 @@ class OrderedWindow:
         if index == part.place == 0 and self._format.drops_bom:
             record = record.removeprefix(_BOM)
         return self._parse(record)
+
+    def _require_room(self, plan: SourcePlan) -> None:
+        """That so many records can be ordered in this process, else names the first."""
+        first = self._window.parts[0] if self._window.parts else None
+        num_records = self._ends[-1] if first is not None else 0
+        try:
+            self._limits.require_records(num_records)
+        except DataError as error:
+            assert first is not None, "a window of no records takes nothing"
+            raise DataError(f"{plan.manifest.path(first.file)}: {error}") from None
 
     def is_sampled(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
@@ -210,6 +227,16 @@ def read_windows(plan: SourcePlan, settings: StreamSettings, epoch: int, positio
                     total = int(ends[fits - 1])
                     part = part.cut(fits, len(part.records))
                 if len(part.records):  # the next record does not fit
-                    yield Window(number=number, last=False, parts=tuple(held))
-                    held, number, total = [], number + 1, 0
-    yield Window(number=number, last=True, parts=tuple(held))
+                    del ends
+                    yield _closed(number, held)
+                    number, total = number + 1, 0
+    yield _closed(number, held, last=True)
+
+
+def _closed(number: int, held: list[Part], last: bool = False) -> Window:
+    """A window of the parts that are held, which are let go: who waits for the next window to be asked for
+    keeps none.
+    """
+    parts = tuple(held)
+    held.clear()
+    return Window(number=number, last=last, parts=parts)

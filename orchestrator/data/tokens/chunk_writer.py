@@ -22,7 +22,7 @@ from orchestrator.records import BAD, PIECE, BoolArray, Int32Array, Int64Array, 
 
 # Text is encoded in batches of about so many bytes, or of so many entries; the fixed cost of a call vanishes
 # in it. A chunk has at most about so many entries: there may be many without any token.
-_BATCH_BYTES, _BATCH_ENTRIES, _CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
+_BATCH_BYTES, _BATCH_ENTRIES, CHUNK_ENTRIES = 1 << 20, 1 << 15, 1 << 18
 _FIELDS = ("record", "piece", "kind", "last_piece", "special_texts", "file", "place")
 _Entry = tuple[int, int, int, bool, int, int, int]
 _NOTHING = (np.empty(0, np.int32), np.empty(0, np.int32))
@@ -201,7 +201,7 @@ class ChunkWriter:
             batch.columns["output"] = np.array(self._outputs, np.int64)
             self._outputs = []
         tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(table)
-        if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
+        if self._encoded and (tokens > self._settings.chunk_tokens or entries > CHUNK_ENTRIES):
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
         self._num_tokens += len(batch.tokens)

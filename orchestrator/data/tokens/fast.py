@@ -17,6 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from orchestrator.data.tokens.large_json import without_special_tokens
+from orchestrator.data.process_limits import process_limits
 from orchestrator.records import Int32Array
 
 # gigatoken remembers every word that it has seen, about 100 bytes for each: the object is made anew when the
@@ -55,7 +56,9 @@ class _Built:
         self._looked_at, now = self.encoded_bytes, _resident_bytes()
         if now is None or self._resident_bytes is None:
             return self.encoded_bytes > RENEW_BYTES
-        return now - self._resident_bytes > MAX_GROWTH_BYTES
+        # a process that was larger when this was made, over a long document say, hides what it remembers
+        self._resident_bytes = min(self._resident_bytes, now)
+        return now - self._resident_bytes > min(MAX_GROWTH_BYTES, process_limits().words_bytes)
 
 
 class FastTokenizer:

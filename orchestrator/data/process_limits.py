@@ -1,0 +1,92 @@
+"""How much of a corpus this process may hold at a time: of a record, of a window, of a decoder's memory, of
+remembered words.
+
+A tokenizer process is given its share of `data.memory_bytes` when it starts; any other process has the limits
+of the data rules alone. None of them shapes the stream: what does not fit stops the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from orchestrator.errors import DataError
+
+_NO_LIMIT = 1 << 62
+# A document is made of a record by way of so many copies of it, where a character takes four bytes; a record
+# of a window takes so many bytes beside its own, most of them while they are ordered.
+COPIES_OF_A_RECORD, BYTES_A_RECORD = 8, 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessLimits:
+    """`words_bytes` may an encoder grow by, `work_bytes` may the window at hand take with the document that
+    is made of it, `decoder_bytes` a decoder ask for, and `open_blocks` be read at a time. `memory_bytes` is
+    the bound that they come from, for messages.
+    """
+
+    words_bytes: int = _NO_LIMIT
+    work_bytes: int = _NO_LIMIT
+    decoder_bytes: int = 1 << 31
+    open_blocks: int = 8
+    memory_bytes: int = _NO_LIMIT
+    num_tokenizers: int = 1
+
+    @property
+    def record_bytes(self) -> int:
+        """The longest record of which a document can be made."""
+        return self.work_bytes // COPIES_OF_A_RECORD
+
+    def require_record(self, num_bytes: int) -> None:
+        """Raises `DataError` if a record of so many bytes is too long for this process."""
+        if num_bytes > self.record_bytes:
+            needed = self._needed(num_bytes * COPIES_OF_A_RECORD)
+            raise DataError(
+                f"it has {num_bytes:,} bytes, and a tokenizer's share of "
+                f"data.memory_bytes={self.memory_bytes} takes records of {self.record_bytes:,}; continue "
+                f"with data.memory_bytes={needed} or more, or with fewer data.num_tokenizers"
+            )
+
+    def require_records(self, num_records: int) -> None:
+        """Raises `DataError` if a window of so many records does not fit into this process."""
+        work = num_records * BYTES_A_RECORD
+        if work > self.work_bytes:
+            raise DataError(
+                f"a window of {num_records:,} records takes {work:,} bytes while they are ordered, and a "
+                f"tokenizer's share of data.memory_bytes={self.memory_bytes} for it is {self.work_bytes:,}; "
+                f"continue with data.memory_bytes={self._needed(work)} or more, or with fewer "
+                "data.num_tokenizers"
+            )
+
+    def refuse_decoder(self, path: str, reason: str) -> NoReturn:
+        """Raises `DataError`: decoding the file at `path` asks for too much, as its library says."""
+        more = self._needed(self.work_bytes + 4 * self.decoder_bytes) if self.is_bounded else None
+        remedy = f"continue with data.memory_bytes={more} or more, or " if more else ""
+        raise DataError(
+            f"{path}: its decoder asks for more than the {self.decoder_bytes:,} bytes that it may have here "
+            f"({reason}); {remedy}compress it with a smaller window (zstd without --long, xz -6)"
+        )
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether they come from `data.memory_bytes`."""
+        return self.memory_bytes != _NO_LIMIT
+
+    def _needed(self, work_bytes: int) -> int:
+        """A bound that leaves so much to a tokenizer, rounded up to 64 MiB."""
+        more = self.memory_bytes + 2 * self.num_tokenizers * max(0, work_bytes - self.work_bytes)
+        return -(-more // (64 << 20)) * (64 << 20)
+
+
+_limits = ProcessLimits()
+
+
+def limit_process(limits: ProcessLimits) -> None:
+    """From now on these are the limits of this process."""
+    global _limits  # noqa: PLW0603  a process has one memory
+    _limits = limits
+
+
+def process_limits() -> ProcessLimits:
+    """The limits of this process."""
+    return _limits
