@@ -264,7 +264,7 @@ def test_documents_without_tokens_leave_nothing_in_the_stream(
     (tmp_path / "a.jsonl").write_text("".join(lines))
     source = {"name": "made", "path": str(tmp_path / "a.jsonl"), "format": "jsonl"}
     spec = prepare_data(parse_config(tiny_config({"data.sources": [source], "pack.mode": mode})))
-    spec = replace(spec, settings=replace(spec.settings, shuffle="none", window_bytes=1 << 18))
+    spec = replace(spec, settings=replace(spec.settings, shuffle="none", window_bytes=1 << 24))
     stream, chunks = spec.stream(Cursor()), list(spec.chunks(Cursor()))
     assert sum(int((chunk.kind == EMPTY).sum()) for chunk in chunks) == 60_000
     num = len(chunks)

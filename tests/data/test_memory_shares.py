@@ -65,7 +65,8 @@ def least(needs: MemoryNeeds) -> int:
 
 @given(needs=NEEDS, more=st.integers(0, 64 * GIB))
 def test_the_parts_of_any_bound_that_is_taken_are_never_more_than_it(needs: MemoryNeeds, more: int) -> None:
-    for asked in (None, least(needs), least(needs) + more):
+    usual = divide_memory(needs, None).memory_bytes
+    for asked in (None, least(needs), least(needs) + more, usual + more):
         shares = divide_memory(needs, asked)
         assert asked is None or shares.memory_bytes == asked
         assert total(shares) <= shares.memory_bytes
@@ -266,6 +267,18 @@ def test_what_never_fits_is_said_only_where_nothing_can_be_drawn_before_it() -> 
     assert flight.admit(0, 2000, due=0, needed=False, buffered=lambda _: 0) is Admission.LATER
     assert flight.admit(1, 2000, due=0, needed=True, buffered=lambda _: 0) is Admission.LATER
     assert flight.admit(0, 2000, due=0, needed=True, buffered=lambda _: 0) is Admission.NEVER
+    assert flight.admit(0, 900, due=0, needed=True, buffered=lambda _: 0) is Admission.YES
+    assert flight.admit(0, 200, due=0, needed=True, buffered=lambda _: 0) is Admission.LATER, (
+        "the first comes"
+    )
+
+
+def test_of_a_chunk_without_tokens_nothing_is_held_once_it_is_delivered() -> None:
+    flight, nothing = Flight(None), chunk("a", 0, False, num_entries=1000)
+    flight.take(0, nothing)
+    assert flight.held_bytes(lambda _: 0) == chunk_bytes(nothing) > 100_000
+    flight.deliver(nothing, 0)
+    assert flight.held_bytes(lambda _: 0) == 0
 
 
 def test_no_chunk_is_larger_than_the_largest_that_shares_are_made_for() -> None:
