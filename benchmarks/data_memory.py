@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "packed": Case(make=packed, megabytes=1200, steps=600),
     "row_groups": Case(make=row_groups, megabytes=1000, steps=600),
     "large_pages": Case(make=large_pages, megabytes=400, steps=300),
-    "short_lines": Case(make=short_lines, megabytes=64, steps=200),
+    "short_lines": Case(make=short_lines, megabytes=64, steps=60),
     "empty": Case(make=empty, megabytes=60, steps=60, pause_s=1.0),
     "slow_encoder": Case(make=slow_encoder, megabytes=100, steps=10),
 }

@@ -32,11 +32,16 @@ def made(tiny_config: TinyConfig) -> tuple[DataSpec, MemoryShares]:
     return replace(spec, settings=replace(spec.settings, chunk_tokens=1000)), memory_of(config, spec)
 
 
+def with_room(memory: MemoryShares, num_bytes: int) -> MemoryShares:
+    """The shares with so many bytes for tokens on their way."""
+    return replace(memory, flight_bytes=memory.flight_bytes - memory.flight_limit + num_bytes)
+
+
 def test_chunks_that_wait_for_room_are_the_same_and_in_the_same_order(
     made: tuple[DataSpec, MemoryShares],
 ) -> None:
     spec, memory = made
-    with feeder(spec, memory=replace(memory, flight_bytes=400_000)) as (actor, launch):
+    with feeder(spec, memory=with_room(memory, 400_000)) as (actor, launch):
         feed = RayFeed(actor, launch)
         feed.open(view(1, launch), Cursor())
         taken, _ = train([feed], Cursor(), None, 32, SEQ_LEN)
@@ -46,12 +51,16 @@ def test_chunks_that_wait_for_room_are_the_same_and_in_the_same_order(
 
 def test_a_chunk_that_never_fits_is_an_error_with_both_values(made: tuple[DataSpec, MemoryShares]) -> None:
     spec, memory = made
-    with feeder(spec, memory=replace(memory, flight_bytes=2000)) as (actor, launch):
+    with feeder(spec, memory=with_room(memory, 2000)) as (actor, launch):
         feed = RayFeed(actor, launch)
         feed.open(view(1, launch), Cursor())
         with pytest.raises(FeedError) as caught:
             train([feed], Cursor(), 1, 32, SEQ_LEN)
-    for part in (f"data.memory_bytes={memory.memory_bytes} is 2,000", "continue with a larger", "takes "):
+    for part in (
+        f"data.memory_bytes={memory.memory_bytes} is 2,000",
+        "continue with a larger",
+        "tokens of the windows",
+    ):
         assert part in str(caught.value)
 
 

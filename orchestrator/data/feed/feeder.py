@@ -274,20 +274,18 @@ class Feeder:
         return True
 
     async def room(self, pipeline: int, slot: int, num_bytes: int) -> bool:
-        """A tokenizer has made a chunk of so many bytes for `slot`: answers when there is room for it. False:
-        it is not wanted any more.
+        """A tokenizer hands on a chunk of so many bytes for `slot`: answers when there is room for another.
+        False: none is wanted any more.
         """
-        self._work.note()
-        # most often there is room, and every tokenizer stands still until it is told so: without the lock
-        run = self._run_of(pipeline, slot)
-        if run is not None and run.admit(slot, num_bytes) is Admission.YES:
-            return True
         async with self._changed:
+            self._work.note()
+            if (run := self._run_of(pipeline, slot)) is not None:
+                run.announce(slot, num_bytes)
             while (run := self._run_of(pipeline, slot)) is not None:
-                if (found := run.admit(slot, num_bytes)) is Admission.YES:
+                if (found := run.goes_on(slot)) is Admission.YES:
                     return True
                 if found is Admission.NEVER:
-                    self._end(run.no_room(num_bytes))
+                    self._end(run.no_room())
                     break
                 await self._changed.wait()
             return False

@@ -20,8 +20,8 @@ Buffered = Callable[[str], int]
 
 
 class Admission(Enum):
-    """Whether a chunk may be made now: yes; when something was drawn; never, for nothing will be drawn
-    before it is there.
+    """Whether another chunk may be handed on now: yes; when something was drawn; never, for nothing will be
+    drawn before it is there.
     """
 
     YES = "yes"
@@ -36,7 +36,9 @@ def chunk_bytes(chunk: TokenChunk) -> int:
 
 
 class Flight:
-    """The chunks between tokenizers and steps of one opening, at most `limit_bytes` of them."""
+    """The chunks between tokenizers and steps of one opening, at most `limit_bytes` of them, and one
+    more of each tokenizer and the feeder: who hands one on is told whether it may make another.
+    """
 
     def __init__(self, limit_bytes: int | None) -> None:
         """None: as many as there are."""
@@ -56,15 +58,18 @@ class Flight:
         """Bytes of all chunks that are announced and not drawn."""
         return self._coming_bytes + self._here(buffered)
 
-    def admit(self, slot: int, num_bytes: int, due: int, needed: bool, buffered: Buffered) -> Admission:
-        """Whether a tokenizer may hand on a chunk of so many bytes for `slot` now. `due` is the slot that is
-        taken next, `needed`: nothing can be drawn before its next chunk is there.
+    def announce(self, slot: int, num_bytes: int) -> None:
+        """A tokenizer hands on a chunk of so many bytes for `slot`, which is not taken whole."""
+        self._announced[slot] = self._announced.get(slot, 0) + num_bytes
+
+    def goes_on(self, slot: int, due: int, needed: bool, buffered: Buffered) -> Admission:
+        """Whether a tokenizer may hand on another chunk for `slot` now. `due` is the slot that is taken next,
+        `needed`: nothing can be drawn before its next chunk is there.
         """
-        # the feeder takes the due slot's chunks first: one of them passes whatever is made for later slots,
+        # the feeder takes the due slot's chunks first: one at a time passes whatever is made for later slots,
         # which have half of the limit
         passes = slot == due and not self._coming_of(slot)
-        if self.held_bytes(buffered) + num_bytes <= (self._limit if passes else self._limit // 2):
-            self._announced[slot] = self._announced.get(slot, 0) + num_bytes
+        if slot < due or self.held_bytes(buffered) <= (self._limit if passes else self._limit // 2):
             return Admission.YES
         return Admission.NEVER if passes and needed else Admission.LATER
 

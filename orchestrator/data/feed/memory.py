@@ -85,6 +85,11 @@ class MemoryShares:
     decoder_bytes: int
 
     @property
+    def flight_limit(self) -> int:
+        """Where tokenizers wait: each, and the feeder, may have one chunk more."""
+        return self.flight_bytes - (self.num_tokenizers + 1) * chunk_bytes_at_most()
+
+    @property
     def limits(self) -> ProcessLimits:
         """A tokenizer's."""
         return ProcessLimits(
@@ -194,7 +199,7 @@ def _flight(needs: MemoryNeeds) -> tuple[int, int]:
     windows = needs.window_bytes * (needs.num_tokenizers + SLOTS_AHEAD + 1 + needs.num_sources)
     # a step that is gathered, and the chunk that fills it, come beside what is made for later slots
     step = max(MAX_WANTED_TOKENS, needs.step_tokens) * _BYTES_A_HELD_TOKEN
-    around = 2 * (chunk_bytes_at_most() + step)
+    around = 2 * step + (needs.num_tokenizers + 3) * chunk_bytes_at_most()
     return windows * _LEAST_A_BYTE + around, windows * _USUAL_A_BYTE + around
 
 

@@ -45,7 +45,7 @@ class Opening:
         memory: MemoryShares | None = None,
     ) -> None:
         self.stream: Stream = spec.stream(cursor)
-        self._memory, self._flight = memory, Flight(None if memory is None else memory.flight_bytes)
+        self._memory, self._flight = memory, Flight(None if memory is None else memory.flight_limit)
         self.steps = ReplayBuffer(cursor, replay_bytes)
         before = None if after is None else after.slots
         self.slots: Slots = Slots(source_windows(spec, cursor), num_tokenizers, before)
@@ -84,19 +84,24 @@ class Opening:
             self._flight.begin(slot)
         return task
 
-    def admit(self, slot: int, num_bytes: int) -> Admission:
-        """Whether a tokenizer may hand on a chunk of so many bytes for `slot` now."""
-        due, needs = self.slots.taken, bool(self.stream.needs)
-        return self._flight.admit(slot, num_bytes, due, needs, self.stream.buffered_tokens)
+    def announce(self, slot: int, num_bytes: int) -> None:
+        """A tokenizer hands on a chunk of so many bytes for `slot`."""
+        if slot >= self.slots.taken:  # else the window is here already
+            self._flight.announce(slot, num_bytes)
 
-    def no_room(self, num_bytes: int) -> FeedError:
-        """Why a chunk of so many bytes is never admitted."""
+    def goes_on(self, slot: int) -> Admission:
+        """Whether a tokenizer may hand on another chunk for `slot` now."""
+        due, needs = self.slots.taken, bool(self.stream.needs)
+        return self._flight.goes_on(slot, due, needs, self.stream.buffered_tokens)
+
+    def no_room(self) -> FeedError:
+        """Why no chunk will ever be admitted."""
         memory, held = self._memory, self._flight.held_bytes(self.stream.buffered_tokens)
         assert memory is not None, "without a bound there is room"
         return FeedError(
-            f"the next chunk of tokens takes {num_bytes:,} bytes beside {held:,} of the windows that are at "
-            f"hand, and their share of data.memory_bytes={memory.memory_bytes} is {memory.flight_bytes:,}; "
-            f"continue with a larger data.memory_bytes, e.g. {2 * memory.memory_bytes}, or with fewer "
+            f"the tokens of the windows at hand take {held:,} bytes, the next sample needs more of them, and "
+            f"their share of data.memory_bytes={memory.memory_bytes} is {memory.flight_limit:,}; continue "
+            f"with a larger data.memory_bytes, e.g. {2 * memory.memory_bytes}, or with fewer "
             "data.num_tokenizers"
         )
 

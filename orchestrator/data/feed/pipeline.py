@@ -129,17 +129,20 @@ class Tokenizer:
             yield _no_window(slot)
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
-        task, window = self._read(slot)
+        task, window, wanted = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # asked for each chunk, so that it waits for room, and a place that is left is left within a chunk
-            if not ray.get(self._feeder.room.remote(self._pipeline, slot, chunk_bytes(chunk))):
+            # asked for each chunk, so that what is made waits for room, and a place that is left is left
+            # within two: the feeder answers when it has time, while the next one is made
+            if not ray.get(wanted):
                 raise NotWantedError
+            wanted = self._feeder.room.remote(self._pipeline, slot, chunk_bytes(chunk))
             yield chunk
 
-    def _read(self, slot: int) -> tuple[WindowTask, Window]:
-        """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
-        others can then be given. Raises `NotWantedError` if there is no window for it.
+    def _read(self, slot: int) -> tuple[WindowTask, Window, Any]:
+        """What the slot is, its window, read, and a reference to whether it is still wanted; the feeder is
+        notified at once of what follows it, which others can then be given. Raises `NotWantedError` if there
+        is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
             plan = self._spec.plan_of(task.source, task.epoch)
@@ -148,7 +151,7 @@ class Tokenizer:
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
             wanted = self._feeder.read.remote(self._pipeline, slot, task, num_windows)
             if isinstance(found, Window):
-                return task, found  # whether it is wanted is answered when there is a chunk of it
+                return task, found, wanted
             if not ray.get(wanted):
                 break
         raise NotWantedError

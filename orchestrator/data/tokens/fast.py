@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from orchestrator.data.tokens.large_json import without_special_tokens
 from orchestrator.data.process_limits import process_limits
+from orchestrator.data.tokens.large_json import without_special_tokens
 from orchestrator.records import Int32Array
 
 # gigatoken remembers every word that it has seen, about 100 bytes for each: the object is made anew when the
