@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.columns import columns_of, read_columns, require_columns
+from orchestrator.data.sources.column_schema import columns_of, require_columns
+from orchestrator.data.sources.columns import read_columns
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
