@@ -9,12 +9,12 @@ and is the median of `--repeats`: `jsonl`, `parquet`, `fallback` (with `tokenize
 `open_stream_256` (sample by sample at seq_len 256). `open_stream_first_batch_s`: from `open_stream` at a
 state in the middle to its first batch. `first_batch_90_over_1`: the same of a stream that is prepared, at
 86 to 90 % of the corpus over at 1 to 5 %. `feeder_first_batch_s`: a warm feeder at a place that it does not
-hold; `replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to eight consumers, with two
-tokenizers, all on this machine's cores; `feeder_tokens_per_cpu_s`: of the feeder's process alone, which is
-what one serves that has a core for itself. `prepare_100k_files_s`: the first start's look at 100,000 files.
-`scaling_…`: see `benchmarks.data_scaling`. With `--peers PYTHON` (a Python that has them, `make bench-peers`)
-`peers` has ours over theirs for each loader that is installed there. `--quick` takes a small corpus and 2,000
-files: it shows that all of it runs. The last line is one JSON object.
+hold; `replay_ms`: a step that it holds; `feeder_tokens_per_s`: by the clock, to eight consumers, with
+`feeder_tokenizers` tokenizers, all on this machine's cores; `feeder_tokens_per_cpu_s`: of the feeder's
+process alone, which is what one serves that has a core for itself. `prepare_100k_files_s`: the first start's
+look at 100,000 files. `scaling_…`: see `benchmarks.data_scaling`. With `--peers PYTHON` (a Python that has
+them, `make bench-peers`) `peers` has ours over theirs for each loader that is installed there. `--quick` is a
+small corpus and 2,000 files: it shows that all of it runs. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The feeder through Ray: its first batch, a step asked for again, and its speed to eight consumers: by the
-clock, which two tokenizers and the consumers share, and what a core that it has for itself would serve.
+clock, with half as many tokenizers as there are cores (2 to 8), and what a core that it has for itself would
+serve.
 
 It starts a Ray of its own; one JSON object is its last line: `python -m benchmarks.data_feeder FOLDER BYTES
 DOCUMENTS`.
@@ -27,23 +28,30 @@ from orchestrator.planning.batches import next_range
 from orchestrator.records import Cursor, GenerationView, StepRange
 
 _CONSUMERS, _BATCH, _SEQ_LEN = 8, 128, 2048
-_WARM_STEPS = 4
+_WARM_STEPS, _EPOCHS = 4, 4
+STEPS_AHEAD = 32  # as the training loop asks for steps of this size
 _LAUNCH = "measured"
-_REPLAY_BYTES = 256 << 20  # as data.replay_bytes is by default
+REPLAY_BYTES = 256 << 20  # as data.replay_bytes is by default
 
 
-def _view(attempt: int, rank: int, world_size: int) -> GenerationView:
+def view(launch: str, attempt: int, rank: int, world_size: int) -> GenerationView:
+    """A generation of its own."""
     return GenerationView(
         attempt=attempt, generation=0, rank=rank, world_size=world_size, members=(), host="", port=0,
-        parent=None, source_rank=None, point=None, cursor=None, step=0, launch=_LAUNCH,
+        parent=None, source_rank=None, point=None, cursor=None, step=0, launch=launch,
     )  # fmt: skip
 
 
-def _step(cursor: Cursor, after: int = 0) -> StepRange:
-    first, ahead = cursor.consumed_samples + after * _BATCH, after * _BATCH * _SEQ_LEN
-    step = next_range(first, cursor.consumed_tokens + ahead, _BATCH, _SEQ_LEN)
+def coming_step(cursor: Cursor, num_samples: int, seq_len: int, after: int = 0) -> StepRange:
+    """The step that comes so many after the next one."""
+    first, ahead = cursor.consumed_samples + after * num_samples, after * num_samples * seq_len
+    step = next_range(first, cursor.consumed_tokens + ahead, num_samples, seq_len)
     assert step is not None, "there is no stop"
     return step
+
+
+def _step(cursor: Cursor, after: int = 0) -> StepRange:
+    return coming_step(cursor, _BATCH, _SEQ_LEN, after)
 
 
 @ray.remote(num_cpus=0)
@@ -56,7 +64,7 @@ class Consumer:
     def run(self, attempt: int) -> tuple[float, float, int]:
         """(when its first batch had come, when its last had, tokens of all ranks between these)."""
         cursor, began, first = Cursor(), 0.0, 0
-        self._feed.open(_view(attempt, self._rank, _CONSUMERS), cursor)
+        self._feed.open(view(_LAUNCH, attempt, self._rank, _CONSUMERS), cursor)
         while True:
             taken = self._feed.get(_step(cursor), self._rank, _CONSUMERS, 1, cursor)
             cursor = taken.cursor
@@ -64,13 +72,13 @@ class Consumer:
                 began, first = time.monotonic(), cursor.consumed_tokens
             if taken.end_of_data:
                 return began, time.monotonic(), cursor.consumed_tokens - first
-            self._feed.prefetch([_step(cursor, n) for n in range(8)], self._rank, _CONSUMERS, 1)
+            self._feed.prefetch([_step(cursor, n) for n in range(STEPS_AHEAD)], self._rank, _CONSUMERS, 1)
 
 
 def _first_and_again(feeder: Any) -> tuple[float, float]:
     """(a warm feeder's first batch at another place, a held step asked for again), seconds, medians."""
     feed, cursors = RayFeed(feeder, _LAUNCH), [Cursor()]
-    feed.open(_view(1, 0, 1), cursors[0])
+    feed.open(view(_LAUNCH, 1, 0, 1), cursors[0])
     for _ in range(4):
         cursors.append(feed.get(_step(cursors[-1]), 0, 1, _BATCH, cursors[-1]).cursor)
     again, first = list[float](), list[float]()
@@ -90,7 +98,7 @@ def _first_and_again(feeder: Any) -> tuple[float, float]:
 
 def measure(corpus: Corpus) -> dict[str, float]:
     """All figures, on a Ray that runs."""
-    spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH)))
+    spec = prepare_data(as_data_job(corpus.job(seq_len=_SEQ_LEN, batch=_BATCH, num_epochs=_EPOCHS)))
     feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=1)
     try:
         first, again = _first_and_again(feeder)
@@ -99,9 +107,14 @@ def measure(corpus: Corpus) -> dict[str, float]:
     return {"feeder_first_batch_s": first, "replay_ms": again * 1e3, **_speed(spec)}
 
 
+def num_tokenizers() -> int:
+    """Enough to keep a feeder busy, where the machine has cores for them."""
+    return max(2, min(8, (os.cpu_count() or 2) // 2))
+
+
 def _speed(spec: DataSpec) -> dict[str, float]:
-    """Of one epoch, from the first steps on, when the pipeline runs."""
-    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=2, replay_bytes=_REPLAY_BYTES)
+    """From the first steps on, when the pipeline runs."""
+    feeder = start_feeder(_LAUNCH, spec, num_tokenizers=num_tokenizers(), replay_bytes=REPLAY_BYTES)
     try:
         consumers = [Consumer.remote(feeder, rank) for rank in range(_CONSUMERS)]
         running = [each.run.remote(1) for each in consumers]
@@ -116,6 +129,7 @@ def _speed(spec: DataSpec) -> dict[str, float]:
         ray.kill(feeder)
     began, ended = min(each[0] for each in ran), max(each[1] for each in ran)
     return {
+        "feeder_tokenizers": num_tokenizers(),
         "feeder_tokens_per_s": ran[0][2] / (ended - began),
         "feeder_tokens_per_cpu_s": (end - stats.next_sample) * _SEQ_LEN / used,
     }
@@ -129,7 +143,7 @@ def cpu_s_of(pid: int) -> float:
 
 if __name__ == "__main__":
     folder, num_bytes, num_documents = sys.argv[1:]
-    ray.init("local", num_cpus=4, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    ray.init("local", num_cpus=16, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     try:
         found = measure(
             Corpus(folder=Path(folder), num_bytes=int(num_bytes), num_documents=int(num_documents))

@@ -2,9 +2,10 @@
 plain files and for one large .jsonl.gz.
 
 `python -m benchmarks.data_scaling [--megabytes 150] [--repeats 3] [--encoder auto]`; last line: JSON. The
-text is Python source that is installed here, each document once. The clock runs from the first step that the
-feeder hands out to the last, so that no start of a process is in it; feeder and Ray share the machine's cores
-with the tokenizers.
+text is Python source that is installed here, each document once in an epoch. The clock runs from the first
+step that the feeder hands out to the last, so that no start of a process is in it; feeder and Ray share the
+machine's cores with the tokenizers. On two cores one tokenizer, the feeder and Ray fill more than one and a
+half already.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from typing import Any
 
 import ray
 
+from benchmarks.data_feeder import REPLAY_BYTES, STEPS_AHEAD, coming_step, view
 from orchestrator.config.schema import parse_config
-from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.feed.feeder import RayFeed, start_feeder
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.records import Cursor, StepRange
+from orchestrator.records import Cursor
 
-FILE_BYTES, WINDOW_BYTES = 8 << 20, 4 << 20
+FILE_BYTES, EPOCHS = 8 << 20, 3
 VOCAB_SIZE, TOKENIZER_BYTES = 16_000, 4 << 20
 SEQ_LEN, STEP_SAMPLES = 2048, 128
 KINDS = ("many", "one_gz")
@@ -83,7 +85,7 @@ def job(corpus: Corpus, kind: str, encoder: str) -> dict[str, Any]:
     data = {"sources": [source], "tokenizer": str(corpus.folder / "tokenizer"), "encoder": encoder}
     return {
         "run": {"name": "scaling", "storage": str(corpus.folder / "runs")},
-        "data": {**data, "window_bytes": WINDOW_BYTES},
+        "data": {**data, "num_epochs": EPOCHS},
         "pack": {"seq_len": SEQ_LEN},
         "model": {"factory": "nobody:model"},
         "train": {"global_batch_size": STEP_SAMPLES, "micro_batch_size": 1, "max_steps": 1, "lr": 0.1},
@@ -92,30 +94,23 @@ def job(corpus: Corpus, kind: str, encoder: str) -> dict[str, Any]:
 
 
 def tokens_per_s(corpus: Corpus, kind: str, num_tokenizers: int, encoder: str, launch: str) -> float:
-    """Of one epoch, after its first step. A rank of many takes its small share: who takes is not measured.
-    `ray.init` comes before.
+    """Of all epochs, after the first step. A rank of many takes its small share and asks ahead as ranks do:
+    who takes is not measured. `ray.init` comes before.
     """
     spec = prepare_data(parse_config(job(corpus, kind, encoder)))
-    feeder = start_feeder(launch, spec, num_tokenizers=num_tokenizers, replay_bytes=0)
+    feeder = start_feeder(launch, spec, num_tokenizers=num_tokenizers, replay_bytes=REPLAY_BYTES)
     try:
-        ray.get(feeder.open.remote(launch, (1, 1), Cursor()))
         cursor, began, first = Cursor(), 0.0, 0
+        feed, rank = RayFeed(feeder, launch), (0, STEP_SAMPLES, 1)
+        feed.open(view(launch, 1, 0, STEP_SAMPLES), cursor)
         while True:
-            step = StepRange(
-                first_sample=cursor.consumed_samples,
-                num_samples=STEP_SAMPLES,
-                num_tokens=STEP_SAMPLES * SEQ_LEN,
-                seq_len=SEQ_LEN,
-            )
-            found = ray.get(feeder.get.remote(launch, (1, 1), (step,), 0, STEP_SAMPLES, 1))
-            if not isinstance(found, tuple):
-                raise RuntimeError(f"the feeder answers {found}")
-            (found,) = found
-            if not began:
-                began, first = time.monotonic(), found.cursor.consumed_tokens
+            found = feed.get(coming_step(cursor, STEP_SAMPLES, SEQ_LEN), *rank, cursor)
             cursor = found.cursor
+            if not began:
+                began, first = time.monotonic(), cursor.consumed_tokens
             if found.end_of_data:
                 return (cursor.consumed_tokens - first) / (time.monotonic() - began)
+            feed.prefetch([coming_step(cursor, STEP_SAMPLES, SEQ_LEN, n) for n in range(STEPS_AHEAD)], *rank)
     finally:
         ray.kill(feeder)
 

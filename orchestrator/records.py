@@ -382,6 +382,16 @@ class StepRange:
     num_tokens: int
     seq_len: int
 
+    def __reduce__(self) -> tuple[Callable[..., StepRange], tuple[int, int, int, int]]:
+        # they are sent by the dozen, and a dataclass with slots finds its fields anew for each
+        return _step_range, (self.first_sample, self.num_samples, self.num_tokens, self.seq_len)
+
+
+def _step_range(first_sample: int, num_samples: int, num_tokens: int, seq_len: int) -> StepRange:
+    return StepRange(
+        first_sample=first_sample, num_samples=num_samples, num_tokens=num_tokens, seq_len=seq_len
+    )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSlice:

@@ -172,6 +172,7 @@ BARRIER = PrivatePart(
 
 # ------------------------------------------------------------ Ray Data, in the feeder
 _EXECUTOR = "ray.data._internal.execution.streaming_executor:"
+_EXECUTOR_STATE = "ray.data._internal.execution.streaming_executor_state:"
 _STATS = "ray.data._internal.stats:"
 _POOL = "ray.data._internal.execution.operators.actor_pool_map_operator:"
 _CACHED = "ray.data._internal.utils.cached_ray_internals:"
@@ -198,6 +199,13 @@ PLACES = PrivatePart(
         f"{_CACHED}get_or_create_actor_location_tracker": f"{_CACHED}get_actor_locations",
     },
     lost=f"Ray Data starts one more helper process (for actors' places), {_HELPER_COSTS}",
+)
+LOOKS = PrivatePart(
+    names={
+        f"{_EXECUTOR_STATE}WAIT_FOR_TASK_COMPLETION_TIMEOUT_S": f"{_EXECUTOR_STATE}process_completed_tasks"
+    },
+    shape=lambda seconds: isinstance(seconds, float),
+    lost="two tokenizers stand still between windows, for up to 0.1 s: a third of their speed",
 )
 
 
@@ -284,7 +292,7 @@ THREADS = PrivatePart(
 )
 OF_LIBRARIES = (
     *(NODE_GROUPS, REPLACED_ALONE, TRAINER, CONTROLLER, CALLBACKS, SCALING, BARRIER),
-    *(OWN_SHARE, STATISTICS, PLACES, *VARIABLES, DEATH_CAUSES, COPIES, THREADS),
+    *(OWN_SHARE, STATISTICS, PLACES, LOOKS, *VARIABLES, DEATH_CAUSES, COPIES, THREADS),
 )
 
 

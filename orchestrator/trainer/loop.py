@@ -50,8 +50,9 @@ from orchestrator.trainer.step_summary import RankContribution, StepSummary
 from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
-# A feed is notified of so many coming steps, and fetches as many as it has room for.
-_STEPS_AHEAD = 8
+# A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
+# more at a time, for each answer has its price.
+_STEPS_AHEAD, _SMALL_STEPS_AHEAD, _SMALL_STEPS_TOKENS = 8, 32, 1 << 23
 LAST_SAVE_LIMIT_S = 300.0  # how long the last state of a run is tried to be saved
 
 
@@ -224,8 +225,12 @@ class _Trainer:
 
     def _coming_ranges(self, cursor: Cursor) -> list[StepRange]:
         """The next steps, to the stop, as long as the data do not end; some of them."""
-        found = list[StepRange]()
-        while len(found) < _STEPS_AHEAD and (step := self._next_range(cursor)) is not None:
+        found, num_tokens = list[StepRange](), 0
+        while (step := self._next_range(cursor)) is not None:
+            num_tokens += step.num_tokens
+            limit = _SMALL_STEPS_AHEAD if num_tokens <= _SMALL_STEPS_TOKENS else _STEPS_AHEAD
+            if len(found) >= limit:
+                break
             found.append(step)
             cursor = Cursor(
                 consumed_samples=cursor.consumed_samples + step.num_samples,

@@ -243,6 +243,18 @@ def test_our_share_of_the_cluster_is_what_ray_data_is_given(rays_own: Callable[[
     assert share.try_trigger_scaling() is share.on_executor_shutdown() is None
 
 
+def test_ray_data_looks_often_only_while_a_chunk_is_waited_for(delete: Delete) -> None:
+    from ray.data._internal.execution import streaming_executor_state as state
+
+    own = state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
+    with data_share.looking_often():
+        assert own > state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
+    assert own == state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
+    delete(ray_inventory.LOOKS)
+    with data_share.looking_often():
+        assert not hasattr(state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")
+
+
 TRAINER = "ray.train.v2.api.data_parallel_trainer"
 METHODS = {
     "CALLBACKS": "_create_default_callbacks",

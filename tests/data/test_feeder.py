@@ -490,6 +490,40 @@ def test_readings_that_contradict_each_other_and_a_place_that_is_not_there_are_e
         assert isinstance(asyncio.run(what()), DataIdentityError)
 
 
+@pytest.mark.parametrize("urgent", [True, False])
+def test_an_answer_that_is_not_urgent_waits_for_more_steps_and_never_for_what_cannot_come(
+    spec: DataSpec, urgent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.data.feed.feeder.LINGER_S", 600.0)
+
+    async def answers(replay_bytes: int, num_chunks: int) -> tuple[Any, bool]:
+        """What comes of two steps, and whether it came before the last of so many chunks."""
+        feeder = FeederWithoutPipeline("launch", pinned(spec), 1, replay_bytes)
+        await feeder.open("launch", (1, 1), Cursor())
+        chunks = spec.chunks(Cursor(), "stdlib")
+        first, second = next(chunks), next(chunks)
+        size = len(first.tokens) * 3 // 4 // SEQ_LEN
+        steps = tuple(coming(Cursor(), size, SEQ_LEN)[:2])
+        asked = asyncio.create_task(feeder.get("launch", (1, 1), steps, 0, 1, MICRO, urgent))
+        slot, given, early = 0, -1, False
+        for chunk in (first, second)[:num_chunks]:
+            early = asked.done()
+            if slot > given:
+                assert await feeder.slot(1, slot) is not None
+                given = slot
+            await feeder._take(1, slot, chunk)
+            slot += chunk.ends_window
+            for _ in range(20):
+                await asyncio.sleep(0)
+        return await asked, early
+
+    found, early = asyncio.run(answers(1 << 30, 2))
+    assert early == urgent
+    assert len(found) == (1 if urgent else 2)
+    found, _ = asyncio.run(answers(0, 1))
+    assert len(found) == 1, "there is no room for a second step"
+
+
 def test_what_becomes_of_a_slot_of_a_place_that_was_left_is_nobodys_concern(
     spec: DataSpec, samples: list[Any]
 ) -> None:

@@ -55,6 +55,9 @@ MAX_CALLS = 20_000
 # Shares that are there are answered together up to this: through Ray's object store an answer costs the
 # feeder over a millisecond, whatever its size.
 TOGETHER_BYTES = 4 << 20
+# An answer for later steps waits so long for more of them, once its first one is there: each costs the feeder
+# and Ray two milliseconds, however little is in it.
+LINGER_S = 0.1
 
 
 class Feeder:
@@ -131,10 +134,11 @@ class Feeder:
         rank: int,
         world_size: int,
         micro_batch_size: int,
+        urgent: bool = True,
     ) -> tuple[StepShare, ...] | Reopen | OrchestratorError:
         """The rank's share of the first of `steps`, or of what the data still has of it; waits for it. With
-        it come those of the following ones that need no waiting, about `TOGETHER_BYTES` in all. `Reopen` if
-        the first lies before what is held.
+        it come those of the following ones that need no waiting, about `TOGETHER_BYTES` in all; where it is
+        not `urgent`, those that come within `LINGER_S`, too. `Reopen` if the first lies before what is held.
 
         An error is returned, not raised: that of the data, `FeedError` if the pipeline stands still for too
         long, `FencedError` for another launch.
@@ -154,13 +158,17 @@ class Feeder:
                 self._changed.notify_all()
             mine = (rank, world_size, micro_batch_size)
             shares = [found.samples.share(*found.samples_of(*mine))]
+            room, until = TOGETHER_BYTES - shares[0].nbytes, self._now() + (0.0 if urgent else LINGER_S)
             for step in steps[1:]:
-                if sum(share.nbytes for share in shares) >= TOGETHER_BYTES or shares[-1].end_of_data:
+                if room <= 0 or shares[-1].facts.end_of_data:
                     break
-                more = self._there(step, steps[0])
+                while (more := self._there(step, steps[0])) is None and self._may_come(steps[0]):
+                    if not await self._changes_before(until):
+                        break
                 if more is None:
                     break
                 shares.append(more.samples.share(*more.samples_of(*mine)))
+                room -= shares[-1].nbytes
         self._waits += waited
         self._wait_s += self._now() - began
         return tuple(shares)
@@ -318,12 +326,16 @@ class Feeder:
     def _there(self, step: StepRange, first: StepRange) -> HeldStep | None:
         """The step, if it is held or can be drawn at once; its caller is given those from `first` on."""
         run = self._run
-        assert run is not None, "the step before it was given"
-        held = run.steps.find(step.first_sample)
-        if held is not None:
-            return held if held.asked == step else None
+        held = None if run is None else run.steps.find(step.first_sample)
+        if run is None or held is not None:
+            return held if held is not None and held.asked == step else None
         follows = step.first_sample == run.steps.next_cursor.consumed_samples
         return self._draw(run, step) if follows and run.steps.has_room_ahead(first.first_sample) else None
+
+    def _may_come(self, first: StepRange) -> bool:
+        """Whether a step that is not there may be there soon."""
+        run = self._run
+        return run is not None and self._error is None and run.steps.has_room_ahead(first.first_sample)
 
     def _draw(self, run: Opening, step: StepRange) -> HeldStep | None:
         wanted = run.wants
@@ -341,6 +353,15 @@ class Feeder:
             async with asyncio.timeout(max(0.0, self._work.left_s(since))):
                 await self._changed.wait()
         return self._work.left_s(since) > 0
+
+    async def _changes_before(self, time: float) -> bool:
+        """Waits, with the lock, until something changes; False: not before `time`."""
+        try:
+            async with asyncio.timeout(max(0.0, time - self._now())):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _stalled(self, step: StepRange) -> Reopen | OrchestratorError:
         run = self._run

@@ -19,7 +19,7 @@ from orchestrator.planning.order import block_at
 from orchestrator.records import Cursor, StepRange, TokenChunk, WindowTask
 
 # So many tokens at most, and a chunk, are taken from the pipeline before their steps are drawn.
-MAX_WANTED_TOKENS = 1 << 22
+MAX_WANTED_TOKENS = 1 << 23
 
 
 class Opening:

@@ -22,7 +22,7 @@ from ray.data.datasource import Datasource, ReadTask
 from ray.exceptions import TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.data_share import take_own_share
+from orchestrator.cluster.data_share import looking_often, take_own_share
 from orchestrator.data.feed.open_blocks import NotWantedError, OpenBlocks
 from orchestrator.data.feed.work import WorkReports
 from orchestrator.data.sources.windows import Window
@@ -38,9 +38,9 @@ SLOTS_PER_TOKENIZER = 1
 # Training processes come first on a shared machine.
 TOKENIZER_NICENESS = 19
 
-_ARRAYS = dict.fromkeys(
-    ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file"), "<i4"
-) | {"place": "<i8"}
+_INT32S = ("tokens", "record", "piece", "num_tokens", "kind", "last_piece", "special_texts", "file")
+# `loss` is null where all tokens are targets, `output` where each record gives one document
+_BINARIES = dict.fromkeys(_INT32S, "<i4") | {"place": "<i8", "loss": "?", "output": "<i4"}
 _TEXTS = ("bad_reasons", "encoder_differences")
 _SCALARS = ("source", "epoch", "block", "window", "ends_window", "ends_block")
 _ROW = pa.schema(
@@ -53,9 +53,7 @@ _ROW = pa.schema(
         ("ends_window", pa.bool_()),
         ("ends_block", pa.bool_()),
         *((name, pa.list_(pa.string())) for name in _TEXTS),
-        *((name, pa.large_binary()) for name in _ARRAYS),
-        ("loss", pa.large_binary()),  # a byte for each token, null where all are targets
-        ("output", pa.large_binary()),  # null where each record gives one document
+        *((name, pa.large_binary()) for name in _BINARIES),
     ]
 )
 
@@ -127,27 +125,31 @@ class Tokenizer:
             yield _no_window(slot)
 
     def _chunks(self, slot: int) -> Iterator[TokenChunk]:
-        task, window = self._read(slot)
+        task, window, wanted = self._read(slot)
         plan = self._spec.plan_of(task.source, task.epoch)
         for chunk in tokenize_window(task, window, plan, self._encoders, self._spec.settings):
-            # said for each chunk, so that a place that is left is left within a chunk
-            if not self._working(slot, 0):
+            # asked for each chunk, so that a place that is left is left within two: the feeder answers when
+            # it has time, while the next one is made
+            if not ray.get(wanted):
                 raise NotWantedError
+            wanted = self._feeder.working.remote(self._pipeline, slot, 0)
             yield chunk
 
-    def _read(self, slot: int) -> tuple[WindowTask, Window]:
-        """What the slot is, and its window, read; the feeder is notified at once of what follows it, which
-        others can then be given. Raises `NotWantedError` if there is no window for it.
+    def _read(self, slot: int) -> tuple[WindowTask, Window, Any]:
+        """What the slot is, its window, read, and a reference to whether it is still wanted; the feeder is
+        notified at once of what follows it, which others can then be given. Raises `NotWantedError` if there
+        is no window for it.
         """
         while (task := ray.get(self._feeder.slot.remote(self._pipeline, slot))) is not None:
             plan = self._spec.plan_of(task.source, task.epoch)
             passed = WorkReports(partial(self._working, slot))
             found = self._blocks.read(task, plan, self._spec.settings, passed)
             num_windows = found if isinstance(found, int) else task.window + 1 if found.last else None
-            if not ray.get(self._feeder.read.remote(self._pipeline, slot, task, num_windows)):
-                break
+            wanted = self._feeder.read.remote(self._pipeline, slot, task, num_windows)
             if isinstance(found, Window):
-                return task, found
+                return task, found, wanted
+            if not ray.get(wanted):
+                break
         raise NotWantedError
 
     def _working(self, slot: int, bytes_passed: int) -> bool:
@@ -171,17 +173,21 @@ def _of_ours(error: Exception) -> OrchestratorError:
 
 
 def chunk_to_row(slot: int, chunk: TokenChunk) -> pa.Table:
-    """A chunk as a table of one row: integers, and the arrays as little-endian bytes."""
-    values: dict[str, Any] = {name: [getattr(chunk, name)] for name in _SCALARS}
-    values |= {name: [memoryview(_bytes(getattr(chunk, name), kind))] for name, kind in _ARRAYS.items()}
+    """A chunk as a table of one row: integers, and the arrays as little-endian bytes, which it shares."""
+    values: dict[str, Any] = {"slot": [slot]}
+    values |= {name: [getattr(chunk, name)] for name in _SCALARS}
     values |= {name: [list(getattr(chunk, name))] for name in _TEXTS}
-    values["loss"] = [None if chunk.loss is None else memoryview(_bytes(chunk.loss, "?"))]
-    values["output"] = [None if chunk.output is None else memoryview(_bytes(chunk.output, "<i4"))]
-    return pa.table({"slot": [slot], **values}, schema=_ROW)
+    values |= {name: _binary(getattr(chunk, name), kind) for name, kind in _BINARIES.items()}
+    return pa.table(values, schema=_ROW)
 
 
-def _bytes(array: npt.NDArray[Any], kind: str) -> Any:
-    return np.ascontiguousarray(array, dtype=kind).view(np.uint8)
+def _binary(array: npt.NDArray[Any] | None, kind: str) -> pa.LargeBinaryArray:
+    """One value, of the array's memory: Arrow's own way copies it."""
+    if array is None:
+        return pa.nulls(1, pa.large_binary())
+    data = np.ascontiguousarray(array, dtype=kind).view(np.uint8)
+    offsets = np.array([0, len(data)], "<i8")
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
@@ -192,15 +198,19 @@ def row_to_chunk(row: pa.Table) -> tuple[int, TokenChunk | None]:
     if row["source"][0].as_py() is None:
         return slot, None
     scalars: dict[str, Any] = {name: row[name][0].as_py() for name in _SCALARS}
-    arrays: dict[str, Any] = {
-        name: np.frombuffer(row[name][0].as_buffer(), dtype=kind) for name, kind in _ARRAYS.items()
-    }
     texts: dict[str, Any] = {name: tuple(row[name][0].as_py()) for name in _TEXTS}
-    mask = row["loss"][0].as_buffer()
-    loss = None if mask is None else np.frombuffer(mask, np.bool_)
-    numbers = row["output"][0].as_buffer()
-    output = None if numbers is None else np.frombuffer(numbers, "<i4")
-    return slot, TokenChunk(**scalars, **arrays, **texts, loss=loss, output=output)
+    arrays: dict[str, Any] = {name: _array(row[name].chunk(0), kind) for name, kind in _BINARIES.items()}
+    return slot, TokenChunk(**scalars, **arrays, **texts)
+
+
+def _array(value: pa.LargeBinaryArray, kind: str) -> npt.NDArray[Any] | None:
+    """The inverse of `_binary`; a value that is taken out of its column is a copy."""
+    if value.null_count:
+        return None
+    _, offsets, data = value.buffers()
+    begin, end = np.frombuffer(offsets, "<i8", count=2, offset=8 * value.offset).tolist()
+    kind_bytes = np.dtype(kind).itemsize
+    return np.frombuffer(data or b"", kind, count=(end - begin) // kind_bytes, offset=begin)
 
 
 def _configure(num_cpus: float) -> None:
@@ -253,7 +263,12 @@ def read_chunks(
         fn_constructor_args=(spec, feeder, pipeline),
         **placed,
     )
-    for bundle in dataset.iter_internal_ref_bundles():
+    bundles = dataset.iter_internal_ref_bundles()
+    while True:
+        with looking_often():
+            bundle = next(bundles, None)
+        if bundle is None:
+            return
         for reference in bundle.block_refs:
             block = ray.get(reference)
             for i in range(block.num_rows):

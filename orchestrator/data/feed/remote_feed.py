@@ -31,8 +31,6 @@ UNRESPONSIVE_S = 60.0
 # A feeder that dies so often over one step dies because of it.
 MAX_DEATHS = 5
 _RETRY_S = 0.1
-# The next slices are asked for when fewer are here: one step is enough for an answer to come.
-_ENOUGH_HELD = 2
 
 _Rank = tuple[int, int, int]  # rank, world size, micro-batch size
 
@@ -93,14 +91,15 @@ class RayFeed:
         self._feeder.open.remote(self._launch, self._generation, cursor)
 
     def prefetch(self, steps: Sequence[StepRange], rank: int, world_size: int, micro_batch_size: int) -> None:
-        """Asks for the slices that will probably be wanted next, unless two of them are here or they are
-        asked for already. Never blocks; a failure shows in the `get` for them.
+        """Asks for the slices that will probably be wanted next, unless half of them are here or they are
+        asked for already: the answer then comes while the other half is trained. Never blocks; a failure
+        shows in the `get` for them.
         """
         self._serve((rank, world_size, micro_batch_size))
         missing = tuple(step for step in steps if step not in self._held)
         asked = self._ahead is not None and self._ahead[0][:1] == missing[:1]
-        if missing and not asked and len(steps) - len(missing) < _ENOUGH_HELD:
-            self._ahead = (missing, self._ask(missing))
+        if missing and not asked and 2 * len(missing) >= len(steps):
+            self._ahead = (missing, self._ask(missing, urgent=False))
 
     def get(
         self, step: StepRange, rank: int, world_size: int, micro_batch_size: int, cursor: Cursor
@@ -152,8 +151,8 @@ class RayFeed:
             self._rank, self._ahead = rank, None
             self._held.clear()
 
-    def _ask(self, steps: tuple[StepRange, ...]) -> Any:
-        return self._feeder.get.remote(self._launch, self._generation, steps, *self._rank)
+    def _ask(self, steps: tuple[StepRange, ...], urgent: bool = True) -> Any:
+        return self._feeder.get.remote(self._launch, self._generation, steps, *self._rank, urgent)
 
     def _reopen(self, reply: Reopen, step: StepRange, cursor: Cursor) -> None:
         if reply.generation > self._generation:

@@ -48,6 +48,7 @@ class ReplayBuffer:
     def __init__(self, start: Cursor, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._steps: deque[HeldStep] = deque()
+        self._by_first: dict[int, HeldStep] = {}
         self._next = start
         self.held_bytes = 0
 
@@ -71,6 +72,7 @@ class ReplayBuffer:
         )
         held = HeldStep(asked=asked, before=self._next, samples=samples)
         self._steps.append(held)
+        self._by_first[asked.first_sample] = held
         self._next = samples.cursor
         self.held_bytes += samples.nbytes
         while self.held_bytes > self._limit_bytes and len(self._steps) > MIN_STEPS:
@@ -79,7 +81,7 @@ class ReplayBuffer:
 
     def find(self, first_sample: int) -> HeldStep | None:
         """The held step that begins at `first_sample`, if it is still held."""
-        return next((held for held in self._steps if held.before.consumed_samples == first_sample), None)
+        return self._by_first.get(first_sample)
 
     def serves(self, cursor: Cursor) -> bool:
         """Whether the stream from `cursor` on can be given: a held step, or the next one, begins exactly
@@ -108,4 +110,8 @@ class ReplayBuffer:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        self.held_bytes -= self._steps.popleft().samples.nbytes
+        oldest = self._steps.popleft()
+        first = oldest.before.consumed_samples
+        if self._by_first.get(first) is oldest:  # after an empty step comes another one at the same place
+            del self._by_first[first]
+        self.held_bytes -= oldest.samples.nbytes

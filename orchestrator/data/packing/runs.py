@@ -59,31 +59,23 @@ class Run:
         )
 
     def rows(self, start: int, stop: int, seq_len: int) -> Rows:
-        """Samples [start, stop); the last is padded where the run does not fill it."""
+        """Samples [start, stop); the last is padded where the run does not fill it. Inputs and labels may be
+        views of the run, so nobody writes to them.
+        """
         num, first = stop - start, start * seq_len
-        full = min(self.num_positions, stop * seq_len) - first  # positions that are not padding
-        documents = np.zeros(num * seq_len, np.int32)
-        if full == num * seq_len:
-            inputs = self.tokens[first : first + full].copy()  # the two would share memory
-            labels = self.tokens[first + 1 : first + full + 1].copy()
-        else:
-            inputs = np.full(num * seq_len, PAD_TOKEN, np.int32)
-            labels = np.full(num * seq_len, NO_LOSS, np.int32)
-        if 0 < full < num * seq_len:
-            inputs[:full] = self.tokens[first : first + full]
-            labels[:full] = self.tokens[first + 1 : first + full + 1]
-        low, high = self.document_starts.searchsorted([first, first + max(full, 0)])
-        starts = self.document_starts[low:high] - first
-        documents[starts] = 1
-        if self.loss is not None and full > 0:
-            labels[:full][~self.loss[first + 1 : first + full + 1]] = NO_LOSS
-        table = documents.reshape(num, seq_len)
-        table[:, 0] = 0  # a sample begins with document 0, wherever in it
-        several = np.unique(starts // seq_len)  # samples with a border; in the others all is document 0
-        table[several] = np.cumsum(table[several], axis=1, dtype=np.int32)
+        full = max(0, min(self.num_positions, stop * seq_len) - first)  # positions that are not padding
+        inputs, labels = self.tokens[first : first + full], self.tokens[first + 1 : first + full + 1]
+        if self.loss is not None and full:
+            labels = np.where(self.loss[first + 1 : first + full + 1], labels, np.int32(NO_LOSS))
+        low, high = self.document_starts.searchsorted([first, first + full])
+        documents = _document_numbers(self.document_starts[low:high] - first, num, seq_len)
         if full < num * seq_len:
-            documents[max(full, 0) :] = PADDING
-        return inputs.reshape(num, seq_len), labels.reshape(num, seq_len), table
+            missing = num * seq_len - full
+            inputs = np.concatenate([inputs, np.full(missing, PAD_TOKEN, np.int32)])
+            labels = np.concatenate([labels, np.full(missing, NO_LOSS, np.int32)])
+            documents[full:] = PADDING
+        shape = (num, seq_len)
+        return inputs.reshape(shape), labels.reshape(shape), documents.reshape(shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +154,16 @@ class PackedRun:
             labels[target[~self.loss[source + 1]]] = NO_LOSS
         shape = (num, seq_len)
         return inputs.reshape(shape), labels.reshape(shape), documents.reshape(shape)
+
+
+def _document_numbers(starts: Int64Array, num_samples: int, seq_len: int) -> Int32Array:
+    """The number of each position's document within its sample, (num_samples * seq_len,). A sample begins
+    with document 0, wherever in it; `starts` are positions at which the next one begins.
+    """
+    begins = np.arange(0, num_samples * seq_len, seq_len)
+    borders = np.unique(np.concatenate([begins, starts]))
+    numbers = np.arange(len(borders)) - borders.searchsorted(begins)[borders // seq_len]
+    return np.repeat(numbers.astype(np.int32), np.diff(borders, append=num_samples * seq_len))
 
 
 def _spread(sizes: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -6,6 +6,7 @@ It knows no chunk and no file; the stream makes it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,7 +67,18 @@ class StepSamples:
     @cached_property
     def digest(self) -> int:
         """The sum modulo 2^64 of its samples' digests."""
-        return batch_digest(self.first_index, *self.arrays(0, self.step.num_samples))
+        return batch_digest(self.first_index, *_rows(self.numbers, self._runs, self.step.seq_len))
+
+    @cached_property
+    def facts(self) -> StepFacts:
+        """What every rank is told of it."""
+        return StepFacts(
+            step=self.step,
+            targets=self.targets,
+            digest=self.digest,
+            cursor=self.cursor,
+            end_of_data=self.end_of_data,
+        )
 
     def cursor_after(self, num_samples: int) -> Cursor:
         """The run's place after so many of its samples; of a step that was drawn with them."""
@@ -84,35 +96,16 @@ class StepSamples:
         `FeedError` if they are not all in the step.
         """
         low, high = self._within(start, stop)
-        return StepShare(
-            step=self.step,
-            start=start,
-            stop=stop,
-            numbers=self.numbers[low:high],
-            runs=self._cut(low, high),
-            step_targets=self.targets,
-            step_digest=self.digest,
-            cursor=self.cursor,
-            end_of_data=self.end_of_data,
-        )
+        numbers, runs = self.numbers[low:high], self._cut(low, high)
+        return StepShare(facts=self.facts, start=start, stop=stop, numbers=numbers, runs=runs)
 
     def slice(self, start: int, stop: int) -> BatchSlice:
         """The same as arrays. Raises as `share` does."""
-        arrays = self.arrays(*self._within(start, stop))
-        return BatchSlice(
-            step=self.step,
-            start=start,
-            stop=stop,
-            **dict(zip(_NAMES, arrays, strict=True)),
-            step_targets=self.targets,
-            step_digest=self.digest,
-            cursor=self.cursor,
-            end_of_data=self.end_of_data,
-        )
+        return self.share(start, stop).slice()
 
     def arrays(self, start: int, stop: int) -> Arrays:
         """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
-        counted within the step.
+        counted within the step, in arrays of their own.
         """
         return _arrays(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
 
@@ -128,21 +121,40 @@ class StepSamples:
         return cut
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What holds for the whole step: see `BatchSlice`. Packed once, however many ranks it is sent to."""
+
+    step: StepRange
+    targets: int
+    digest: int
+    cursor: Cursor
+    end_of_data: bool
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps((self.step, self.targets, self.digest, self.cursor, self.end_of_data))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], StepFacts], tuple[bytes]]:
+        return _unpacked, (self._packed,)
+
+
+def _unpacked(packed: bytes) -> StepFacts:
+    step, targets, digest, cursor, end_of_data = pickle.loads(packed)  # noqa: S301  the feeder's own
+    return StepFacts(step=step, targets=targets, digest=digest, cursor=cursor, end_of_data=end_of_data)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShare:
     """Samples [start, stop) of a step as the runs that they are made of: with a third of the bytes of their
     arrays, which a rank makes for itself. See `BatchSlice`.
     """
 
-    step: StepRange
+    facts: StepFacts
     start: int
     stop: int
     numbers: Int32Array  # (stop - start,) the number of each sample's source
     runs: dict[int, Run | PackedRun]  # by the source's number
-    step_targets: int
-    step_digest: int
-    cursor: Cursor
-    end_of_data: bool
 
     @property
     def nbytes(self) -> int:
@@ -151,26 +163,35 @@ class StepShare:
 
     def slice(self) -> BatchSlice:
         """The same with arrays of its own, which belong to the caller."""
-        arrays = _arrays(self.numbers.copy(), self.runs, self.step.seq_len)
+        facts, arrays = self.facts, _arrays(self.numbers, self.runs, self.facts.step.seq_len)
         return BatchSlice(
-            step=self.step,
+            step=facts.step,
             start=self.start,
             stop=self.stop,
             **dict(zip(_NAMES, arrays, strict=True)),
-            step_targets=self.step_targets,
-            step_digest=self.step_digest,
-            cursor=self.cursor,
-            end_of_data=self.end_of_data,
+            step_targets=facts.targets,
+            step_digest=facts.digest,
+            cursor=facts.cursor,
+            end_of_data=facts.end_of_data,
         )
 
 
 def _arrays(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
-    """All samples of these runs, in the order in which their sources take turns."""
+    """`_rows` in arrays that belong to the caller."""
+    numbers, inputs, labels, documents = _rows(numbers, runs, seq_len)
+    return numbers.copy(), inputs.copy(), labels.copy(), documents
+
+
+def _rows(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
+    """All samples of these runs, in the order in which their sources take turns; inputs and labels may be
+    views of one memory, so nobody writes to them.
+    """
     if len(runs) == 1:
         (only,) = runs.values()
         return (numbers, *only.rows(0, len(numbers), seq_len))
     table = np.empty((3, len(numbers), seq_len), np.int32)
     for number in np.unique(numbers).tolist():
         mine = numbers == number
-        table[:, mine] = np.stack(runs[number].rows(0, int(mine.sum()), seq_len))
+        for column, rows in zip(table, runs[number].rows(0, int(mine.sum()), seq_len), strict=True):
+            column[mine] = rows
     return numbers, table[0], table[1], table[2]
