@@ -73,7 +73,8 @@ def _require_transform_fields(plan: SourcePlan) -> None:
     its `transform_fields`: with a wrong name it would be None in every record, and a filter might drop all of
     them without a word.
     """
-    manifest, seen, first = plan.manifest, 0, ""
+    manifest, seen = plan.manifest, 0
+    first: tuple[int, str] | None = None  # of the records looked at: its file, and its place there
     form, lacks = format_of(manifest.format), manifest.content.transform_fields
     if form.says_fields or not lacks:
         return
@@ -81,17 +82,20 @@ def _require_transform_fields(plan: SourcePlan) -> None:
     for number in (i * len(manifest.files) // num_files for i in range(num_files)):
         for where, found in _read_first(plan, number, manifest.content):
             if isinstance(found, Described):
-                seen, first = seen + 1, first or f"{manifest.path(number)}: {where}"
+                seen, first = seen + 1, first or (number, where)
                 lacks = tuple(name for name in lacks if found.fields[name] is None)
             if not lacks:
                 return
-    if seen:
+    if first is not None:
         # the field looked for as a text: a record without it is told with those that it has
-        one = next((error for _, error in _read_first(plan, 0, Content(text_field=lacks[0]))), "null")
+        file, where = first
+        said = next(
+            found for at, found in _read_first(plan, file, Content(text_field=lacks[0])) if at == where
+        )
         raise ConfigError(
             f"data.sources {plan.source}: none of the {seen:,} records looked at has a value in "
-            f"`{'` or `'.join(lacks)}`; {first}: {one}. Fix transform_fields (where few records have the "
-            "field: put one that has it first)"
+            f"`{'` or `'.join(lacks)}`; {manifest.path(file)}: {where}: {said}. Fix transform_fields (where "
+            "few records have the field: put one that has it first)"
         )
 
 

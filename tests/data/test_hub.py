@@ -313,3 +313,23 @@ def test_of_a_parquet_file_its_columns_bytes_are_asked_for_once_and_its_footer(
     assert sum(stop + 1 - start for start, stop in of_footer) < 1 << 17
     (tmp_path / "a.parquet").write_bytes(out.getvalue())
     assert found == plain(samples(spec_of(job(tiny_config, str(tmp_path), "parquet", **changes)), 64))
+
+
+def test_a_stretch_of_an_arrow_file_is_asked_for_in_one_request(
+    hub: Hub, tiny_config: Make, tmp_path: Path
+) -> None:
+    out, table = io.BytesIO(), pa.table({"text": some_texts(200)})
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    hub.push("o/n", {"a.arrow": out.getvalue()})
+    uri, changes = "hf://datasets/o/n/a.arrow", {"data.encoder": "tokenizers", "data.shuffle": "none"}
+    spec = spec_of(job(tiny_config, uri, "arrow", **changes))
+    assert (spec.plans[0].num_fragments, spec.plans[0].manifest.num_bytes > 20_000) == (1, True)
+    hub.requests.clear()
+    found = plain(samples(spec, 64))
+    asked = [
+        headers["Range"] for _, path, headers in hub.requests if "/large/" in path and "Range" in headers
+    ]
+    assert len(asked) < 10, "there are 50 record batches"
+    (tmp_path / "a.arrow").write_bytes(out.getvalue())
+    assert found == plain(samples(spec_of(job(tiny_config, str(tmp_path), "arrow", **changes)), 64))

@@ -1,5 +1,4 @@
-"""Columns of Arrow data as records, a stretch at a time; which columns a document needs, and whether a schema
-has them.
+"""Columns of Arrow data as records, a stretch at a time.
 
 It knows no file and no order. A text is held as its bytes, anything else as Arrow values, of which a row
 becomes a Python object when it is asked for.
@@ -13,111 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from orchestrator.data.sources.arrow_values import is_plain, plain_value
-from orchestrator.data.sources.documents import TOOLS_FIELD, BadRecordError, Content, utf8_text
+from orchestrator.data.sources.arrow_values import plain_value
+from orchestrator.data.sources.column_schema import is_text
+from orchestrator.data.sources.documents import BadRecordError, Content, utf8_text
 from orchestrator.data.sources.line_records import Batch
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES, Records, Values, Whole
-from orchestrator.errors import ConfigError
 from orchestrator.records import Int64Array
 
 # Values are handed on in stretches of about so many bytes.
 BATCH_BYTES = 4 << 20
 
 
-# ---------------------------------------------------------------------------------------- schema
-def columns_of(schema: Any, content: Content) -> dict[str, tuple[str, ...]]:
-    """The columns that are read: each field's name, and the way to it in the schema."""
-    ways = {f: (f,) if f in schema.names else tuple(f.split(".")) for f in content.read}
-    if content.kind == "chat":
-        *around, _ = ways[content.messages_field]
-        beside = _inner_names(schema, around)
-        if TOOLS_FIELD in beside:
-            ways[".".join((*around, TOOLS_FIELD))] = (*around, TOOLS_FIELD)
-    return ways
-
-
-def _inner_names(schema: Any, way: list[str]) -> list[str]:
-    import pyarrow as pa
-
-    fields: list[Any] = list(schema)
-    for name in way:
-        kind = next((field.type for field in fields if field.name == name), None)
-        is_struct = kind is not None and pa.types.is_struct(kind)
-        fields = list(kind) if is_struct else []  # type: ignore[arg-type]
-    return [field.name for field in fields]
-
-
-def require_columns(path: str, schema: Any, content: Content) -> None:
-    """Raises `ConfigError` if the file's schema has not the columns that `content` names, each once, or one
-    of another type.
-    """
-    for field, way in columns_of(schema, content).items():
-        if (num := schema.names.count(way[0])) > 1:
-            raise ConfigError(
-                f"{path}: {num} columns are called {way[0]!r}, and which one holds {_holds(field, content)} "
-                f"nobody can tell; rename them in the file, or set {content.setting_of(field)} to another one"
-            )
-        kind = _type_at(path, schema, field, way, content)
-        if field in content.transform_fields and not is_plain(kind):
-            raise ConfigError(
-                f"{path}: column {field!r} is {kind}, which has no plain Python value for transforms; leave "
-                "it out of transform_fields"
-            )
-        if field not in content.fields:  # also the tools of a chat
-            continue
-        if content.kind == "chat" and not _is_list_of_structs(kind):
-            raise ConfigError(
-                f"{path}: column {field!r} is {kind}, a list of messages is expected; set {content.settings}"
-            )
-        if content.kind != "chat" and not _is_text(kind):
-            raise ConfigError(f"{path}: column {field!r} is {kind}, text is expected; set {content.settings}")
-
-
-def _type_at(path: str, schema: Any, field: str, way: tuple[str, ...], content: Content) -> Any:
-    import pyarrow as pa
-
-    if way[0] not in schema.names:
-        raise ConfigError(
-            f"{path}: no field `{field}`; it has: {', '.join(schema.names)}. Set {content.setting_of(field)}"
-        )
-    kind = schema.field(way[0]).type
-    for i, name in enumerate(way[1:], start=1):
-        passed = ".".join(way[:i])
-        if not pa.types.is_struct(kind):
-            raise ConfigError(
-                f"{path}: no field `{field}`: column {passed!r} is {kind}, and has no inner fields. Set "
-                f"{content.setting_of(field)}"
-            )
-        inner = [kind.field(k).name for k in range(kind.num_fields)]
-        if inner.count(name) != 1:
-            raise ConfigError(
-                f"{path}: no field `{field}`; `{passed}` has: {', '.join(inner)}. Set "
-                f"{content.setting_of(field)}"
-            )
-        kind = kind.field(name).type
-    return kind
-
-
-def _holds(field: str, content: Content) -> str:
-    return f"the {content.kind}" if field in content.fields else "the field for transforms"
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    tests = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-    return any(getattr(pa.types, f"is_{name}")(plain) for name in tests)
-
-
-def _is_list_of_structs(kind: Any) -> bool:
-    import pyarrow as pa
-
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(is_list and pa.types.is_struct(kind.value_type))
-
-
-# ---------------------------------------------------------------------------------------- records
 def read_columns(
     batches: Iterator[Any], content: Content, first_row: int, columns: dict[str, tuple[str, ...]]
 ) -> Iterator[Batch]:
@@ -221,7 +126,7 @@ def value_sizes(column: Any) -> Int64Array:
         inner = value_sizes(items[first : int(offsets[-1])]) + 1
         ends = np.concatenate([[0], np.cumsum(inner)])
         sizes = np.diff(ends[offsets - first])
-    elif _is_text(kind):
+    elif is_text(kind):
         lengths = pc.binary_length(_plain(column))
         return np.asarray(pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False), dtype=np.int64)
     else:

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from orchestrator.data.sources.input_file import InputFile
+from orchestrator.data.sources.records_in_memory import join
 
 # Of a part so much is asked for, and held, at a time.
 PIECE_BYTES = 4 << 20
@@ -38,12 +39,19 @@ class RangedReads(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """So many bytes, fewer at the file's end only."""
-        stop = self._file.size if size < 0 else min(self._at + size, self._file.size)
+        stop = self._file.size if size < 0 else self._at + size
+        found = self.read_at(self._at, stop - self._at)
+        self._at += len(found)
+        return found
+
+    def read_at(self, offset: int, num_bytes: int) -> bytes:
+        """See `InputFile`. The stream's place stays."""
+        at, stop = offset, min(offset + num_bytes, self._file.size)
         found = list[bytes]()
-        while self._at < stop:
-            found.append(self._piece(self._at, stop - self._at))
-            self._at += len(found[-1])
-        return found[0] if len(found) == 1 else b"".join(found)
+        while at < stop:
+            found.append(self._piece(at, stop - at))
+            at += len(found[-1])
+        return join(found) if found else b""
 
     def _piece(self, at: int, num_bytes: int) -> bytes:
         """Up to so many bytes from there."""

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.columns import columns_of, read_columns, require_columns
+from orchestrator.data.sources.column_schema import columns_of, require_columns
+from orchestrator.data.sources.columns import read_columns
 from orchestrator.data.sources.documents import Content
 from orchestrator.data.sources.formats.base import Format, Units
 from orchestrator.data.sources.formats.parquet import RowFormat
+from orchestrator.data.sources.input_file import LocalFile
 from orchestrator.data.sources.line_records import Batch
+from orchestrator.data.sources.ranged_reads import RangedReads
 from orchestrator.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -206,8 +209,13 @@ class _Joined(io.RawIOBase):
     """Bytes [head, begin) of a file, which say what its columns are, and then bytes [start, stop)."""
 
     def __init__(self, file: InputFile, head: int, begin: int, start: int, stop: int | None = None) -> None:
-        self._file, self._ranges = file, [(head, begin), (start, start if stop is None else stop)]
-        self._at = head
+        self._ranges = [(head, begin), (start, start if stop is None else stop)]
+        self._file: LocalFile | RangedReads
+        if isinstance(file, LocalFile):
+            self._file = file
+        else:  # pyarrow asks for a few bytes at a time
+            self._file = RangedReads(file)
+            self._file.expect(self._ranges)
 
     def readable(self) -> bool:
         return True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.data.sources.columns import BATCH_BYTES, columns_of, read_columns, require_columns
+from orchestrator.data.sources.column_schema import columns_of, require_columns
+from orchestrator.data.sources.columns import BATCH_BYTES, read_columns
 from orchestrator.data.sources.documents import Content, described, utf8_text
 from orchestrator.data.sources.footers import footer
 from orchestrator.data.sources.formats.base import Attempt, Cut, Format, Parser, Units
