@@ -5,13 +5,13 @@ It writes nothing; `preparing` freezes what it found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from orchestrator.data.frozen import DataRecord, FrozenData
-from orchestrator.data.later_lists import listed_as
+from orchestrator.data.later_lists import Found, listed_as
 from orchestrator.data.settings import (
     StreamSettings,
     limits_of,
@@ -37,7 +37,7 @@ from orchestrator.planning.manifests import FIRST, first_sources
 from orchestrator.planning.order import ORDER_VERSION
 
 if TYPE_CHECKING:
-    from orchestrator.config.schema import JobConfig
+    from orchestrator.config.schema import JobConfig, SourceConfig
 
 __all__ = ["choose", "find_transforms", "first_start", "identity_of", "reads_chats", "with_ids"]
 
@@ -46,15 +46,20 @@ _SAMPLE_DOCUMENTS = 64
 _SAMPLE_CHARACTERS = 8192
 
 
-def first_start(config: JobConfig, settings: StreamSettings) -> DataSpec:
-    """The data as they are found; nothing is written. Raises as `prepare_data`."""
+def first_start(
+    config: JobConfig, settings: StreamSettings, list_of: Callable[[SourceConfig], Found] | None = None
+) -> DataSpec:
+    """The data as they are found; nothing is written. `list_of` gives the list of a source (None: its files
+    as they are now). Raises as `prepare_data`.
+    """
     files = fetch(config.data.tokenizer)
     facts = examine(config.data.tokenizer, files, reads_chats(config))
     refs = find_transforms(config)
     settings = with_transforms(config, with_ids(config, settings, facts), refs)
     plans, paths, notes = [], dict[str, tuple[str, ...]](), list[str]()
     for source in config.data.sources:
-        found = listed_as(source, settings.fragment_bytes, settings.window_bytes).now()
+        listed = listed_as(source, settings.fragment_bytes, settings.window_bytes)
+        found = listed.now() if list_of is None else list_of(source)
         plans.append(found.plan)
         paths[source.name] = found.paths
         notes += [*found.notes, *notes_of(found.plan, settings)]

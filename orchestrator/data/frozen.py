@@ -152,6 +152,11 @@ def _write(storage: Storage, files: Mapping[str, bytes], record: bytes) -> bool:
     return storage.create(_RECORD, record)
 
 
+def has_record(folder: Path) -> bool:
+    """Whether a run has frozen its data in this folder."""
+    return (folder / _RECORD).exists()
+
+
 def frozen_sources(folder: Path) -> tuple[str, ...] | None:
     """The sources of the run's first start, in the order by which they are numbered; None if it has frozen
     nothing. Raises as `read_frozen`.

@@ -34,6 +34,7 @@ from orchestrator.data.frozen import (
 from orchestrator.data.later_lists import Refreshing, later_plan, listed_as
 from orchestrator.data.settings import (
     StreamSettings,
+    has_list_to_come,
     limits_of,
     mixture_of,
     settings_of,
@@ -231,8 +232,9 @@ def _from_frozen(
             notes += found.notes
             now.append(there.manifest)
         else:
+            more = has_list_to_come(config, reading.cursor, of)
             manifest, as_it_is, said = compare_files(
-                source, there.manifest, there.paths, config.resume.accept_changed
+                source, there.manifest, there.paths, config.resume.accept_changed, more
             )
             bases[there.manifest.base] = manifest.base
             now.append(as_it_is)

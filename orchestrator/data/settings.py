@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
-from orchestrator.planning.manifests import Wanted
+from orchestrator.planning.manifests import SourceLists, Wanted
 from orchestrator.planning.mixture import whole_weights
+from orchestrator.records import Cursor, SourceCursor
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
@@ -143,3 +144,11 @@ def limits_of(config: JobConfig) -> dict[str, int | None]:
     if len(data.sources) > 1 and data.on_end == "repeat":
         limits = {s.name: limits.get(s.name) for s in data.sources}
     return limits
+
+
+def has_list_to_come(config: JobConfig, cursor: Cursor, source: SourceLists) -> bool:
+    """Whether the epoch of a source after the one at hand, if the job goes so far, has a list of its own."""
+    at = cursor.sources.get(source.name, SourceCursor()).epoch
+    limit = limits_of(config).get(source.name, config.data.num_epochs)
+    goes_on = limit is None or at + 1 < source.began + limit
+    return goes_on and source.version(at + 1) != source.version(at)

@@ -197,6 +197,7 @@ def open_stream(
     rank: int = 0,
     world_size: int = 1,
     part: Literal["train", "holdout"] = "train",
+    frozen_dir: str | Path | None = None,
 ) -> SampleStream:
     """The canonical samples of a configuration from `cursor` (default: the first) on, read and tokenized in
     this process, no cluster; or, for a training loop of your own, a rank's batches of them.
@@ -209,13 +210,17 @@ def open_stream(
 
     `part="holdout"`: instead of what is trained the records of `data.holdout`, each once, for an evaluation.
 
+    `frozen_dir`: a folder of this training alone, which every rank sees, in which the lists of the sources'
+    files are kept as a run keeps them: files that come later are not read, those that are gone are named, and
+    `data.refresh` has a list for each epoch. Without one the files must be those of the state.
+
     The configuration may lack what data do not need: `run`, `model`, `train.lr`. The stops in `train` are not
     looked at: it goes on to the end of the data. Raises `ConfigError`, `DataIdentityError` for a cursor or a
     state of other data, `RefusedError` for a rank or a hold-out that there is not.
     """
     from orchestrator.data.loading.sample_stream import SampleStream
 
-    return SampleStream(as_data_job(config, overrides), cursor, rank, world_size, part)
+    return SampleStream(as_data_job(config, overrides), cursor, rank, world_size, part, frozen_dir)
 
 
 def _command(config: JobConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> str:

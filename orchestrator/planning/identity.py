@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.planning.restarting import restart_text
+
 FORMAT_VERSION = 1
 
 # Fields that shape the stream, besides contents and the encoder, which have fields of their own below.
@@ -32,6 +34,8 @@ CONTENT_SETTINGS = {
     "chat": ("content", "messages_field", "loss"),
     "prompt": ("content", "prompt_field", "completion_field", "loss"),
 }
+# What says how a source's files are read: it may change with them.
+OF_ITS_FILES = frozenset({*SOURCE_SETTINGS, *(n for of in CONTENT_SETTINGS.values() for n in of)} - {"loss"})
 # What becomes of a source's records: its own, else that of `data`.
 RECORD_SETTINGS = ("transforms", "holdout")
 
@@ -117,10 +121,17 @@ def _compare_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[st
     return [
         f"the run was started with {name}={old.get(name, 'nothing')}, "
         f"the job asks for {new.get(name, 'nothing')}; "
-        "keep the value, or start a new run under another run.name"
+        f"keep the value, {or_anew(name)}or start a new run under another run.name"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
+
+
+def or_anew(name: str) -> str:
+    """Of a field that may change where its source begins anew, that this is a way, too."""
+    source, _, of_it = name.removeprefix(OF_A_SOURCE).rpartition(".")
+    free = name.startswith(OF_A_SOURCE) and of_it in OF_ITS_FILES
+    return f"{restart_text(source)}, " if free else ""
 
 
 def _compare_transforms(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -141,7 +152,8 @@ def _compare_manifests(old: Mapping[str, str], new: Mapping[str, str], accept_ch
         ]
     return [
         f"the files of source {name} have changed: the run's manifest has digest {digest}, "
-        f"the files now give {new[name]}; put the files back, or accept them with resume.accept_changed=true"
+        f"the files now give {new[name]}; put the files back, {restart_text(name)}, or accept them with "
+        "resume.accept_changed=true"
         for name, digest in old.items()
         if digest != new[name] and not accept_changed
     ]

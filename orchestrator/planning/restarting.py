@@ -140,12 +140,12 @@ class SourceChange:
     files_now: int | None = None
 
     def __str__(self) -> str:
-        now, before = _files(self.files_now), _files(self.files_before)
-        before = f" ({before} before)" if before else ""
+        now = _as_they_are(self.files_now)
+        before = "" if self.files_before is None else f" ({files_text(self.files_before)} before)"
         texts = {
-            "restarted": f"begins anew with its {now} as they are now{before}, as epoch {self.epoch}; "
+            "restarted": f"begins anew with {now}{before}, as epoch {self.epoch}; "
             "what is left of the epoch at hand is not trained",
-            "added": f"comes in with its {now} as they are now, as epoch {self.epoch}",
+            "added": f"comes in with {now}, as epoch {self.epoch}",
             "removed": f"is taken away in epoch {self.epoch}; its place is kept, and it goes on from there "
             "if it comes back",
             "back": f"comes back and goes on in epoch {self.epoch}, where it was taken away",
@@ -154,8 +154,20 @@ class SourceChange:
         return f"source {self.source} {texts[self.change]}"
 
 
-def _files(num: int | None) -> str:
-    return "" if num is None else f"{num:,} file{'' if num == 1 else 's'}"
+def _as_they_are(num: int | None) -> str:
+    if num == 1:
+        return "its 1 file as it is now"
+    return f"its {'files' if num is None else files_text(num)} as they are now"
+
+
+def files_text(num: int) -> str:
+    """So many files, for people."""
+    return f"{num:,} file{'' if num == 1 else 's'}"
+
+
+def restart_text(source: str) -> str:
+    """The way out where files of a source are not those of its list any more, for a refusal to name."""
+    return f"begin the source anew with its files as they are now (resume.restart_sources=[{source}])"
 
 
 def source_changes(

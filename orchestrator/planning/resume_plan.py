@@ -24,7 +24,7 @@ from orchestrator.planning.batches import (
 )
 from orchestrator.planning.data_seen import PlannedSkip, SourceSeen, sources_seen
 from orchestrator.planning.encoders import EncoderChoice, EncoderSpan, choose_next
-from orchestrator.planning.identity import RunIdentity, compare
+from orchestrator.planning.identity import RunIdentity, compare, or_anew
 from orchestrator.planning.manifests import SourceLists
 from orchestrator.planning.restarting import RestartDecision, SourceChange
 from orchestrator.planning.schedule import Budgets, Rate, RateSettings, budgets_for, learning_rate
@@ -347,7 +347,7 @@ def refusals(different: Iterable[Difference], point: str, content_known: bool) -
     subject = f"resume point {point}" if point else "the run"
     return tuple(
         f"{subject} was made with {d.field}={value_text(d.old)}, the job asks for {value_text(d.new)}; "
-        f"keep {d.field}={value_text(d.old)}, or start a new run under another run.name"
+        f"keep {d.field}={value_text(d.old)}, {or_anew(d.field)}or start a new run under another run.name"
         for d in different
         if d.rule == "same" and not (content_known and is_content(d))
     )

@@ -297,8 +297,8 @@ def test_a_resume_with_several_paths_is_judged_as_one_with_a_path(tmp_path: Path
         prepare_data(paths("a", "b/part-0.jsonl"), run)
     (tmp_path / "d" / "b" / "later.jsonl").write_text('{"text": "later"}\n')
     (note,) = prepare_data(paths("a", "b/*.jsonl"), run).notes
-    assert "1 files of source made came after the run's start" in note
-    with pytest.raises(DataIdentityError, match="which means 1 files besides, e.g. b/later.jsonl"):
+    assert "1 file of source made came after its list was made" in note
+    with pytest.raises(DataIdentityError, match="which means 1 file besides, e.g. b/later.jsonl"):
         prepare_data(paths("a", "b"), run)
     os.rename(tmp_path / "d", tmp_path / "moved")
     moved = prepare_data(paths("a", "b/*.jsonl", base="moved"), run)

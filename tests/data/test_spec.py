@@ -194,7 +194,7 @@ def test_a_widened_path_is_refused_and_one_that_means_the_same_files_is_not(
     spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), run)
     text = path_refusal(tiny_config, data, run)
     assert (
-        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 files besides"
+        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 file besides"
         in text
     )
     (data / "part-2.jsonl").unlink()
@@ -272,7 +272,7 @@ def test_files_that_came_later_are_not_read_and_that_is_said(
     again = prepare_data(job(tiny_config, data), run)
     assert again.plans == spec.plans
     assert again.notes == (
-        "1 files of source made came after the run's start and are not read, e.g. later.jsonl",
+        "1 file of source made came after its list was made and is not read, e.g. later.jsonl",
     )
 
 

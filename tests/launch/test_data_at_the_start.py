@@ -74,7 +74,7 @@ def test_a_file_that_comes_while_a_run_starts_is_not_the_runs_and_hinders_no_lat
     again = next_start(job)
     assert again.plans == trained.plans
     assert again.notes == (
-        "1 files of source made came after the run's start and are not read, e.g. later.jsonl",
+        "1 file of source made came after its list was made and is not read, e.g. later.jsonl",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.data.loading.ahead import Ahead
@@ -13,12 +14,26 @@ from orchestrator.data.loading.rank_batches import Batch, Share, Tensors, rank_b
 from orchestrator.data.loading.state import state_of
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import RefusedError
+from orchestrator.planning.restarting import RestartRequest
 from orchestrator.records import Cursor
 
 if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
 
-Open = Callable[[Mapping[str, Any]], tuple[DataSpec, Cursor]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A stream at a place of it: `restart` is the one that its states say, `notes` what to say of the
+    opening.
+    """
+
+    spec: DataSpec
+    cursor: Cursor
+    restart: RestartRequest | None = None
+    notes: tuple[str, ...] = ()
+
+
+Open = Callable[[Mapping[str, Any]], Opened]
 
 
 def _made(
@@ -41,8 +56,7 @@ class Loader:
     def __init__(
         self,
         drawing: Drawing,
-        spec: DataSpec,
-        cursor: Cursor,
+        opened: Opened,
         *,
         share: Share,
         tensors: Tensors,
@@ -52,10 +66,10 @@ class Loader:
     ) -> None:
         self._share, self._tensors, self._collate, self._prefetch = share, tensors, collate, prefetch
         self._reopen = reopen
-        self._begin(drawing, spec, cursor)
+        self._begin(drawing, opened)
 
-    def _begin(self, drawing: Drawing, spec: DataSpec, cursor: Cursor) -> None:
-        self._spec, self._cursor, self._after = spec, cursor, cursor
+    def _begin(self, drawing: Drawing, opened: Opened) -> None:
+        self._opened, self._cursor, self._after = opened, opened.cursor, opened.cursor
         self._rest: deque[Any] = deque()  # of the step at hand
         self._given = 0  # of the step at hand
         made = _made(drawing, self._share, self._tensors, self._collate)
@@ -93,7 +107,7 @@ class Loader:
                 "micro-batches were given, and the optimizer has stepped with none of them; take the state "
                 "after the last one, where the optimizer steps"
             )
-        return state_of(self._spec, self._cursor)
+        return state_of(self._opened.spec, self._cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at exactly the next unread token of `state`, whatever the world size, the batch size and
@@ -102,10 +116,10 @@ class Loader:
         Raises `DataIdentityError` with both values, and stands where it stood, if it is a state of other
         files, another tokenizer or other settings that make the stream.
         """
-        spec, cursor = self._reopen(state)
-        drawing = Drawing(spec, cursor)
+        opened = self._reopen(state)
+        drawing = Drawing(opened.spec, opened.cursor)
         self.close()
-        self._begin(drawing, spec, cursor)
+        self._begin(drawing, opened)
 
     def dataset(self) -> IterableDataset[Any]:
         """The same batches as a torch `IterableDataset`, for `DataLoader(loader.dataset(), batch_size=None)`:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.data.loading.drawing import Drawing
-from orchestrator.data.loading.loader import Loader
+from orchestrator.data.loading.lists import StreamData, frozen_folder, stream_data
+from orchestrator.data.loading.loader import Loader, Opened
 from orchestrator.data.loading.rank_batches import Batch, Share, Tensors
-from orchestrator.data.loading.state import continue_from, state_of
+from orchestrator.data.loading.reading import StreamReading, changes_of, reading_of
+from orchestrator.data.loading.state import StreamState, continue_from, read_state, state_of
 from orchestrator.data.packing.samples import Sample
-from orchestrator.data.preparing import prepare_data
-from orchestrator.data.spec import DataSpec
 from orchestrator.data.tokens.encoder import TOKENIZERS
 from orchestrator.errors import RefusedError
 from orchestrator.records import Cursor
@@ -37,9 +39,11 @@ class SampleStream:
         rank: int = 0,
         world_size: int = 1,
         part: Part = "train",
+        frozen_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Raises `RefusedError` for a rank that the world size does not have, or a hold-out that there is
-        not, and as `prepare_data` and `Drawing` do.
+        """Raises `RefusedError` for a rank that the world size does not have, a hold-out that there is not,
+        and a restart or a refresh that cannot be followed from there (`reading_of`); and as `stream_data` and
+        `Drawing` do.
         """
         if part not in ("train", "holdout"):
             raise RefusedError(f"part={part!r}: there are train and holdout; nothing is read")
@@ -48,41 +52,59 @@ class SampleStream:
                 f"rank={rank!r} of world_size={world_size!r}: a rank is a whole number from 0 to "
                 "world_size - 1; nothing is read"
             )
-        _require_one_list(config, at)
-        self._config, self._rank, self._world_size = config, rank, world_size
-        # what prepares the data reads them; every other place in them is opened without that
-        prepared = prepare_data(_with_any_encoder(config) if isinstance(at, Mapping) else config)
-        self._prepared = prepared.held_out() if part == "holdout" else prepared
+        self._config, self._rank, self._world_size, self._part = config, rank, world_size, part
+        self._folder = frozen_folder(frozen_dir)
+        self._data: StreamData | None = None
         self._open(at)
 
     def _open(self, at: Place) -> None:
-        spec, cursor = self._resolved(at)
-        drawing = Drawing(spec, cursor)
-        self._spec, self._cursor = spec, cursor
+        opened = self._resolved(at)
+        drawing = Drawing(opened.spec, opened.cursor)
+        self._opened = opened
         self._drawing: Drawing | None = drawing  # until somebody draws from it
         self._samples: Iterator[Sample] | None = None
         self._last: Sample | None = None
 
-    def _resolved(self, at: Place) -> tuple[DataSpec, Cursor]:
-        if at is None or isinstance(at, Cursor):
-            return self._prepared, at or Cursor()
-        if not isinstance(at, Mapping):
+    def _resolved(self, at: Place) -> Opened:
+        if not (at is None or isinstance(at, Cursor | Mapping)):
             raise RefusedError(
                 f"the place is given as {type(at).__name__}; give what state_dict() returned (json.loads of "
                 "a text), or a sample's cursor"
             )
         config = self._config
-        return continue_from(self._prepared, at, config.data.encoder, config.resume.accept_changed)
+        place = read_state(at) if isinstance(at, Mapping) else at
+        state = place if isinstance(place, StreamState) else None
+        reading = reading_of(config, place, self._folder is not None)
+        data = self._data_of(reading, any_encoder=state is not None)
+        spec = data.spec.held_out() if self._part == "holdout" else data.spec
+        if state is not None:
+            how = {"kept": data.kept, "restarted": reading.restarted}
+            spec = continue_from(spec, state, config.data.encoder, config.resume.accept_changed, **how)
+        if self._folder is not None and not data.write(self._folder):
+            return self._resolved(at)
+        self._data = data if self._folder is None else None  # kept lists are looked at once more
+        notes = (*reading.notes, *changes_of(reading, state, spec))
+        return Opened(spec=spec, cursor=reading.cursor, restart=reading.restart, notes=notes)
+
+    def _data_of(self, reading: StreamReading, any_encoder: bool) -> StreamData:
+        """The data by these lists, prepared once where nothing of them can have changed."""
+        there = self._data
+        if there is not None and all(
+            reading.version(plan.source) in there.spec.lists[plan.source] for plan in there.spec.plans
+        ):
+            return replace(there, spec=replace(there.spec, sources=reading.sources))
+        config = _with_any_encoder(self._config) if any_encoder else self._config
+        return stream_data(config, reading, self._folder)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a run would say aloud of these data at its start."""
-        return self._spec.notes
+        return (*self._opened.notes, *self._opened.spec.notes)
 
     @property
     def cursor(self) -> Cursor:
         """The place of the next sample."""
-        return self._cursor if self._last is None else self._last.cursor
+        return self._opened.cursor if self._last is None else self._last.cursor
 
     def __iter__(self) -> SampleStream:
         return self
@@ -128,11 +150,10 @@ class SampleStream:
             world_size=self._world_size,
             micro_batches=micro_batches,
         )
-        cursor = self.cursor
+        opened = replace(self._opened, cursor=self.cursor)
         return Loader(
             self._take_drawing(),
-            self._spec,
-            cursor,
+            opened,
             share=share,
             tensors=tensors,
             collate=collate,
@@ -143,19 +164,18 @@ class SampleStream:
     def _take_drawing(self) -> Drawing:
         """One that stands at the next sample and that nobody else draws from."""
         drawing, self._drawing = self._drawing, None
-        return drawing or Drawing(self._spec, self.cursor)
+        return drawing or Drawing(self._opened.spec, self.cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """The place of the next sample, and of which stream it is, as plain JSON values. It opens under any
         world size, batch size and seq_len: `open_stream(config, cursor=state)`.
         """
-        return state_of(self._spec, self.cursor)
+        return state_of(self._opened.spec, self.cursor, self._opened.restart)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on at exactly the next unread token of `state`. Raises `DataIdentityError` with both values if
-        it is a state of another stream, `RefusedError` where the configuration asks for a restart.
+        it is a state of another stream.
         """
-        _require_one_list(self._config, state)
         self._open(state)
 
 
@@ -164,21 +184,6 @@ def _with_any_encoder(config: JobConfig) -> JobConfig:
     for its stream, and `continue_from` takes that.
     """
     return config.model_copy(update={"data": config.data.model_copy(update={"encoder": TOKENIZERS})})
-
-
-def _require_one_list(config: JobConfig, at: Place) -> None:
-    """Raises `RefusedError` for what needs a run's folder to keep lists of files in."""
-    if config.data.refresh is not None:
-        raise RefusedError(
-            f"data.refresh={config.data.refresh}: lists of epochs are kept in a run's folder, and a stream "
-            "without a run has none; set data.refresh=null, and open a new stream for new files"
-        )
-    asks = config.resume.data == "restart" or config.resume.restart_sources
-    if asks and at is not None:
-        raise RefusedError(
-            "resume.data=restart or resume.restart_sources is set, and the stream is opened at a place in "
-            "its files: only a run can begin sources anew; open it without a state, or leave the restart out"
-        )
 
 
 def _is_int(value: object) -> bool:

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from blake3 import blake3
+
+from orchestrator.data.sources.manifest import Manifest
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError
 from orchestrator.planning.encoders import AUTO, EncoderChoice, EncoderSpan
-from orchestrator.planning.identity import RunIdentity, compare
-from orchestrator.records import Cursor, decode, encode
+from orchestrator.planning.identity import OF_A_SOURCE, RunIdentity, compare
+from orchestrator.planning.manifests import SourceLists
+from orchestrator.planning.restarting import RestartRequest, files_text, restart_text
+from orchestrator.records import Cursor, SourceCursor, decode, encode
 
 VERSION = 1
+_NAMES_DIGITS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilesSeen:
+    """How many files a list has, and a digest of their names."""
+
+    num: int
+    names: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
     """What `state_dict()` gives as plain JSON values: the place of the next unread token, and the identity of
     files, tokenizer, encoder and settings. Nothing in it depends on rank, world size, batch size or seq_len.
+
+    `sources` say which list each epoch reads, `files` what the lists at hand have: the lists themselves are
+    not in it. `restart` is the one that the stream was opened with. States of older versions have none of
+    these.
     """
 
     version: int
     cursor: Cursor
     identity: RunIdentity
+    sources: tuple[SourceLists, ...] = ()
+    files: dict[str, FilesSeen] = field(default_factory=dict)
+    restart: RestartRequest | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -31,26 +52,71 @@ class StreamState:
         return found
 
 
-def state_of(spec: DataSpec, cursor: Cursor) -> dict[str, Any]:
-    """The document for this place of a stream."""
-    return StreamState(version=VERSION, cursor=cursor, identity=spec.run_identity).to_json()
+def state_of(spec: DataSpec, cursor: Cursor, restart: RestartRequest | None) -> dict[str, Any]:
+    """The document for this place of a stream. Its identity is that of the lists that the place lies in."""
+    plans = {
+        plan.source: spec.plan_of(plan.source, cursor.sources.get(plan.source, SourceCursor()).epoch)
+        for plan in spec.plans
+    }
+    per_block = {_per_block(name): str(plan.fragments_per_block) for name, plan in plans.items()}
+    identity = replace(
+        spec.run_identity,
+        settings=spec.run_identity.settings | per_block,
+        manifests={name: plan.manifest.digest for name, plan in plans.items()},
+    )
+    return StreamState(
+        version=VERSION,
+        cursor=cursor,
+        identity=identity,
+        sources=spec.sources,
+        files={name: files_seen(plan.manifest) for name, plan in plans.items()},
+        restart=restart,
+    ).to_json()
 
 
-def continue_from(
-    spec: DataSpec, state: Mapping[str, Any], wanted_encoder: str, accept_changed: bool
-) -> tuple[DataSpec, Cursor]:
-    """The stream and the place in it that a state names: `spec`, encoded by whoever made the state's stream.
+def _per_block(source: str) -> str:
+    return f"{OF_A_SOURCE}{source}.fragments_per_block"
 
-    `wanted_encoder` is `data.encoder`. Raises `DataIdentityError` with both values if the state is of another
-    stream, `OrchestratorError` if it is no such document.
+
+def files_seen(manifest: Manifest) -> FilesSeen:
+    """What a state keeps of a list."""
+    names = blake3("\0".join(manifest.files.paths).encode(errors="surrogateescape"))
+    return FilesSeen(num=len(manifest.files), names=names.hexdigest()[:_NAMES_DIGITS])
+
+
+def read_state(state: Mapping[str, Any]) -> StreamState:
+    """The inverse of `StreamState.to_json`. Raises `DataIdentityError` for another version's,
+    `OrchestratorError` if it is no such document.
     """
     if state.get("version", VERSION) != VERSION:
         raise DataIdentityError(
             f"the stream's state has version {state['version']}, this program reads version {VERSION}; "
             "use the version of orchestrator that made it"
         )
-    found = decode(StreamState, state, "the stream's state")
-    refusals = list(compare(found.identity, spec.run_identity, accept_changed))
+    return decode(StreamState, state, "the stream's state")
+
+
+def continue_from(
+    spec: DataSpec,
+    found: StreamState,
+    wanted_encoder: str,
+    accept_changed: bool,
+    *,
+    kept: frozenset[str] = frozenset(),
+    restarted: frozenset[str] = frozenset(),
+) -> DataSpec:
+    """The stream that a state names: `spec`, encoded by whoever made the state's stream.
+
+    `wanted_encoder` is `data.encoder`. The sources that are `restarted` begin with the files of `spec`; the
+    lists of the `kept` ones were frozen before. Raises `DataIdentityError` with both values if the state is
+    of another stream.
+    """
+    new = spec.run_identity
+    of_files = list(_changed_files(spec, found, accept_changed, kept, restarted))
+    # what differs in its files was said; how they are cut follows from them
+    free = {name for name in new.manifests if found.identity.manifests.get(name) != new.manifests[name]}
+    old = _with_settings_of(found.identity, new, restarted, {_per_block(n) for n in free - restarted})
+    refusals = [*of_files, *compare(old, new, accept_changed=True)]
     encoder = EncoderChoice(name=found.identity.encoder_name, version=found.identity.encoder_version)
     if wanted_encoder not in (AUTO, encoder.name):
         refusals.append(
@@ -62,5 +128,61 @@ def continue_from(
             "the state is not one of this stream, so nothing is read; where it says run, it was the stream "
             "that made the state:\n" + "\n".join(f"  {text}" for text in refusals)
         )
-    identity = replace(spec.run_identity, encoder_name=encoder.name, encoder_version=encoder.version)
-    return replace(spec.made_by((EncoderSpan(encoder=encoder),)), run_identity=identity), found.cursor
+    identity = replace(new, encoder_name=encoder.name, encoder_version=encoder.version)
+    return replace(spec.made_by((EncoderSpan(encoder=encoder),)), run_identity=identity)
+
+
+def _with_settings_of(
+    old: RunIdentity, new: RunIdentity, restarted: frozenset[str], more: set[str]
+) -> RunIdentity:
+    """The identity of a state whose `restarted` sources are read as the job says, but for what is learnt of
+    them.
+    """
+    prefixes = tuple(f"{OF_A_SOURCE}{name}." for name in restarted)
+    fixed = {f"{OF_A_SOURCE}{name}.loss" for name in restarted} & old.settings.keys() & new.settings.keys()
+
+    def is_free(name: str) -> bool:
+        return name in more or (name.startswith(prefixes) and name not in fixed)
+
+    kept = {name: value for name, value in old.settings.items() if not is_free(name)}
+    taken = {name: value for name, value in new.settings.items() if is_free(name)}
+    return replace(old, settings=kept | taken)
+
+
+def _changed_files(
+    spec: DataSpec,
+    found: StreamState,
+    accept_changed: bool,
+    kept: frozenset[str],
+    restarted: frozenset[str],
+) -> Iterator[str]:
+    """Why the lists at hand are not those of the state, of the sources that both have."""
+    for plan in spec.plans:
+        name, now = plan.source, plan.manifest
+        then = found.identity.manifests.get(name)
+        if then in (None, now.digest) or name in restarted:
+            continue
+        if name in kept:
+            yield (
+                f"the list of source {name} that is kept in frozen_dir has digest {now.digest}, the state "
+                f"was made with {then}; give the frozen_dir= that it was made with, or begin the source anew "
+                f"with resume.restart_sources=[{name}]"
+            )
+            continue
+        seen, files = found.files.get(name), files_seen(now)
+        if not accept_changed:
+            counts = "" if seen is None else f" ({files_text(seen.num)} then, {files.num:,} now)"
+            yield (
+                f"the files of source {name} have changed: the state was made with a list of digest {then}, "
+                f"the files now give {now.digest}{counts}; put the files back, {restart_text(name)}, or "
+                "accept changed ones with resume.accept_changed=true. With a frozen_dir= files that come "
+                "later are not read"
+            )
+        elif seen is not None and seen != files:
+            yield (
+                f"source {name} had {files_text(seen.num)} when the state was made, and has {files.num:,} now"
+                f"{' of other names' if seen.num == files.num else ''}: files that are gone, or came later, "
+                "cannot be accepted as changed ones can, for a state has no list of them, and every place "
+                f"would be another; put the files back, or {restart_text(name)}. With a frozen_dir= the list "
+                "is kept, and they are named"
+            )

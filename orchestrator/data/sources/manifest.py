@@ -24,6 +24,7 @@ from orchestrator.data.sources.in_threads import in_threads
 from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.listing import Listing, list_files, require_regular
 from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.planning.restarting import restart_text
 
 PROBE_BYTES = 4096
 # before a probe that is what a storage knows the content by
@@ -152,24 +153,27 @@ def difference(row: FileRow, file: InputFile) -> str | None:
     return None if probe == row.probe else f"its ends had digest {row.probe} and have {probe}"
 
 
-def require_unchanged(row: FileRow, path: str, file: InputFile) -> None:
+def require_unchanged(row: FileRow, path: str, file: InputFile, source: str) -> None:
     """Raises `DataIdentityError` with both values if the open file is not what the run was started with."""
     found = difference(row, file)
     if found is not None:
-        raise DataIdentityError(changed_text([f"{path}: {found}"]))
+        raise DataIdentityError(changed_text([f"{path}: {found}"], source=source))
 
 
-def changed_text(changes: Sequence[str], gone: Sequence[str] = (), advice: str = "") -> str:
-    """The refusal for these changed files, and those that are gone, whole or in part: nothing can stand for
-    them. `advice` for whoever does not want to go on with the run.
+def changed_text(
+    changes: Sequence[str], gone: Sequence[str] = (), advice: str = "", *, source: str = ""
+) -> str:
+    """The refusal for these changed files of a source, and those that are gone, whole or in part: nothing can
+    stand for them. `advice` for whoever does not want to go on with the run.
     """
     texts = [*gone, *changes]
     more = f"\n  and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    anew = restart_text(source)
     advice = advice or (
-        "put them back; a file that is gone cannot be accepted as a changed one can, nor one that has lost "
-        "row groups: without it this run cannot go on, and a new run (under another run.name) is the only way"
+        f"put them back, or {anew}; a file that is gone cannot be accepted as a changed one can, nor one "
+        "that has lost row groups: without it this list cannot be read on"
         if gone
-        else "put them back, start a new run, or go on with them by resume.accept_changed=true"
+        else f"put them back, {anew}, or go on with them in their old places by resume.accept_changed=true"
     )
     return (
         "files of the data are not those that the run was started with:\n  "

@@ -18,6 +18,7 @@ from orchestrator.data.sources.input_file import InputFile, open_input
 from orchestrator.data.sources.manifest import require_unchanged
 from orchestrator.data.sources.records_in_memory import Records
 from orchestrator.errors import DataError, DataIdentityError
+from orchestrator.planning.restarting import restart_text
 from orchestrator.records import Int64Array
 
 
@@ -72,17 +73,15 @@ def read_fragment(plan: SourcePlan, fragment: int, accept_changed: bool = False)
     number = 0
     for where in plan.parts(fragment):
         path, row = plan.manifest.path(where.file), plan.manifest.files[where.file]
-        with naming_damage(path), open_input(plan.manifest.base, row.path) as file:
+        with naming_damage(path, plan.source), open_input(plan.manifest.base, row.path) as file:
             if not accept_changed:
-                require_unchanged(row, path, file)
+                require_unchanged(row, path, file, plan.source)
             for part in _parts(file, plan, where, fragment, number, whole=False):
                 yield part
                 number += len(part.records)
 
 
-def read_files(
-    plan: SourcePlan, accept_changed: bool = False, files: range | None = None
-) -> Iterator[Part]:
+def read_files(plan: SourcePlan, accept_changed: bool = False, files: range | None = None) -> Iterator[Part]:
     """The records of all files (or of `files`, by their numbers in the manifest), each read from its first
     byte to its last; as if one fragment held them all.
 
@@ -92,9 +91,9 @@ def read_files(
     for index in range(len(plan.manifest.files)) if files is None else files:
         path, row = plan.manifest.path(index), plan.manifest.files[index]
         has_units = format_of(plan.manifest.format).cut is Cut.UNITS
-        with naming_damage(path), open_input(plan.manifest.base, row.path) as file:
+        with naming_damage(path, plan.source), open_input(plan.manifest.base, row.path) as file:
             if not accept_changed:
-                require_unchanged(row, path, file)
+                require_unchanged(row, path, file, plan.source)
             for group in range(len(row.group_rows)) if has_units else (None,):
                 where = FilePart(file=index, start=0, stop=row.bytes, group=group)
                 for part in _parts(file, plan, where, 0, number, whole=True):
@@ -103,18 +102,20 @@ def read_files(
 
 
 @contextmanager
-def naming_damage(path: str) -> Iterator[None]:
-    """Whatever a reader raises about the file at `path`, as `DataError` or `DataIdentityError` naming it."""
+def naming_damage(path: str, source: str | None = None) -> Iterator[None]:
+    """Whatever a reader raises about the file at `path`, as `DataError` or `DataIdentityError` naming it.
+    `source`: the one whose frozen list it is in; None before there is one.
+    """
+    anew = "start a run without it" if source is None else restart_text(source)
+    without = anew if source is None else f"leave it out and {anew}"
     try:
         yield
     except FileNotFoundError as error:
         raise DataIdentityError(
-            f"{path}: the run was started with this file and it is gone; put it back or start a new run"
+            f"{path}: the run was started with this file and it is gone; put it back, or {anew}"
         ) from error
     except DAMAGE as error:
-        raise DataError(
-            f"{path}: cannot be read: {error}; put back the whole file, or start a run without it"
-        ) from error
+        raise DataError(f"{path}: cannot be read: {error}; put back the whole file, or {without}") from error
 
 
 def _parts(

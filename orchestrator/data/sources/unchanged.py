@@ -19,17 +19,23 @@ from orchestrator.data.sources.manifest import Manifest, changed_text
 from orchestrator.data.sources.matches import real_file
 from orchestrator.data.sources.object_stores import is_remote
 from orchestrator.errors import ConfigError, DataIdentityError
+from orchestrator.planning.restarting import files_text, restart_text
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import SourceConfig
 
 
 def compare_files(
-    source: SourceConfig, frozen: Manifest, paths: Sequence[str], accept_changed: bool
+    source: SourceConfig,
+    frozen: Manifest,
+    paths: Sequence[str],
+    accept_changed: bool,
+    refreshed: bool = False,
 ) -> tuple[Manifest, Manifest, tuple[str, ...]]:
     """(the frozen list at the path that the job names, what of it lies there now, notes).
 
-    `paths` are the absolute ones that the run was started with, none if they were not recorded then. Another
+    `paths` are the absolute ones that the run was started with, none if they were not recorded then; the next
+    epoch has a list of its own if they are `refreshed`. Another
     folder with the same files is the same data. Raises `DataIdentityError` with both values if the path
     leaves out files of the run or means more than it did, if files are gone, and, without `accept_changed`,
     if files are changed.
@@ -41,8 +47,8 @@ def compare_files(
     if not (format_of(frozen.format).has_files or frozen.files.same_paths(listing.names)):
         raise DataIdentityError(
             f"data.sources {frozen.source}: the run was started with path {', '.join(frozen.files.paths)}, "
-            f"the job asks for {', '.join(listing.names)}; put the path back, or start a new run under "
-            "another run.name"
+            f"the job asks for {', '.join(listing.names)}; put the path back, or "
+            f"{restart_text(frozen.source)}"
         )
     found = changes_since(manifest, listing)
     left_out, later = _other_names(frozen, found.now, listing)
@@ -50,9 +56,10 @@ def compare_files(
     if left_out or (later and other_pattern):
         raise DataIdentityError(_other_path(frozen, listing, paths, left_out, later))
     if found.gone or (found.changed and not accept_changed):
-        text = changed_text(() if accept_changed else found.changed, found.gone)
+        text = changed_text(() if accept_changed else found.changed, found.gone, source=source.name)
         raise DataIdentityError(_other_folder(frozen, listing) + text)
-    return manifest, found.now, (*listing.notes(source.name), *_notes(listing, frozen, found.changed, later))
+    notes = _notes(listing, frozen, found.changed, later, refreshed)
+    return manifest, found.now, (*listing.notes(source.name), *notes)
 
 
 def find_unchanged(path: str | Sequence[str] | None, frozen: Manifest) -> Manifest:
@@ -109,15 +116,15 @@ def _other_path(
     frozen: Manifest, listing: Listing, paths: Sequence[str], left_out: Sequence[str], later: Sequence[str]
 ) -> str:
     what = (
-        f"leaves out {len(left_out)} of these {len(frozen.files)} files, e.g. {left_out[0]}"
+        f"leaves out {len(left_out)} of these {files_text(len(frozen.files))}, e.g. {left_out[0]}"
         if left_out
-        else f"means {len(later)} files besides, e.g. {later[0]}"
+        else f"means {files_text(len(later))} besides, e.g. {later[0]}"
     )
     return (
-        f"data.sources {frozen.source}: the run was started with the {len(frozen.files)} files of path "
+        f"data.sources {frozen.source}: the run was started with the {files_text(len(frozen.files))} of path "
         f"{', '.join(paths) or f'(not recorded, below {frozen.base})'}, the job asks for "
-        f"{', '.join(listing.paths)}, which {what}; a run reads the files that it was started with and no "
-        "others: put the path back, or start a new run under another run.name"
+        f"{', '.join(listing.paths)}, which {what}; a run reads the files of its list and no others: put the "
+        f"path back, or {restart_text(frozen.source)}"
     )
 
 
@@ -130,12 +137,16 @@ def _other_folder(frozen: Manifest, listing: Listing) -> str:
     )
 
 
-def _notes(listing: Listing, frozen: Manifest, changed: Sequence[str], later: Sequence[str]) -> list[str]:
+def _notes(
+    listing: Listing, frozen: Manifest, changed: Sequence[str], later: Sequence[str], refreshed: bool
+) -> list[str]:
     notes = [f"going on with a changed file (resume.accept_changed): {text}" for text in changed]
     if later:
+        verb = "is" if len(later) == 1 else "are"
+        then = "read from the next epoch on (data.refresh: epoch)" if refreshed else "not read"
         notes.append(
-            f"{len(later)} files of source {frozen.source} came after the run's start and are not read, e.g. "
-            f"{later[0]}"
+            f"{files_text(len(later))} of source {frozen.source} came after its list was made and {verb} "
+            f"{then}, e.g. {later[0]}"
         )
     # each of the listed names is a file of its own
     same = frozen.files.same_paths(listing.names) or set(frozen.files.paths) <= set(listing.names)

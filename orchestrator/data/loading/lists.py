@@ -1,0 +1,146 @@
+"""The data of a stream without a run by the lists of files that it reads: those that its folder keeps, else
+the files as they are now.
+
+It decides nothing: `reading` says which list an epoch reads, `state` whether a state may go on in these.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.data.first_start import first_start
+from orchestrator.data.frozen import LaterList, has_record, manifest_path, read_later, write_later
+from orchestrator.data.later_lists import Found, Refreshing, later_plan, listed_as
+from orchestrator.data.loading.reading import StreamReading
+from orchestrator.data.settings import has_list_to_come, mixture_of, settings_of
+from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.unchanged import compare_files
+from orchestrator.data.spec import DataSpec
+from orchestrator.errors import DataIdentityError, RefusedError
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig, SourceConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamData:
+    """`spec` reads the lists of a `StreamReading`; `kept` are the sources whose list lay in the folder,
+    `unwritten` the lists that are to be written there before they are read.
+    """
+
+    spec: DataSpec
+    kept: frozenset[str] = frozenset()
+    unwritten: tuple[LaterList, ...] = ()
+
+    def write(self, folder: Path) -> bool:
+        """Keeps these lists; False: another process was quicker with other files, and its lists count."""
+        written = [write_later(folder, each) for each in self.unwritten]
+        return all(
+            there.manifest.digest == mine.manifest.digest
+            and there.fragments_per_block == mine.fragments_per_block
+            for there, mine in zip(written, self.unwritten, strict=True)
+        )
+
+
+def frozen_folder(given: str | os.PathLike[str] | None) -> Path | None:
+    """The folder of a stream's lists. Raises `RefusedError` for that of a run."""
+    if given is None:
+        return None
+    folder = Path(os.path.abspath(os.path.expanduser(given)))
+    if (folder / "run.json").exists() or has_record(folder):
+        raise RefusedError(
+            f"frozen_dir={folder} is the folder of a run, whose lists are the run's alone; give another "
+            "folder"
+        )
+    return folder
+
+
+def stream_data(config: JobConfig, reading: StreamReading, folder: Path | None) -> StreamData:
+    """The data by these lists. One that is not kept is made of the files as they are now.
+
+    Raises as `data.preparing.prepare_data` does, `DataIdentityError` also for a list that was made for its
+    epoch and is not in the folder.
+    """
+    found = _Finding(config=config, reading=reading, folder=folder)
+    spec = first_start(config, settings_of(config), found.list_of)
+    lists = {plan.source: {reading.version(plan.source): plan} for plan in spec.plans}
+    for name, of in lists.items():
+        if (begun := reading.of(name).begun_with) not in of:
+            of[begun] = found.kept_plan(name, begun)
+    spec = replace(
+        spec,
+        sources=reading.sources,
+        lists=lists,
+        refreshing=_refreshing(config, folder, found.bases),
+        unfrozen=None,
+    )
+    spec = replace(spec, mixture=mixture_of(config, spec.num_bytes))
+    return StreamData(spec=spec, kept=frozenset(found.kept), unwritten=tuple(found.unwritten))
+
+
+def _refreshing(config: JobConfig, folder: Path | None, bases: dict[str, str]) -> Refreshing | None:
+    if config.data.refresh is None:
+        return None
+    assert folder is not None, "what refreshes its lists has a folder"
+    sizes = config.data.fragment_bytes, config.data.window_bytes
+    return Refreshing(
+        folder=str(folder),
+        sources=tuple(listed_as(each, *sizes) for each in config.data.sources),
+        bases=bases,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Finding:
+    """The list of each source, one after the other, and what is noted of them."""
+
+    config: JobConfig
+    reading: StreamReading
+    folder: Path | None
+    kept: set[str] = field(default_factory=set)
+    unwritten: list[LaterList] = field(default_factory=list)
+    bases: dict[str, str] = field(default_factory=dict)
+
+    def list_of(self, source: SourceConfig) -> Found:
+        """The list of the epoch at hand."""
+        version = self.reading.version(source.name)
+        there = None if self.folder is None else read_later(self.folder, source.name, version)
+        if there is None:
+            return self._now(source, version)
+        assert self.folder is not None, "it was read from there"
+        self.kept.add(source.name)
+        accept = self.config.resume.accept_changed
+        more = has_list_to_come(self.config, self.reading.cursor, self.reading.of(source.name))
+        manifest, _, notes = compare_files(source, there.manifest, there.paths, accept, more)
+        self.bases[there.manifest.base] = manifest.base
+        plan = later_plan(self.folder, there, manifest.base)
+        return Found(plan=plan, paths=there.paths, notes=notes)
+
+    def _now(self, source: SourceConfig, version: str) -> Found:
+        sizes = self.config.data.fragment_bytes, self.config.data.window_bytes
+        if self.folder is not None and self.reading.is_refreshed(source.name):
+            raise DataIdentityError(
+                f"{self.folder / manifest_path(source.name, version)} is gone: the epoch that source "
+                f"{source.name} stands in is read by this list; restore the file, or give the frozen_dir= "
+                "that the state was made with"
+            )
+        now = listed_as(source, *sizes).now()
+        if self.folder is None:
+            return now
+        later = now.later(version, *sizes)
+        self.unwritten.append(later)
+        return replace(now, plan=later_plan(self.folder, later))
+
+    def kept_plan(self, source: str, version: str) -> SourcePlan:
+        """A list that must be in the folder."""
+        assert self.folder is not None, "without a folder a source has one list"
+        there = read_later(self.folder, source, version)
+        if there is None:
+            raise DataIdentityError(
+                f"{self.folder / manifest_path(source, version)} is gone: source {source} goes on from this "
+                "list; restore the file"
+            )
+        return later_plan(self.folder, there, self.bases.get(there.manifest.base))

@@ -1,0 +1,150 @@
+"""Which lists of files a stream without a run reads from a place on: those that its state names, with what
+the configuration starts anew and refreshes (data rules 23 and 24).
+
+It reads no file and lists none: `lists` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import orjson
+from blake3 import blake3
+
+from orchestrator.data.loading.state import StreamState
+from orchestrator.data.settings import wanted_of
+from orchestrator.errors import RefusedError
+from orchestrator.planning.manifests import SourceLists, Wanted, moved, next_sources, order_of
+from orchestrator.planning.restarting import RestartRequest, restart_request, source_changes
+from orchestrator.planning.skipping import LATEST
+from orchestrator.records import Cursor, encode
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import JobConfig, SourceConfig
+    from orchestrator.data.spec import DataSpec
+
+# of a hash, so that JSON readers everywhere take it for a whole number
+_START_BYTES = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamReading:
+    """What an opening reads: `sources` and the place in them, those that begin anew with it, and the restart
+    that the states from here on say. `before` are the sources of what it continues (empty: none).
+    """
+
+    sources: tuple[SourceLists, ...]
+    cursor: Cursor
+    before: tuple[SourceLists, ...] = ()
+    restarted: frozenset[str] = frozenset()
+    restart: RestartRequest | None = None
+    notes: tuple[str, ...] = ()
+
+    def of(self, source: str) -> SourceLists:
+        """The lists of one source."""
+        return next(each for each in self.sources if each.name == source)
+
+    def version(self, source: str) -> str:
+        """The list of the epoch at hand."""
+        at = self.cursor.sources.get(source)
+        return self.of(source).version(0 if at is None else at.epoch)
+
+    def is_refreshed(self, source: str) -> bool:
+        """Whether that was made for its epoch: then it is only in the folder that lists are kept in."""
+        return order_of(self.version(source))[1] >= 0
+
+
+def reading_of(config: JobConfig, at: Cursor | StreamState | None, keeps_lists: bool) -> StreamReading:
+    """What a job reads from a place on; `keeps_lists`: there is a folder for lists.
+
+    A list is known by a number that is made of its place and of how it is listed: every rank finds the same
+    one, and none asks another. One restart is carried out once: a state remembers the one that it was opened
+    with, for as long as the configuration has it. Raises `RefusedError` for a restart at a bare cursor, which
+    remembers nothing, and for refreshed lists without a folder.
+    """
+    if config.data.refresh is not None and not keeps_lists:
+        raise RefusedError(
+            f"data.refresh={config.data.refresh}: each epoch has a list of its own, which all ranks and all "
+            "later openings must read, and no folder is given to keep it in; give open_stream a "
+            "frozen_dir=, a folder that every rank sees"
+        )
+    first = _numbers(config, b"")
+    begun = next_sources((), Cursor(), wanted_of(config), first)
+    request = restart_request(config, LATEST)
+    if not isinstance(at, StreamState):
+        if request is not None and at not in (None, Cursor()):
+            raise RefusedError(
+                f"{request} is set, and the stream is opened at a cursor, which does not say whether that is "
+                "done already; give what state_dict() returned, or leave the restart out"
+            )
+        return StreamReading(sources=begun, cursor=at or Cursor(), restart=request)
+    before = at.sources or next_sources((), Cursor(), _plain(config), first)
+    asked, restart, notes = frozenset[str](), request, tuple[str, ...]()
+    if request is not None and at.restart is not None and request.repeats(at.restart):
+        restart = at.restart
+        notes = (
+            f"{request} is done: the stream that made the state began so, and this one goes on in its files; "
+            "to begin anew once more, open the state without the restart, and the state of that one with it",
+        )
+    elif request is not None:
+        asked = frozenset(request.paths) & {source.name for source in before}
+    wanted = wanted_of(config, asked)
+    sources = next_sources(before, at.cursor, wanted, _numbers(config, b"restart" + _bytes(at.cursor)))
+    found = StreamReading(
+        sources=sources,
+        cursor=moved(sources, at.cursor),
+        before=before,
+        restarted=asked,
+        restart=restart,
+        notes=notes,
+    )
+    if not keeps_lists:
+        _require_no_refreshed(found, wanted.names)
+    return found
+
+
+def changes_of(reading: StreamReading, state: StreamState | None, spec: DataSpec) -> tuple[str, ...]:
+    """What becomes of the sources of a state, for people."""
+    if state is None:
+        return ()
+    seen = {name: files.num for name, files in state.files.items()}
+    num_files = {plan.source: (seen.get(plan.source), len(plan.manifest.files)) for plan in spec.plans}
+    changes = source_changes(reading.before, reading.sources, reading.cursor, num_files)
+    return tuple(map(str, changes))
+
+
+def _require_no_refreshed(reading: StreamReading, names: Iterable[str]) -> None:
+    refreshed = sorted(name for name in names if reading.is_refreshed(name))
+    if refreshed:
+        raise RefusedError(
+            f"the state is of lists that were made for their epoch (data.refresh; sources "
+            f"{', '.join(refreshed)}), and no folder is given that has them; give open_stream the "
+            "frozen_dir= that it was made with"
+        )
+
+
+def _plain(config: JobConfig) -> Wanted:
+    """What a state asked for that was made before states named lists."""
+    return replace(wanted_of(config), refresh=frozenset())
+
+
+def _bytes(place: Cursor) -> bytes:
+    return orjson.dumps(encode(place), option=orjson.OPT_SORT_KEYS)
+
+
+def _numbers(config: JobConfig, place: bytes) -> Mapping[str, int]:
+    """Per source the number of a list of it that begins at this place."""
+    sizes = [config.data.fragment_bytes, config.data.window_bytes]
+    return {source.name: _number(place, source, sizes) for source in config.data.sources}
+
+
+def _number(place: bytes, source: SourceConfig, sizes: list[int]) -> int:
+    listed_by = source.model_dump(mode="json", include=_LISTED_BY)
+    how = orjson.dumps([listed_by, sizes], option=orjson.OPT_SORT_KEYS)
+    return 1 + int.from_bytes(blake3(how + place).digest(_START_BYTES), "big")
+
+
+_LISTED_BY = {"name", "path", "format", "content", "text_field", "messages_field", "prompt_field"}
+_LISTED_BY |= {"completion_field"}
