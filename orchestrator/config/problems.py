@@ -385,6 +385,8 @@ def _restart(
     names = [source.get("name") for source in sources]
     if unknown := [name for name in restart_sources if name not in names]:
         return f"names {_show(unknown)}, the sources are {_show(names)}; name these, or leave it out"
+    if twice := sorted({name for name in restart_sources if restart_sources.count(name) > 1}):
+        return f"names {_show(twice)} more than once; name each source once"
     if restart_sources and data == "restart":
         return "is given, and resume.data=restart, which restarts all sources; leave one of them out"
     if restart_sources and (data == "skip" or steps is not None or samples is not None):

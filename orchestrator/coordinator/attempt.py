@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from orchestrator.history.saved_history import SavedHistory, saved_before
 from orchestrator.planning.encoders import EncoderSpan, with_encoder
 from orchestrator.planning.identity import RunIdentity
 from orchestrator.planning.manifests import SourceLists
-from orchestrator.planning.restarting import RestartDecision, RestartRequest, SourceChange
+from orchestrator.planning.restarting import RestartDecision, RestartRequest, SourceChange, undone
 from orchestrator.planning.resume_plan import ResumePlan, plan_resume
 from orchestrator.planning.schedule import Budgets
 from orchestrator.planning.skipping import Skip, SkipDecision, still_due
@@ -454,23 +455,30 @@ def decide(
 
     rules = {rule.path: rule.rule for rule in field_rules()}
     info, flat = (point_info(store, point, origin), point.config) if point else (None, None)
+    at_the_point = info
     if info is not None and here is not None:
         info = replace(info, cursor=here.reading.cursor)
     if identities is not None and data is not None and data.tokenizer_folder is not None:
         identities = data.in_force(identities[0]), identities[1]
-    return plan_resume(
+    how = partial(
+        plan_resume,
         config,
         rules,
-        info,
-        flat,
-        identities,
+        old_flat=flat,
+        identities=identities,
         installed=installed_encoders(),
         weights=data.weights if data is not None else None,
         num_blocks={plan.source: plan.num_blocks for plan in data.plans} if data is not None else None,
         skip=skip,
-        lists=here.changes(data) if here is not None and data is not None else (),
-        restart=here.restart if here is not None else RestartDecision(),
     )
+    lists = here.changes(data) if here is not None and data is not None else ()
+    restart = here.restart if here is not None else RestartDecision()
+    began = {source.name: source.began for source in here.reading.sources} if here is not None else {}
+    found = how(info, lists=lists, restart=restart, began=began)
+    if not (lists and found.action == "resume" and found.remaining_steps == 0):
+        return found
+    began = {source.name: source.began for source in here.before} if here is not None else {}
+    return how(at_the_point, restart=undone(restart, lists), began=began)
 
 
 def begin_launch(

@@ -100,7 +100,8 @@ def wanted_of(config: JobConfig, restart: Collection[str] = ()) -> Wanted:
     """The sources that a job asks for, of which `restart` are started anew."""
     names = tuple(source.name for source in config.data.sources)
     refresh = frozenset(names if config.data.refresh == "epoch" else ())
-    return Wanted(names=names, restart=frozenset(restart), refresh=refresh)
+    loss = {source.name: source.loss for source in config.data.sources if source.content != "text"}
+    return Wanted(names=names, restart=frozenset(restart), refresh=refresh, loss=loss)
 
 
 def transforms_of(config: JobConfig) -> dict[str, tuple[str, ...]]:

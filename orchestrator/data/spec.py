@@ -11,6 +11,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+import orjson
+
 from orchestrator.data.frozen import FrozenData, LaterList
 from orchestrator.data.later_lists import Refreshing
 from orchestrator.data.packing.stream import Stream, StreamSource
@@ -74,6 +76,8 @@ class DataSpec:
             begun_first = self.lists_of(plan.source).begun_with == FIRST
             settings |= first if begun_first and first else of_job | _list_settings(prefix, plan)
             settings[f"{prefix}fragments_per_block"] = str(plan.fragments_per_block)
+            if (loss := self.lists_of(plan.source).loss) and f"{prefix}loss" in of_job:
+                settings[f"{prefix}loss"] = orjson.dumps(loss).decode()
         manifests = {plan.source: plan.manifest.digest for plan in self.plans}
         # those of sources that came later, or were taken away, are as the job has them
         now = self.run_identity.transforms

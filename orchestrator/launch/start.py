@@ -500,10 +500,11 @@ def why_done(job: JobConfig, budgets: Budgets, record: StepRecord | None) -> str
 
 def stop_is_reached(plan: ResumePlan) -> str:
     """What to say when there is nothing left to train."""
+    undone = f". Note: {plan.restart_note}" if plan.restart_note else ""
     return (
         f"the stop is reached already: {plan.point} stands at {plan.consumed_tokens} tokens; "
         "raise train.max_steps, max_samples or max_tokens to continue (steps count at the batch size and "
-        "seq_len that they are first given with)"
+        f"seq_len that they are first given with){undone}"
     )
 
 

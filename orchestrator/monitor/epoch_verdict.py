@@ -60,7 +60,11 @@ class JoinedSource:
 
     @property
     def epochs(self) -> range:
-        """Those of which any was taken."""
+        """Those of which any was taken. The steps asked for may begin where the source was started anew: then
+        none was of the start before.
+        """
+        if self.restarted and self.before_wanted == self.end:
+            return range(0)
         return range(self.begin.epoch, self.end.epoch + (0 if at_border(self.end) else 1))
 
     def left_open(self, epoch: int) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from orchestrator.records import Cursor, SourceCursor
 
@@ -14,7 +15,8 @@ from orchestrator.records import Cursor, SourceCursor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSeen:
     """One source at a cursor. `samples` and `tokens` (positions) are all that was drawn of it, skipped ones
-    included; `epochs` are those passed, with the passed part of the one at hand by blocks.
+    included; `epochs` are those passed since it was last started anew, as limits of epochs count, with the
+    passed part of the one at hand by blocks.
 
     `actual` is its share of what was drawn since weights or live sources last changed, `target` the share
     that the job asks for, `target_before` that of the point (None: not known, or nothing was drawn). Shares
@@ -71,9 +73,14 @@ class PlannedSkip:
 
 
 def sources_seen(
-    cursor: Cursor, weights: Mapping[str, int], num_blocks: Mapping[str, int]
+    cursor: Cursor,
+    weights: Mapping[str, int],
+    num_blocks: Mapping[str, int],
+    began: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[SourceSeen, ...]:
-    """Each source of the job (`weights`, as whole numbers) at a cursor."""
+    """Each source of the job (`weights`, as whole numbers) at a cursor. `began` is the first epoch of its
+    newest start (not named: 0).
+    """
     drawn = cursor.drawn_from(tuple(weights))
     had = {name: share.weight for name, share in cursor.mixture.items() if share.weight and not share.ended}
     counts = {name: cursor.mixture[name].count for name in had}
@@ -90,9 +97,12 @@ def sources_seen(
                 source=name,
                 samples=samples,
                 tokens=tokens,
-                epochs=float(cursor.mixture[name].ended)
-                if name in ended
-                else at.epoch + at.block / num_blocks[name],
+                epochs=(
+                    float(cursor.mixture[name].ended)
+                    if name in ended
+                    else at.epoch + at.block / num_blocks[name]
+                )
+                - began.get(name, 0),
                 ended=name in ended,
                 target_before=_share(had, name),
                 target=_share(live, name),

@@ -7,7 +7,7 @@ It reads and writes no list: it says which one, by a version; `data.frozen` keep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from orchestrator.records import Cursor, SourceCursor
 
@@ -42,13 +42,15 @@ class ListSpan:
 class SourceLists:
     """One source of a lineage. `number` is in the digests of its samples and never changes; `active` says
     whether the job reads it. A source that is taken away stays here, and its place in the cursor: where it
-    comes back, it goes on from there.
+    comes back, it goes on from there. `loss` is what is learnt of it (empty: of texts, all; also in claims of
+    older versions), which never changes.
     """
 
     name: str
     number: int
     spans: tuple[ListSpan, ...]
     active: bool = True
+    loss: str = ""
 
     def span(self, epoch: int) -> ListSpan:
         """The span that an epoch lies in."""
@@ -81,12 +83,14 @@ class SourceLists:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """What a job asks for: its sources in the order of the configuration, those that begin at the start of a
-    new list (`resume.data: restart` is all of them), and those with `refresh: epoch`.
+    new list (`resume.data: restart` is all of them), and those with `refresh: epoch`. `loss` says what is
+    learnt of those that are not plain texts.
     """
 
     names: tuple[str, ...]
     restart: frozenset[str] = frozenset()
     refresh: frozenset[str] = frozenset()
+    loss: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +136,14 @@ def next_sources(
     assert wanted.restart | wanted.refresh <= set(wanted.names), f"unknown sources in {wanted}"
     old = {source.name: source for source in parent}
     number = max((source.number for source in parent), default=-1) + 1
-    kept = [replace(s, active=s.name in wanted.names) for s in parent]
+    kept = [
+        replace(s, active=s.name in wanted.names, loss=s.loss or wanted.loss.get(s.name, "")) for s in parent
+    ]
     for name in wanted.names:
         if name not in old:
             start = free.get(name, 0)  # 0: there is no list of this name, not even on another lineage
             span = ListSpan(begin=0, start=start, refresh=name in wanted.refresh)
-            kept.append(SourceLists(name=name, number=number, spans=(span,)))
+            kept.append(SourceLists(name=name, number=number, spans=(span,), loss=wanted.loss.get(name, "")))
             number += 1
     return tuple(
         _continued(source, cursor.sources.get(source.name), wanted, free)

@@ -8,7 +8,7 @@ continues, reads or proves the history follows the same one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from orchestrator.planning.skipping import LATEST
@@ -168,6 +168,12 @@ def files_text(num: int) -> str:
 def restart_text(source: str) -> str:
     """The way out where files of a source are not those of its list any more, for a refusal to name."""
     return f"begin the source anew with its files as they are now (resume.restart_sources=[{source}])"
+
+
+def undone(decision: RestartDecision, changes: Iterable[SourceChange]) -> RestartDecision:
+    """What to say of a start that has nothing left to train: none of these changes comes."""
+    listed = "; ".join(map(str, changes))
+    return replace(decision, note=f"nothing is left to train, so this is not done: {listed}")
 
 
 def source_changes(

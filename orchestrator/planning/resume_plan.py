@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import html_text
@@ -81,7 +82,7 @@ class ResumePlan:
     says what `resume.from` sets aside. `sources` say how much of each source the run has had (empty where the
     data are not known), `skip` what is left out after the point (`cursor` is the point's own), `lists` what
     becomes of the sources (`cursor` is then where they begin anew); `skip_note` and `restart_note` say why a
-    skip or a restart that is asked for is done already.
+    skip or a restart that is asked for is done already, or why nothing becomes of the sources.
     """
 
     action: str
@@ -169,6 +170,7 @@ def plan_resume(
     skip: SkipDecision = SkipDecision(),  # noqa: B008  frozen
     lists: tuple[SourceChange, ...] = (),
     restart: RestartDecision = RestartDecision(),  # noqa: B008  frozen
+    began: Mapping[str, int] = MappingProxyType({}),
 ) -> ResumePlan:
     """Decides whether and how `config` continues `point` (None: a fresh start, or a run without any point).
 
@@ -178,8 +180,9 @@ def plan_resume(
     it is known, `installed` are the encoders here (see `encoders.choose_next`), `weights` and `num_blocks`
     are those of the job's sources where they are known, `skip` and `restart` what became of a skip and of a
     restart that are asked for, `lists` how the job's sources differ from the point's, whose cursor stands in
-    the job's. A refusal names the run, both values and what to do; a stop that is already reached is no
-    refusal but a resume with nothing remaining. Raises `ConfigError` for a schedule without an end.
+    the job's, `began` the first epoch of each source's newest start. A refusal names the run, both values and
+    what to do; a stop that is already reached is no refusal but a resume with nothing remaining. Raises
+    `ConfigError` for a schedule without an end.
     """
     old = _with_defaults(old_flat) if old_flat is not None else config.flat()
     different = differences(old, config.flat(), rules, restart.sources)
@@ -217,7 +220,7 @@ def plan_resume(
         budgets=budgets,
         encoders=spans,
         encoder=encoder,
-        sources=sources_seen(cursor, weights, num_blocks) if weights is not None and num_blocks else (),
+        sources=sources_seen(cursor, weights, num_blocks, began) if weights and num_blocks else (),
         skip=_planned_skip(skip, point),
         skip_note=skip.note,
         lists=lists,

@@ -169,6 +169,7 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("resume.data=skip", "is skip; say how much: set resume.skip_steps or resume.skip_samples"),
         ("resume={data: restart, skip_steps: 2}", "is restart, and a skip is given, too; do one after the"),
         ("resume={restart_sources: [x]}", "names [\"x\"], the sources are [\"stdlib\"]; name these"),
+        ("resume={restart_sources: [stdlib, stdlib]}", "[\"stdlib\"] more than once; name each source once"),
         ("resume={restart_sources: [stdlib], data: restart}", "which restarts all sources; leave"),
         ("resume={restart_sources: [stdlib], skip_samples: 2}", "is given, and a skip; do one after the"),
         ("resume.skip_steps=0", "resume.skip_steps is 0; expected a whole number >= 1"),

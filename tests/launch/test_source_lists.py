@@ -25,6 +25,7 @@ from orchestrator.data import frozen
 from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent
+from orchestrator.launch import start as starting
 from orchestrator.planning import manifests
 from orchestrator.planning.manifests import ListSpan
 from orchestrator.records import BatchSlice
@@ -125,6 +126,89 @@ def test_a_restart_begins_anew_with_the_files_as_they_are_now(run: ListsRun, enc
     assert report["exactly_once"], report
     assert any("restarted inside it" in text for text in report["not_shown"])
     assert not any("epoch 1" in text or "epoch 2" in text for text in report["not_shown"])
+
+
+def test_a_plan_of_a_run_that_is_done_restarts_nothing(run: ListsRun) -> None:
+    run.launch(3)
+    write(run.data / "a", "two.jsonl", documents("new", 25))
+    done = "train.max_steps=3"
+    plan = run.plan("resume.data=restart", done)
+    assert (plan.remaining_steps, plan.lists) == (0, ())
+    assert {at.epoch for at in plan.cursor.sources.values()} == {0}, "it stands where its point stands"
+    said = "nothing is left to train, so this is not done: source a begins anew with its 2 files"
+    assert any(said in line for line in plan_lines(plan))
+    assert said in starting.stop_is_reached(plan)
+    assert plan.to_json()["lists"] == []
+
+
+def test_epochs_that_were_seen_count_from_the_restart(run: ListsRun) -> None:
+    run.launch(3)
+    run.launch(3, "resume.data=restart")
+    (seen,) = run.plan().sources
+    assert 0 < seen.epochs < 1
+    assert run.store.read_point("00000006-a0002-g0001").cursor.sources["a"].epoch == 1
+
+
+def test_a_restart_of_one_file_is_said_in_the_singular(run: ListsRun) -> None:
+    run.launch(3)
+    (change,) = run.plan("resume.data=restart").lists
+    assert "begins anew with its 1 file as it is now (1 file before), as epoch 1" in str(change)
+
+
+def test_under_a_refresh_a_file_that_came_later_is_read_by_the_next_epoch(run: ListsRun) -> None:
+    run.launch(3, "data.refresh=epoch")
+    write(run.data / "a", "two.jsonl", documents("new", 25))
+    came = "1 file of source a came after its list was made and is"
+    assert any(f"{came} read from the next epoch on" in note for note in run.plan("data.refresh=epoch").notes)
+    assert any(f"{came} not read" in note for note in run.plan().notes)
+    last = "data.refresh=epoch", "data.num_epochs=1"
+    assert any(f"{came} not read" in note for note in run.plan(*last).notes), "there is no next one"
+
+
+@pytest.mark.parametrize("change", ["changed", "grown", "gone"])
+def test_a_refusal_of_files_names_the_restart_and_that_helps(run: ListsRun, change: str) -> None:
+    write(run.data / "a", "two.jsonl", documents("two", 25))
+    run.launch(3)
+    file = run.data / "a" / "two.jsonl"
+    text = file.read_text()
+    if change == "gone":
+        file.unlink()
+    else:
+        file.write_text(text.replace("two", "owt") + (text if change == "grown" else ""))
+    with pytest.raises(DataIdentityError, match=r"(?s)two\.jsonl.*resume\.restart_sources=\[a\]"):
+        run.launch(3)
+    run.launch(3, "resume.restart_sources=[a]")
+
+
+def test_what_is_learnt_of_a_source_stays_when_it_comes_back(run: ListsRun) -> None:
+    lines = [json.dumps({"prompt": text, "completion": text}) for text in documents("q", 40)]
+    (run.data / "d").mkdir()
+    (run.data / "d" / "one.jsonl").write_text("\n".join(lines) + "\n")
+
+    def both(loss: str) -> str:
+        texts = {"name": "a", "path": str(run.data / "a"), "format": "jsonl", "weight": 1}
+        prompts = {"name": "d", "path": str(run.data / "d"), "format": "jsonl", "weight": 1}
+        return f"data.sources={json.dumps([texts, {**prompts, 'content': 'prompt', 'loss': loss}])}"
+
+    more = "data.on_end=drop", "data.num_epochs=1"
+    run.launch(3, *more)
+    run.launch(3, both("all"), *more)
+    run.launch(3, *more)
+    refused = run.plan(both("assistant"), *more)
+    assert any("data.sources.d.loss" in text for text in refused.refusals), refused.refusals
+    assert run.plan(both("all"), *more).action == "resume"
+    restarted = run.plan(both("assistant"), "resume.restart_sources=[d]", *more)
+    assert any("data.sources.d.loss" in text for text in restarted.refusals), "as of any source"
+
+
+def test_an_audit_from_a_restart_on_says_nothing_of_the_epoch_before(run: ListsRun) -> None:
+    run.launch(3)
+    run.launch(1000, "resume.data=restart")
+    report = run.audit("4:")
+    assert report["exactly_once"]
+    assert report["not_shown"] == []
+    report = run.audit("3:")
+    assert any("epoch 0" in text for text in report["not_shown"]), "of that a step was trained"
 
 
 def test_the_same_command_restarts_once(run: ListsRun) -> None:
