@@ -7,8 +7,8 @@ It decides nothing: `planning.manifests` says which list an epoch reads.
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,12 +118,32 @@ class Refreshing:
         """The list of a refreshed epoch: frozen by whoever comes to it first, and the same for all others,
         in any process and any attempt (data rule 24). Raises as `Listed.now` and `read_later`.
         """
+        key = self._key(source, version)
+        found = _known.get(key)
+        if found is None:
+            found = _refreshed(*key)
+            with _lock:
+                _known[key] = found
+                while len(_known) > _KEPT:
+                    del _known[next(iter(_known))]
+        return found
+
+    def has(self, source: str, version: str) -> bool:
+        """Whether this process has had that list: then `plan` neither lists nor reads files."""
+        return self._key(source, version) in _known
+
+    def _key(self, source: str, version: str) -> _Key:
         listed = next(each for each in self.sources if each.name == source)
-        return _refreshed(self.folder, listed, version, tuple(self.bases.items()))
+        return self.folder, listed, version, tuple(self.bases.items())
 
 
-# A process has few sources, and of each the list of the epoch at hand and the next.
-@lru_cache(maxsize=64)
+_Key = tuple[str, Listed, str, tuple[tuple[str, str], ...]]
+# A process has few sources, and of each the list of the epoch at hand and the next; oldest first.
+_known: dict[_Key, SourcePlan] = {}
+_KEPT = 64
+_lock = threading.Lock()
+
+
 def _refreshed(folder: str, listed: Listed, version: str, bases: tuple[tuple[str, str], ...]) -> SourcePlan:
     where = Path(folder)
     found = read_later(where, listed.name, version)

@@ -112,6 +112,11 @@ class DataSpec:
             return next(reversed(self.lists[source].values()))
         return self.refreshing.plan(source, version)
 
+    def has_list(self, source: str, epoch: int) -> bool:
+        """Whether `plan_of` answers at once: a list that a refresh makes is known once it was asked for."""
+        version, made = self.lists_of(source).version(epoch), self.refreshing
+        return version in self.lists[source] or made is None or made.has(source, version)
+
     def num_blocks(self, source: str, epoch: int) -> int:
         """How many blocks an epoch of a source has."""
         return self.plan_of(source, epoch).num_blocks

@@ -27,14 +27,15 @@ from orchestrator.data.feed.feeder import Feeder, FeederStats, RayFeed, Reopen, 
 from orchestrator.data.feed.local_feed import InProcessFeed
 from orchestrator.data.feed.opening import source_windows
 from orchestrator.data.feed.slots import SLOTS_AHEAD
+from orchestrator.data.later_lists import Found, Listed
 from orchestrator.data.packing.samples import open_samples
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources.file_rows import FileRow, Files
 from orchestrator.data.spec import DataSpec
-from orchestrator.errors import BadDocumentError, DataIdentityError, FeedError, FencedError
-from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange
+from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError, FeedError, FencedError
+from orchestrator.records import BatchSlice, Cursor, GenerationView, SourceCursor, StepRange, WindowTask
 from tests.conftest import TinyConfig
-from tests.data.making import some_texts, write_corpus
+from tests.data.making import job, some_texts, write_corpus
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("cluster")]
 
@@ -569,6 +570,52 @@ def test_a_pipeline_that_does_not_get_over_the_place_before_is_begun_anew_once(
 
     monkeypatch.setattr("orchestrator.data.feed.feeder.ARRIVAL_S", 600.0 if says_so else 0.0)
     assert "not because of a place before" in str(asyncio.run(lose()))
+
+
+@pytest.mark.parametrize("goes_well", [True, False])
+def test_while_the_list_of_the_next_epoch_is_made_ranks_get_what_is_there(
+    tiny_config: TinyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_well: bool
+) -> None:
+    write_corpus(tmp_path / "data", some_texts(60), "jsonl", num_files=1)
+    settings = {"refresh": "epoch", "num_epochs": 2, "fragment_bytes": 2 << 20, "window_bytes": 16 << 20}
+    of_run = prepare_data(job(tiny_config, tmp_path / "data", **settings), tmp_path / "run")
+    asked, may_list, now = threading.Event(), threading.Event(), Listed.now
+
+    def slowly(listed: Listed) -> Found:
+        asked.set()
+        assert may_list.wait(60)
+        if not goes_well:
+            raise ConfigError("its files are gone")
+        return now(listed)
+
+    monkeypatch.setattr(Listed, "now", slowly)
+
+    async def take() -> object:
+        feeder = FeederWithoutPipeline("launch", pinned(of_run), 1, 0)
+        await feeder.open("launch", (1, 1), Cursor())
+        task = await feeder.slot(1, 0)
+        assert task == WindowTask(source="made", epoch=0, block=0)
+        after = asyncio.create_task(feeder.slot(1, 1))
+        assert await asyncio.to_thread(asked.wait, 60)
+        for chunk in of_run.chunks(Cursor()):
+            if chunk.epoch:
+                break
+            assert await feeder._take(1, 0, chunk)
+            if chunk.ends_block:
+                break
+        shares = await feeder.get("launch", (1, 1), (following(Cursor(), 8),), 0, 1, MICRO)
+        assert isinstance(shares, tuple)
+        assert not after.done(), "which needs the list"
+        may_list.set()
+        found = await after
+        if found is None:
+            return await feeder.get("launch", (1, 1), (following(Cursor(), 9999),), 0, 1, MICRO)
+        return found
+
+    if goes_well:
+        assert asyncio.run(take()) == WindowTask(source="made", epoch=1, block=0)
+    else:
+        assert "its files are gone" in str(asyncio.run(take()))
 
 
 def test_what_is_decoded_on_the_way_to_a_cursor_is_told(tiny_config: TinyConfig, tmp_path: Path) -> None:

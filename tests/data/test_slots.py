@@ -45,6 +45,7 @@ class Source:
     num_epochs: int
     start: Start = (0, 0, 0)
     chunks_per_window: int = 1
+    lists: set[int] | None = None  # the epochs that have one by now; None: all, at once
 
     def places(self) -> list[Place]:
         """Its whole stream from the start on."""
@@ -62,14 +63,24 @@ class Source:
 
     def windows(self) -> SourceWindows:
         epoch, block, window = self.start
+        if self.lists is not None:
+            self.lists.add(epoch)  # who opens it reads that one
         first = WindowTask(source=self.name, epoch=epoch, block=block, window=window, record=5)
         return SourceWindows(
             source=self.name,
             first=first if epoch < self.num_epochs else None,
             num_blocks=self.blocks,
             num_epochs=self.num_epochs,
-            expected=self.guess,
+            expected=self.expected,
+            has_list=self.has_list,
         )
+
+    def has_list(self, epoch: int) -> bool:
+        return self.lists is None or epoch in self.lists
+
+    def expected(self, epoch: int, block: int) -> int:
+        assert self.has_list(epoch), "nobody asks for what only the list can say"
+        return self.guess(epoch, block)
 
 
 NOTHING: Any = ()
@@ -158,7 +169,7 @@ class World:
         each = [
             f"{what} {number}" for what in ("go", "kill", "again") for number in range(self.num_tokenizers)
         ]
-        return ["take", "draw", "move", *each]
+        return ["take", "draw", "move", "list", *each]
 
     def can(self, kind: str) -> bool:
         """Whether it can happen now."""
@@ -167,6 +178,8 @@ class World:
             return self.coming in self.outputs and (self.slots.arriving or self.needs is not None)
         if what == "move":
             return bool(self.moves)
+        if what == "list":
+            return bool(self.slots.awaited)
         if what == "draw":
             return self.needs is None and any(self.buffered(name) for name in self.sources)
         at = self.tokenizers[int(number)]
@@ -182,7 +195,7 @@ class World:
         """Whoever asked in vain asks again, unless this was nothing but another vain question."""
         what, _, number = kind.partition(" ")
         if not number:
-            {"take": self.take, "draw": self.draw, "move": self.move}[what]()
+            {"take": self.take, "draw": self.draw, "move": self.move, "list": self.make_list}[what]()
         else:
             at = self.tokenizers[int(number)]
             {"go": self.go, "kill": self.kill, "again": self.execute_again}[what](at)
@@ -271,6 +284,14 @@ class World:
         self.sources = {name: replace(of, start=place[name]) for name, of in self.sources.items()}
         self.open(self.slots)
 
+    def make_list(self) -> None:
+        """The list of an epoch that comes next is there now."""
+        name, epoch = self.slots.awaited[0]
+        lists = self.sources[name].lists
+        assert lists is not None
+        assert epoch not in lists
+        lists.add(epoch)
+
     def draw(self) -> None:
         for _ in self.wanted:
             name = self.wanted[self.num_drawn % len(self.wanted)]
@@ -282,13 +303,15 @@ class World:
     def state(self) -> str:
         """Equal for worlds in which the same can happen from now on."""
         held = self.slots
-        machines = [
+        machines: list[Any] = [
             [[vars(block) for block in s._blocks], s._coming and vars(s._coming), sorted(s._held)]
             for s in held._sources.values()
         ]
         tasks = {slot: task for slot, task in sorted(held._tasks.items()) if slot >= held.taken - 1}
         mine = [self.tokenizers, self.next_slot, sorted(self.outputs), self.parts_taken, self.accidents]
-        place = [held._first, self.moves]
+        place: list[Any] = [held._first, self.moves]
+        place += [[source.lists and sorted(source.lists) for source in self.sources.values()]]
+        place += [[source._border for source in held._sources.values()]]
         return repr([held.taken, held.given, tasks, sorted(held._freed), machines, mine, self.drawn, place])
 
     # ---------------------------------------------------------------- what holds
@@ -317,7 +340,8 @@ def some_source(rng: random.Random, name: str, crossed: bool = False) -> Source:
         guess = tuple(1 if n > 1 else 6 for n in real)
     epochs = rng.randint(1, 2)
     start = some_start(rng, Table(real), num_blocks, epochs)
-    return Source(name, Table(real), Table(guess), num_blocks, epochs, start, rng.randint(1, 2))
+    chunks, lists = rng.randint(1, 2), rng.choice((None, None, {start[0]}))
+    return Source(name, Table(real), Table(guess), num_blocks, epochs, start, chunks, lists)
 
 
 def live(world: World, rng: random.Random) -> None:
@@ -377,6 +401,25 @@ def search_all(sources: dict[str, Source], num_tokenizers: int, accidents: int, 
 
 def test_each_source_is_delivered_whole_and_in_order_and_nothing_waits_for_ever() -> None:
     search(range(HISTORIES))
+
+
+def test_lists_that_come_late_are_waited_for_in_every_order_of_things() -> None:
+    source = Source("a", Table((1,)), Table((1,)), 1, num_epochs=2, lists={0})
+    assert search_all({"a": source}, 2, 0, move=False) > 100
+
+
+def test_while_a_source_waits_for_its_list_no_other_is_read_ahead_of_it() -> None:
+    """What is delivered of the other would be held in memory, for as long as the list takes."""
+    waiting = Source("a", Table((1,)), Table((1,)), 1, num_epochs=2, lists={0})
+    other = Source("b", Table((1,)), Table((1,)), 100, num_epochs=1)
+    world = World({"a": waiting, "b": other}, 2, wanted=("a", "b"))
+    kinds = [kind for kind in world.kinds() if kind != "list"]
+    while able := [kind for kind in kinds if world.can(kind)]:
+        world.happens(able[0])
+    assert len(world.delivered["b"]) <= 2 * world.slots.limit
+    world.happens("list")
+    live(world, random.Random(0))
+    world.check_end()
 
 
 @pytest.mark.parametrize(

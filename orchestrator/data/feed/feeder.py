@@ -98,7 +98,9 @@ class Feeder:
         self._opens = self._waits = 0
         self._wait_s = 0.0
         self._threads: list[threading.Thread] = []
-        self._arrivals: asyncio.Task[None] | None = None  # kept here: the loop itself does not keep it
+        # kept here: the loop itself does not keep them
+        self._arrivals: asyncio.Task[None] | None = None
+        self._lists: dict[tuple[str, int], asyncio.Task[None]] = {}  # those that are being made
         self._feed_log = FeedLog()
 
     # -------------------------------------------------------------------------------- for ranks
@@ -221,6 +223,7 @@ class Feeder:
         async with self._changed:
             while (run := self._run_of(pipeline, slot)) is not None:
                 task = run.begin(slot)
+                self._make_lists(run)
                 if task is not NoTask.NOT_YET:
                     break
                 await self._changed.wait()
@@ -277,6 +280,30 @@ class Feeder:
                 return False
             self._end(error)
             return True
+
+    def _make_lists(self, run: Opening) -> None:
+        """Lists of epochs that come next are made in a thread: of a hundred thousand files one takes seconds,
+        and the ranks go on with what is there.
+        """
+        for source, epoch in run.awaited:
+            if (source, epoch) not in self._lists:
+                self._lists[source, epoch] = asyncio.create_task(self._make_list(run, source, epoch))
+
+    async def _make_list(self, run: Opening, source: str, epoch: int) -> None:
+        wrong = None
+        try:
+            await asyncio.to_thread(self._spec.plan_of, source, epoch)
+        except OrchestratorError as error:
+            wrong = error
+        except Exception as error:  # noqa: BLE001  the ranks must hear of it
+            text = "".join(traceback.format_exception(error))
+            wrong = FeedError(f"the files of source {source} could not be listed for epoch {epoch}:\n{text}")
+        async with self._changed:
+            del self._lists[source, epoch]
+            self._work.note()
+            if wrong is not None and self._run is run:
+                self._end(wrong)
+            self._changed.notify_all()
 
     def _run_of(self, pipeline: int, slot: int) -> Opening | None:
         """The run that the slot belongs to, unless it was left."""
@@ -348,11 +375,13 @@ class Feeder:
         return run.steps.append(step, samples)
 
     async def _await_change(self, since: float) -> bool:
-        """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`."""
+        """Waits, with the lock, until something changed; False: no tokenizer did anything for `stall_s`, and
+        no list is being made for them.
+        """
         with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._work.left_s(since))):
+            async with asyncio.timeout(self._stall_s if self._lists else max(0.0, self._work.left_s(since))):
                 await self._changed.wait()
-        return self._work.left_s(since) > 0
+        return bool(self._lists) or self._work.left_s(since) > 0
 
     async def _changes_before(self, time: float) -> bool:
         """Waits, with the lock, until something changes; False: not before `time`."""

@@ -72,6 +72,11 @@ class Opening:
         """See `Slots.begin`."""
         return self.slots.begin(slot, self.stream.buffered_tokens)
 
+    @property
+    def awaited(self) -> list[tuple[str, int]]:
+        """See `Slots.awaited`."""
+        return self.slots.awaited
+
     def take(self, slot: int, chunk: TokenChunk | None) -> None:
         """The next chunk in order, None for a slot without one. Raises `DataIdentityError` if the cursor's
         tokens are not reproduced.
@@ -97,6 +102,7 @@ def source_windows(spec: DataSpec, cursor: Cursor) -> list[SourceWindows]:
             num_epochs=spec.num_epochs(plan.source),
             expected=partial(_expected, spec, plan.source),
             share=float(spec.weights[plan.source]),
+            has_list=partial(spec.has_list, plan.source),
         )
         for plan in spec.plans
     ]

@@ -31,10 +31,15 @@ class NoTask(Enum):
     OVER = "over"
 
 
+def _always(_: int) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceWindows:
     """A source from `first` on (None: its data are over there), until epoch `num_epochs` begins (None:
-    endless). `num_blocks` says how many blocks an epoch has.
+    endless). `num_blocks` says how many blocks an epoch has, `has_list` whether that is known: if not, none
+    of its windows is given before it is.
 
     `expected` says of (epoch, block) how many windows it will probably have: an estimate, at least 1, wrong
     in either direction without harm to the stream. `share` is the source's part of the mixture, in tokens and
@@ -47,6 +52,7 @@ class SourceWindows:
     num_epochs: int | None
     expected: Callable[[int, int], int]
     share: float = 1.0
+    has_list: Callable[[int], bool] = _always
 
 
 class Slots:
@@ -108,6 +114,11 @@ class Slots:
     def over(self) -> bool:
         """Whether everything of every source is delivered."""
         return all(source.ended for source in self._sources.values())
+
+    @property
+    def awaited(self) -> list[tuple[str, int]]:
+        """Each (source, epoch) that comes next and has no list yet: who makes it asks for slots again."""
+        return [(name, epoch) for name, source in self._sources.items() for epoch in source.awaited]
 
     def begin(self, slot: int, buffered: Callable[[str], int]) -> WindowTask | NoTask:
         """What `slot` is, the same each time, whoever executes it again; `NOT_YET`: there is no room, or it
@@ -173,13 +184,14 @@ class Slots:
         return delivered
 
     def _choose(self, buffered: Callable[[str], int], room: bool) -> WindowTask | NoTask:
-        able = [source for source in self._sources.values() if source.next_block() is not None]
+        able = [s for s in self._sources.values() if s.is_waiting or s.next_block() is not None]
         if not able and all(source.exhausted for source in self._sources.values()):
             return NoTask.OVER
         if not able or not room:
             return NoTask.NOT_YET
         first = min(able, key=lambda s: (not s.is_behind, (buffered(s.name) + s.coming_tokens) / s.share))
-        return first.give()
+        # not another one's meanwhile: what is delivered and cannot be drawn is held in memory
+        return NoTask.NOT_YET if first.is_waiting else first.give()
 
 
 class _Block:
@@ -219,6 +231,8 @@ class _Source:
         if first is not None:
             expected = windows.expected(first.epoch, first.block)
             self._coming = _Block(first.epoch, first.block, first, expected)
+        # the epoch whose first block comes next, once its list is known
+        self._border: int | None = None
         self._held: dict[_Key, list[TokenChunk]] = {}  # whole windows that came early
         self.undelivered = 0
         self._windows_delivered = self._tokens_delivered = 0
@@ -226,7 +240,19 @@ class _Source:
     # ------------------------------------------------------------------------------------ giving
     def next_block(self) -> _Block | None:
         """The block whose window is given next."""
+        if self._border is not None and self._windows.has_list(self._border):
+            self._coming, self._border = self._block(self._border, 0), None
         return next((block for block in self._blocks if block.to_give), self._coming)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The next epoch, if it has no list yet."""
+        return () if self._border is None or self._windows.has_list(self._border) else (self._border,)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing can be given before the list of the next epoch is known."""
+        return self.next_block() is None and self._border is not None
 
     @property
     def is_behind(self) -> bool:
@@ -237,12 +263,13 @@ class _Source:
     @property
     def exhausted(self) -> bool:
         """Whether it is known that no window is left to give."""
-        return self._coming is None and all(block.all_given for block in self._blocks)
+        no_more = self._coming is None and self._border is None
+        return no_more and all(block.all_given for block in self._blocks)
 
     @property
     def ended(self) -> bool:
         """Whether everything is delivered."""
-        return self._coming is None and not self._blocks
+        return self._coming is None and self._border is None and not self._blocks
 
     @property
     def coming_tokens(self) -> float:
@@ -271,6 +298,12 @@ class _Source:
         num_epochs = self._windows.num_epochs
         if num_epochs is not None and epoch >= num_epochs:
             return None
+        if number == 0 and not self._windows.has_list(epoch):
+            self._border = epoch
+            return None
+        return self._block(epoch, number)
+
+    def _block(self, epoch: int, number: int) -> _Block:
         return _Block(epoch, number, None, self._windows.expected(epoch, number))
 
     # ------------------------------------------------------------------------------------ what was read
