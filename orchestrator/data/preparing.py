@@ -102,7 +102,7 @@ def prepare_trained(config: JobConfig, folder: Path, sources: tuple[SourceLists,
     and wherever the job's paths lead today. Of a run that has frozen none yet, the job's.
 
     Raises `DataIdentityError` (with both values) if files of a source's only list are gone or changed since;
-    where it has several, what reads one of those finds that out.
+    where it has several, `lacking` says so of each.
     """
     settings, frozen = replace(settings_of(config), accept_changed=False), read_frozen(folder)
     if frozen is None:
@@ -110,33 +110,38 @@ def prepare_trained(config: JobConfig, folder: Path, sources: tuple[SourceLists,
     facts, settings = _frozen_tokenizer(config, settings, folder, frozen)
     sources = sources or first_sources(Wanted(names=tuple(frozen.manifests)))
     paths = {source.name: source.path for source in config.data.sources}
-    lists = {each.name: _trained_lists(folder, frozen, each, paths.get(each.name)) for each in sources}
+    found = {each.name: _trained_lists(folder, frozen, each, paths.get(each.name)) for each in sources}
+    lists = {name: of for name, (of, _) in found.items()}
     plans = [next(reversed(lists[source.name].values())) for source in config.data.sources]
     refs = {n: TransformRef(name=n, source=text) for n, text in frozen.record.transforms.items()}
     if {name for of in transforms_of(config).values() for name in of} - refs.keys():
         refs = {**find_transforms(config), **refs}  # of sources that came later
-    return _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans, refs)
+    spec = _frozen_spec(config, settings, folder, frozen.record, facts, sources, lists, plans, refs)
+    return replace(spec, lacking={name: wrong for name, (_, wrong) in found.items() if wrong})
 
 
 def _trained_lists(
     folder: Path, frozen: FrozenData, source: SourceLists, path: str | Sequence[str] | None
-) -> dict[str, SourcePlan]:
-    """All lists of a source that its spans may read, oldest first, with their files where they lie now."""
+) -> tuple[dict[str, SourcePlan], dict[str, str]]:
+    """All lists of a source that its spans may read, oldest first, with their files where they lie now; and
+    what is wrong with the files of some.
+    """
     starts = {span.start for span in source.spans}
     versions = [FIRST] if 0 in starts and source.name in frozen.manifests else []
     versions += [v for v in later_versions(folder).get(source.name, ()) if start_of(v) in starts]
-    found = dict[str, SourcePlan]()
+    found, wrong = dict[str, SourcePlan](), dict[str, str]()
     for version in sorted(versions, key=order_of):
         there = _frozen_list(folder, frozen, source.name, version)
         assert there is not None, "just listed"
         base = None
         try:
             base = find_unchanged(path, there.manifest).base
-        except DataIdentityError:
+        except DataIdentityError as error:
             if len(versions) == 1:
                 raise
+            wrong[version] = str(error)
         found[version] = later_plan(folder, there, base)
-    return found
+    return found, wrong
 
 
 def freeze_data(config: JobConfig, folder: Path, looked_at: DataSpec) -> DataSpec:

@@ -45,7 +45,8 @@ class DataSpec:
     `encoders` are those of the attempt (`made_by`), before there is one the run's first alone.
     `tokenizer_folder` is the run's own copy of the tokenizer (None without a run), `vocab_size` its highest
     id plus one. `notes` are to be said aloud and journalled at the start. `unfrozen` is what is to be frozen,
-    None where it is; `unwritten` are the lists of a run with frozen data that are to be.
+    None where it is; `unwritten` are the lists of a run with frozen data that are to be. `lacking` says, of
+    data that are read once more, what is wrong with the files of lists that are not as they were.
     """
 
     plans: tuple[SourcePlan, ...]
@@ -63,6 +64,7 @@ class DataSpec:
     unfrozen: FrozenData | None = None
     unwritten: tuple[LaterList, ...] = ()
     refreshing: Refreshing | None = None
+    lacking: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def in_force(self, frozen: RunIdentity) -> RunIdentity:
         """What must stay the same of a run whose first start froze `frozen`: what it says of sources, where

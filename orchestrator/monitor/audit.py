@@ -17,6 +17,7 @@ from orchestrator.history.skips import SkipAt
 from orchestrator.history.step_names import find_steps, step_name
 from orchestrator.monitor.audit_run import NOTHING_COMPARED, AuditRun, HowToAudit
 from orchestrator.monitor.history_parts import history_of
+from orchestrator.monitor.lists_there import require_lists
 from orchestrator.monitor.reference_encoding import reference_choice
 from orchestrator.monitor.step_walk import Walk, accepted_text, named
 from orchestrator.records import StateKey, StepRecord
@@ -58,7 +59,8 @@ def audit_history(
     record. What an epoch is shown to have held they belong to; `not_shown` says that they were not trained.
 
     Raises `DataIdentityError` for a step that differs in an attempt that was told to go on with changed files
-    (data rule 27).
+    (data rule 27), and before it reads anything for files of a list that are gone or changed
+    (`lists_there`).
 
     `committed` are the names of the run's committed points, listed before `seen` was read: no point is
     committed before the records up to its step are durable, so these must be there.
@@ -71,7 +73,9 @@ def audit_history(
         reference_choice(spec)
     asked = _asked(seen, steps, committed)
     wanted, found, first, not_shown = asked.wanted, NOTHING_COMPARED, asked.gap, list[str]()
-    with AuditRun(spec, history_of(spec, seen), wanted, how) as run:
+    history = history_of(spec, seen)
+    require_lists(spec, history, wanted)
+    with AuditRun(spec, history, wanted, how) as run:
         if first is None and wanted:
             found = run.compare_steps()
             first = named(seen, found.difference) if found.difference is not None else None

@@ -26,6 +26,8 @@ from orchestrator.errors import DataIdentityError, RefusedError
 from orchestrator.faults import no_fault
 from orchestrator.history.claims import ClaimParent
 from orchestrator.launch import start as starting
+from orchestrator.monitor import audit
+from orchestrator.monitor.audit_run import AuditRun, StepsCompared
 from orchestrator.planning import manifests
 from orchestrator.planning.manifests import ListSpan
 from orchestrator.records import BatchSlice
@@ -209,6 +211,36 @@ def test_an_audit_from_a_restart_on_says_nothing_of_the_epoch_before(run: ListsR
     assert report["not_shown"] == []
     report = run.audit("3:")
     assert any("epoch 0" in text for text in report["not_shown"]), "of that a step was trained"
+
+
+def test_an_audit_names_lists_that_lack_files_before_it_reads_and_the_steps_without_them(
+    run: ListsRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(run.data / "a", "two.jsonl", documents("two", 25))
+    run.launch(3)
+    (run.data / "a" / "two.jsonl").unlink()
+    run.launch(4, "resume.data=restart")
+    write(run.data / "a", "three.jsonl", documents("three", 25))
+    run.launch(2, "resume.data=restart", f"resume.from={run.store.point_names()[-1]}")
+    (run.data / "a" / "three.jsonl").unlink()
+
+    class NothingIsRead(AuditRun):
+        def compare_steps(self) -> StepsCompared:
+            raise AssertionError("it was known before")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(audit, "AuditRun", NothingIsRead)
+        with pytest.raises(DataIdentityError) as refused:
+            run.audit()
+    said = str(refused.value)
+    assert "epoch 0 of source a, and 1 more" in said
+    assert "two.jsonl: it had" in said
+    assert "three.jsonl: it had" in said
+    assert "resume." not in said, "it is no start"
+    assert said.endswith("steps that do not need them: --steps 4:7")
+    assert run.audit("4:7")["exactly_once"]
+    with pytest.raises(DataIdentityError, match="each of these steps needs them"):
+        run.audit("8:")
 
 
 def test_the_same_command_restarts_once(run: ListsRun) -> None:
