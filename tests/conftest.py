@@ -49,6 +49,7 @@ ON_RAY = {
     "tests/system/test_faults.py",
     "tests/system/test_kills.py",
     "tests/system/test_mixture.py",
+    "tests/system/test_new_data.py",
     "tests/system/test_notebook.py",
     "tests/system/test_refusals.py",
     "tests/system/test_replayed.py",

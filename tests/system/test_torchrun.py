@@ -25,6 +25,12 @@ from orchestrator.resume.store import RunStore
 from orchestrator.storage.files import Storage
 from tests.ports import free_ports
 from tests.system.harness import Job, assert_exactly_once, log_text, when_said, when_step
+from tests.system.new_data import (
+    ANEW,
+    assert_lists_were_followed,
+    first_settings,
+    second_settings,
+)
 from tests.torchrun.ranks import Ranks, ranks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
@@ -186,6 +192,23 @@ def test_torchrun_restarts_ranks_of_two_machines_and_no_sample_is_trained_twice(
     rows = [(row["step"], row["weights_digest"]) for row in job.run.list_points() if row["on_lineage"]]
     assert rows == [(row["step"], row["weights_digest"]) for row in unbroken.run.list_points()]
     assert job.losses() == unbroken.losses()
+
+
+def test_a_restart_and_a_refresh_are_carried_out_once_although_torchrun_begins_the_ranks_again(
+    job: Job, tmp_path: Path, warm: str
+) -> None:
+    first = first_settings(tmp_path / "data")
+    with ranks(tmp_path, 2, job.config(**first)) as group:
+        assert ended(group) == [0, 0], group.said()
+    second = second_settings(tmp_path / "data", first)
+    plan = job.faults().kill("applied", step=10, rank=1)  # behind a point, in the new lists
+    code, err = end(start(job, tmp_path, 2, plan, 1, python=(warm, "-X", "forked"), **second))
+    assert code == 0, err
+    assert plan.struck() == [0]
+    assert last_end(job) == ("done", 3)
+    assert "source b begins anew with its 2 files as they are now (1 file before), as epoch 1" in err
+    assert ANEW in err
+    assert_lists_were_followed(job)
 
 
 # ---------------------------------------------------------------------------------------- without an agent
