@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 import orchestrator
 from orchestrator.data.loading import reading
 from orchestrator.data.loading.sample_stream import SampleStream
-from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
+from orchestrator.errors import ConfigError, DataIdentityError, OrchestratorError, RefusedError
 
 Make = Callable[..., dict[str, Any]]
 Documents = Counter[tuple[int, ...]]
@@ -260,6 +260,8 @@ def test_a_folder_of_a_run_is_refused(config: dict[str, Any], tmp_path: Path) ->
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(RefusedError, match="is the folder of a run"):
         orchestrator.open_stream(config, frozen_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="frozen_dir=s3://bucket/lists"):
+        orchestrator.open_stream(config, frozen_dir="s3://bucket/lists")
 
 
 # ------------------------------------------------------------------------------------ refreshes

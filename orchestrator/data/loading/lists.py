@@ -20,6 +20,7 @@ from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.unchanged import compare_files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, RefusedError
+from orchestrator.storage.files import require_local
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, SourceConfig
@@ -46,9 +47,10 @@ class StreamData:
 
 
 def frozen_folder(given: str | os.PathLike[str] | None) -> Path | None:
-    """The folder of a stream's lists. Raises `RefusedError` for that of a run."""
+    """The folder of a stream's lists. Raises `RefusedError` for that of a run, `ConfigError` for a URI."""
     if given is None:
         return None
+    require_local(os.fspath(given), f"frozen_dir={os.fspath(given)}")
     folder = Path(os.path.abspath(os.path.expanduser(given)))
     if (folder / "run.json").exists() or has_record(folder):
         raise RefusedError(
