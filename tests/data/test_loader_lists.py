@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import orchestrator
+from orchestrator.data import frozen
 from orchestrator.data.loading import reading
 from orchestrator.data.loading.sample_stream import SampleStream
 from orchestrator.errors import ConfigError, DataIdentityError, OrchestratorError, RefusedError
@@ -370,6 +373,91 @@ def test_files_that_are_gone_cannot_be_accepted(config: dict[str, Any], data: Pa
     with pytest.raises(DataIdentityError, match="2 files.*and has 2 now of other names"):
         orchestrator.open_stream(config, states[0], accept)
     assert rest_of(orchestrator.open_stream(config, states[0], RESTART))
+
+
+# ------------------------------------------------------------------------------------ any history
+Opening = tuple[bool, int, int, int, int]  # begins anew?, seq_len, samples of a step, world size, steps
+
+
+def batches_of(
+    config: dict[str, Any], state: Any, opening: Opening, folder: Path
+) -> tuple[list[dict[str, Any]], Any]:
+    """What all ranks of an opening get, in the order of the stream, and the state behind it."""
+    anew, seq_len, batch, world_size, steps = opening
+    shape = [f"pack.seq_len={seq_len}", f"train.global_batch_size={batch}", "train.micro_batch_size=1"]
+    how, where = [*REFRESH, *shape, *(RESTART if anew else [])], {"frozen_dir": folder}
+    ranks = [
+        orchestrator.open_stream(config, state, how, rank=rank, world_size=world_size, **where).batches()
+        for rank in range(world_size)
+    ]
+    found = []
+    for _ in range(steps):
+        found += [batch for rank in ranks if (batch := next(rank, None)) is not None]
+    states = {json.dumps(rank.state_dict()) for rank in ranks}
+    for rank in ranks:
+        rank.close()
+    assert len(states) == 1, "the same on every rank"
+    return found, json.loads(states.pop())
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    history=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.sampled_from([7, 32, 65]),
+            *(st.integers(1, most) for most in (6, 3, 9)),
+        ),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_through_any_openings_each_list_is_read_once_to_its_end(
+    history: list[Opening], tmp_path_factory: pytest.TempPathFactory, tiny_config: Make, encoded: Any
+) -> None:
+    """Files come before each opening, and under it; each is of another shape. What was read from a start on
+    are the documents of the lists of its epochs, one list after the other.
+    """
+    folder = tmp_path_factory.mktemp("history")
+    data, lists = folder / "data", folder / "lists"
+    write(data / "a", "first.jsonl", documents("first", 12))
+    small = {"data.fragment_bytes": 700, "data.window_bytes": 1500}
+    config = tiny_config({"data.sources": [source(data, "a")], **small})
+    state, streams, before = None, dict[int, list[int]](), False
+    for number, opening in enumerate(history):
+        anew = opening[0]
+        found, state = batches_of(config, state, opening, lists)
+        write(data / "a", f"{number}.jsonl", documents(f"n{number}", 5))
+        start = state["sources"][0]["spans"][-1]["start"]
+        assert (start in streams) != (number == 0 or (anew and not before)), "asked for once, it begins once"
+        before = anew
+        for batch in found:
+            rows = batch["labels"][batch["document_ids"] >= 0]
+            if len(rows):
+                streams.setdefault(start, [int(batch["input_ids"][0, 0])]).extend(rows.tolist())
+        streams.setdefault(start, [])
+    for start, tokens in streams.items():
+        read = list(whole_in_order(tokens, end_of(encoded)))
+        first = min(span["begin"] for span in state["sources"][0]["spans"] if span["start"] == start)
+        for epoch in range(first, first + 4):
+            version = f"{start}e{epoch}" if epoch > first else str(start)
+            listed = frozen.read_later(lists, "a", version)
+            if listed is None:
+                break
+            files = [(data / "a" / path).read_text() for path in listed.manifest.files.paths]
+            texts = [json.loads(line)["text"] for file in files for line in file.splitlines()]
+            part, read = read[: len(texts)], read[len(texts) :]
+            of_list = encoded(texts)
+            assert Counter(part) == of_list if len(part) == len(texts) else Counter(part) <= of_list
+        assert not read, "there are no more epochs"
+
+
+def whole_in_order(tokens: list[int], end: int) -> Iterator[tuple[int, ...]]:
+    begin = 0
+    for at, token in enumerate(tokens):
+        if token == end:
+            yield tuple(tokens[begin : at + 1])
+            begin = at + 1
 
 
 # ------------------------------------------------------------------------------------ planted faults
