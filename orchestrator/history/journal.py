@@ -276,9 +276,7 @@ class JournalWriter:
         if fact.attempt != self._attempt:
             return
         if isinstance(fact, GenerationStart):
-            self._chains[fact.generation] = _Chain(
-                parent=fact.parent, first=fact.step, reached=fact.step
-            )
+            self._chains[fact.generation] = _Chain(parent=fact.parent, first=fact.step, reached=fact.step)
         elif fact.generation in self._chains:
             self._chains[fact.generation].add(fact.step)
 

@@ -89,9 +89,7 @@ class RequestFiles:
             if isinstance(error, StorageError):
                 raise
             reason = f"{path} cannot be read: {error}"
-            return Request(
-                number=number, launch=self._launch, what="", by="", created="", unreadable=reason
-            )
+            return Request(number=number, launch=self._launch, what="", by="", created="", unreadable=reason)
         return found
 
     def _path(self, number: int) -> str:

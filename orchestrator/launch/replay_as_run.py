@@ -149,9 +149,7 @@ def _begin(
     """
     store, folder = history.store, new.storage.root
     if history.begin is not None:
-        fork(
-            store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say, pinned=stays
-        )
+        fork(store, folder, Wanted(point=history.begin.name), asker(), lambda plan: True, say, pinned=stays)
         return
     if starting.find_run(new) is not None:
         raise RefusedError(

@@ -73,9 +73,7 @@ def ends_all(found: Found) -> bool:
     return isinstance(found, StepsFound) and found.difference is not None
 
 
-def files_tasks(
-    spec: DataSpec, wanted: Sequence[EpochFiles], least_bytes: int
-) -> list[FilesTask]:
+def files_tasks(spec: DataSpec, wanted: Sequence[EpochFiles], least_bytes: int) -> list[FilesTask]:
     """All files of these epochs' lists, each with its encoder, in runs of at least so many bytes (as they are
     stored) where there are as many.
     """

@@ -472,9 +472,7 @@ class Run:
 
         if processes is not None and processes < 1:
             raise RefusedError(f"an audit by {processes} processes: it needs at least 1")
-        how = HowToAudit(
-            processes=processes, by_reference=reference, progress=progress or NoAuditProgress()
-        )
+        how = HowToAudit(processes=processes, by_reference=reference, progress=progress or NoAuditProgress())
         # before the journal is read: what is committed in between may have records that were not read
         points = [name for name in self._store.point_names() if not self._store.is_foreign(name)]
         seen = survey(self._store)

@@ -151,9 +151,7 @@ class PinFiles:
         while True:
             if (there := self.read_hold(point)) is not None:
                 return there
-            hold = Hold(
-                point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id
-            )
+            hold = Hold(point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id)
             if self.storage.create(_path(point), seal(encode(hold))):
                 return hold
 

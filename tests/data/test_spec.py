@@ -194,8 +194,7 @@ def test_a_widened_path_is_refused_and_one_that_means_the_same_files_is_not(
     spec = prepare_data(job(tiny_config, data / "part-[01].jsonl"), run)
     text = path_refusal(tiny_config, data, run)
     assert (
-        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 file besides"
-        in text
+        f"2 files of path {data}/part-[01].jsonl, the job asks for {data}, which means 1 file besides" in text
     )
     (data / "part-2.jsonl").unlink()
     assert prepare_data(job(tiny_config, data), run).plans == spec.plans

@@ -207,9 +207,7 @@ def test_mlflow_without_a_server_is_said_and_ends_the_logger_alone(
     run.launch()
     run.save(run.live)
     (said,) = run.stop()
-    assert said.startswith(
-        "MLflow gets no more metrics of this attempt (MLFLOW_TRACKING_URI is not set"
-    )
+    assert said.startswith("MLflow gets no more metrics of this attempt (MLFLOW_TRACKING_URI is not set")
     assert list(Path(run.folder).glob("logs/tensorboard/*"))
     assert len(survey(run.store).lineage.records) == 3
 

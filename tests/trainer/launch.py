@@ -376,4 +376,3 @@ class LinkCalls:
         self._released.clear()
         self.send("hold", place)
         assert self._released.wait(WAIT_S), f"held at {place} for ever"
-
