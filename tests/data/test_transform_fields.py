@@ -33,8 +33,9 @@ from orchestrator.data.sources.plain_values import plain
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import OrderedWindow, Window, read_windows
 from orchestrator.errors import ConfigError, DataError
+from orchestrator.json_form import decode, encode
 from orchestrator.planning.identity import compare
-from orchestrator.records import Cursor, decode, encode
+from orchestrator.records import Cursor
 from tests.data import format_writers, reference
 from tests.data.format_writers import Record, write_files
 from tests.data.making import plain as as_lists
