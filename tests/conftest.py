@@ -60,8 +60,11 @@ ON_RAY = {
 
 # the tests that start processes by tests/forked.py: together they need its server once
 FORKED = {
+    "tests/data/test_format_limits.py",
+    "tests/data/test_memory.py",
     "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
+    "tests/monitor/views/test_parts.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",

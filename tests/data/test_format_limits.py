@@ -8,7 +8,6 @@ import io
 import json
 import random
 import tarfile
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from orchestrator.data.settings import StreamSettings
 from orchestrator.data.sources import compressed, line_records, windows
 from orchestrator.data.sources.documents import BadRecordError, Content, WrongFieldError
 from orchestrator.data.sources.formats import cbor, csv, mds, text, webdataset
+from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.readers import read_files
 from orchestrator.data.sources.windows import OrderedWindow, read_windows
@@ -28,6 +28,7 @@ from orchestrator.errors import ConfigError, DataError
 from tests.data import format_writers
 from tests.data.format_writers import PRESS, WRITERS, write_files
 from tests.data.test_formats import planned, read, read_straight
+from tests.traced import traced
 
 MB = 1 << 20
 PRESSED = [press for press in PRESS if press]
@@ -122,11 +123,15 @@ BOMB = 12 * MB
 LONGEST = MB // 4
 
 
-@pytest.fixture
-def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def limit(patch: pytest.MonkeyPatch) -> None:
     """A record may have 256 KiB."""
     for module in (windows, line_records, text, csv, webdataset, mds, cbor):
-        monkeypatch.setattr(module, "MAX_RECORD_BYTES", LONGEST)
+        patch.setattr(module, "MAX_RECORD_BYTES", LONGEST)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch)
 
 
 def a_long_member() -> bytes:
@@ -147,12 +152,20 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+def read_a_bomb(plan: SourcePlan) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        limit(patch)
+        (window,) = [w for w in read_windows(plan, StreamSettings(), 0, 0) if w.parts]
+        ordered = OrderedWindow(window, plan, StreamSettings(), 0)
+        with pytest.raises(BadRecordError, match=f"and a record may have {LONGEST:,}; split it into several"):
+            ordered.document(len(ordered) - 1)
+
+
 @pytest.mark.parametrize(
     # zstd may give 64 MiB at once: see test_memory
     ("form", "press"),
     [("jsonl", ".bz2"), ("jsonl", ".xz"), *((form, ".gz") for form in BOMBS)],
 )
-@pytest.mark.usefixtures("limited")
 def test_a_record_that_a_few_bytes_decode_to_is_bad_and_never_held(
     form: str, press: str, tmp_path: Path
 ) -> None:
@@ -160,16 +173,8 @@ def test_a_record_that_a_few_bytes_decode_to_is_bad_and_never_held(
     file = tmp_path / f"a.{suffix}{press}"
     file.write_bytes(PRESS[press](BOMBS[form]()))
     assert file.stat().st_size < BOMB / 100
-    plan = planned(tmp_path, form, Content())
-    tracemalloc.start()
-    try:
-        (window,) = [w for w in read_windows(plan, StreamSettings(), 0, 0) if w.parts]
-        ordered = OrderedWindow(window, plan, StreamSettings(), 0)
-        with pytest.raises(BadRecordError, match=f"and a record may have {LONGEST:,}; split it into several"):
-            ordered.document(len(ordered) - 1)
-        assert tracemalloc.get_traced_memory()[1] < 8 * MB
-    finally:
-        tracemalloc.stop()
+    _, peak = traced(read_a_bomb, planned(tmp_path, form, Content()))
+    assert peak < 8 * MB
 
 
 @pytest.mark.parametrize("press", PRESSED)
@@ -181,6 +186,11 @@ def test_pieces_of_a_bomb_are_small(press: str, tmp_path: Path) -> None:
     assert max(sizes) <= compressed.READ_BYTES
 
 
+def read_one(plan: SourcePlan, num_characters: int) -> None:
+    (found,) = [document for _, document in read(plan, 16 * MB, "block")]
+    assert len(str(found)) == num_characters
+
+
 @pytest.mark.parametrize(("form", "num_bytes"), [("jsonl", 100 * MB), ("text", 200 * MB)])
 def test_a_document_of_a_hundred_megabytes_and_more_is_one_document(
     form: str, num_bytes: int, tmp_path: Path
@@ -188,18 +198,10 @@ def test_a_document_of_a_hundred_megabytes_and_more_is_one_document(
     body = b"a line of the text\\n " * (num_bytes // 21)
     whole = b'{"text": "' + body + b'"}\n' if form == "jsonl" else body
     (tmp_path / f"a.{WRITERS.get(form, ('txt', None))[0]}").write_bytes(whole)
-    plan = planned(tmp_path, form, Content(), (2 * MB, 16 * MB))
-    del whole
-    tracemalloc.start()
-    try:
-        found = [document for _, document in read(plan, 16 * MB, "block")]
-        # orjson takes 12 bytes for each of a line with escapes
-        assert tracemalloc.get_traced_memory()[1] < (16 if form == "jsonl" else 4) * num_bytes
-    finally:
-        tracemalloc.stop()
-    assert [len(str(document)) for document in found] == [
-        len(body) - (num_bytes // 21 if form == "jsonl" else 0)
-    ]
+    size = len(body) - (num_bytes // 21 if form == "jsonl" else 0)
+    _, peak = traced(read_one, planned(tmp_path, form, Content(), (2 * MB, 16 * MB)), size)
+    # orjson takes 12 bytes for each of a line with escapes
+    assert peak < (16 if form == "jsonl" else 4) * num_bytes
 
 
 @pytest.mark.usefixtures("limited")

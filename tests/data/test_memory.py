@@ -6,7 +6,6 @@ import gzip
 import json
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from orchestrator.data.tokens import chunk_writer
 from orchestrator.errors import BadDocumentError
 from orchestrator.records import EMPTY, Cursor
 from tests.data.making import job, plain, samples, spec_of
+from tests.traced import traced
 
 Make = Callable[..., dict[str, Any]]
 MB = 1_000_000
@@ -52,18 +52,18 @@ def read_all(plan: SourcePlan, settings: StreamSettings) -> int:
     return found
 
 
+def windows_of(plan: SourcePlan, num_records: int) -> list[OrderedWindow]:
+    settings = StreamSettings()
+    found = [OrderedWindow(w, plan, settings, 0) for w in read_windows(plan, settings, 0, 0)]
+    assert sum(map(len, found)) == num_records
+    return found
+
+
 @pytest.mark.parametrize("line", [b"abc\n", b"\n"])
 def test_a_window_of_very_short_lines_takes_few_bytes_a_line(line: bytes, tmp_path: Path) -> None:
     num = 300_000
     (tmp_path / "a").write_bytes(line * num)
-    plan, settings = plan_of(tmp_path), StreamSettings()
-    tracemalloc.start()
-    try:
-        windows = [OrderedWindow(w, plan, settings, 0) for w in read_windows(plan, settings, 0, 0)]
-        held, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert sum(map(len, windows)) == num
+    held, peak = traced(windows_of, plan_of(tmp_path), num)
     assert held < 16 * num, "4 bytes for where it ends, 4 for its place in the order, and its own"
     assert peak < 64 * num
 
