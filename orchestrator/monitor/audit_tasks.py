@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import OrchestratorError
 from orchestrator.history.skips import SkipAt
-from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles, checksum_files
+from orchestrator.monitor.epoch_checksum import EpochChecksum, EpochFiles
+from orchestrator.monitor.file_checksum import checksum_files
 from orchestrator.monitor.history_parts import HistoryPart
 from orchestrator.monitor.source_walk import Stretches
 from orchestrator.monitor.walk import Difference, PartWalk

@@ -1,13 +1,11 @@
 """What an epoch holds whatever its order: the second half of an audit, which needs neither order nor packer.
 
-`checksum_files` reads whole files, one after the other; `EpochChecksums` count what was trained.
+`EpochChecksums` count what was trained; what the files hold, `file_checksum` sums up.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,25 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from orchestrator.data.settings import StreamSettings
-from orchestrator.data.sources.manifest import Manifest
-from orchestrator.data.sources.readers import read_files
-from orchestrator.data.sources.windows import BadRecordError, OrderedWindow, Window
-from orchestrator.data.spec import DataSpec
-from orchestrator.data.tokens.chat_template import UnrenderableError
-from orchestrator.data.tokens.encoder import Encoder, Pieces
-from orchestrator.data.tokens.masked import MaskedEncoder
-from orchestrator.data.transforms import Output, Transforms, utf8_size
-from orchestrator.errors import DataError
 from orchestrator.monitor.epoch_records import EpochRecords
-from orchestrator.planning import record_keys
 from orchestrator.planning.encoders import EncoderChoice
 from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, Int32Array, TokenChunk
-
-# Documents are encoded in batches of about so many bytes of text; the fixed cost of a call vanishes in it.
-_BATCH_BYTES = 1 << 20
-_Origin = tuple[int, int, int]  # number of the file, place in it, number of the record's document
-
 
 EpochFiles = tuple[str, int, EncoderChoice]
 """The files that an epoch of a source reads, as an encoder makes them: of epochs with one list, the first."""
@@ -192,169 +174,3 @@ class EpochChecksums:
             tokens=num_tokens,
             digest=digest % 2**64,
         )
-
-
-def checksum_files(
-    spec: DataSpec,
-    encoder: EncoderChoice,
-    source: str | None = None,
-    epoch: int = 0,
-    files: range | None = None,
-    done: Callable[[int], None] = lambda num_bytes: None,
-) -> EpochChecksum:
-    """An epoch of a source (None: the only one), or of these files of it (by their numbers in the manifest):
-    each from its first byte to its last, document by document, encoded by `encoder`, without fragments,
-    blocks, windows and chunks. Epochs differ by what transforms draw. A bad record is counted, whatever
-    `data.on_bad_document` says. `done` is called with the stored bytes of each file that is read. Raises as
-    the stream does where a file cannot be read, or a transform fails.
-    """
-    settings, plan = replace(spec.settings, shuffle="none"), spec.plan_of(source or spec.only_source, epoch)
-    whole = Encoder(spec.tokenizer, encoder, settings.special_tokens_in_text)
-    masked = MaskedEncoder(spec.tokenizer, whole, settings.special_tokens_in_text)
-    loss, ends = settings.loss.get(plan.source, "assistant"), (settings.bos_id, settings.eos_id)
-    sums = _FileSums(whole, settings)
-    refs = settings.transforms.get(plan.source)
-    transforms, keys = Transforms(refs) if refs else None, _RecordKeys(settings, plan.manifest, epoch)
-    at: int | None = None
-    for number, part in enumerate(read_files(plan, settings.accept_changed, files)):
-        if at not in (None, part.file):
-            done(plan.manifest.files[at].bytes)
-        at = part.file
-        window = OrderedWindow(Window(number=number, last=False, parts=(part,)), plan, settings, epoch)
-        for position in range(len(window)):
-            origin = window.origin(position)
-            held_out = keys.is_held_out(origin)
-            seed = keys.seed(origin) if transforms else 0
-            found = _documents(window, position, held_out, transforms, seed)
-            for output, document in enumerate(found):
-                try:
-                    if document is None:
-                        sums.filtered += 1
-                    elif isinstance(document, BadRecordError):
-                        sums.bad += 1
-                    elif held_out:
-                        sums.held_out += 1
-                    elif isinstance(document, str) and document:
-                        size = window.size(position) if transforms is None else utf8_size(document)
-                        sums.add((*origin, output), document, size)
-                    elif isinstance(document, str):
-                        sums.empty += 1
-                    else:
-                        made = masked.encode(document, loss, ends, settings.piece_bytes)
-                        sums.add_tokens((*origin, output), [piece.tokens for piece in made.pieces])
-                except UnrenderableError:
-                    sums.bad += 1
-    if at is not None:
-        done(plan.manifest.files[at].bytes)
-    return sums.finish()
-
-
-class _RecordKeys:
-    """What is decided of a record by where it lies, from the rule itself."""
-
-    def __init__(self, settings: StreamSettings, manifest: Manifest, epoch: int) -> None:
-        self._bound = record_keys.holdout_bound(settings.holdout.get(manifest.source, 0))
-        self._settings, self._manifest, self._epoch = settings, manifest, epoch
-
-    def is_held_out(self, origin: tuple[int, int]) -> bool:
-        if not self._bound:
-            return False
-        key = record_keys.holdout_key(self._manifest.source, self._manifest.files.path(origin[0]))
-        return record_keys.is_held_out(origin[1], key, self._bound)
-
-    def seed(self, origin: tuple[int, int]) -> int:
-        path = self._manifest.files.path(origin[0])
-        key = record_keys.transform_key(self._settings.seed, self._manifest.source, self._epoch, path)
-        return record_keys.record_seed(origin[1], key)
-
-
-def _documents(
-    window: OrderedWindow, position: int, held_out: bool, transforms: Transforms | None, seed: int
-) -> Sequence[Output]:
-    """What a record gives: none for a blank line, of one that is held out itself."""
-    try:
-        document = window.document(position)
-    except BadRecordError as error:
-        return ["" if held_out else error]
-    if document is None:
-        return []
-    if held_out or transforms is None:
-        return [document]
-    try:
-        return transforms.outputs(document, seed)
-    except DataError as error:
-        raise type(error)(f"{window.place(position)}: {error}") from error
-
-
-class _FileSums:
-    """The documents of files, encoded by pieces in batches: a large one is never held as tokens in whole."""
-
-    def __init__(self, encoder: Encoder, settings: StreamSettings) -> None:
-        self.empty = self.bad = self.filtered = self.held_out = 0
-        self._encoder, self._piece_bytes = encoder, settings.piece_bytes
-        ends = (settings.bos_id, settings.eos_id)
-        self._bos, self._eos = (b"" if i is None else i.to_bytes(4, "little") for i in ends)
-        self._documents = self._places = self._digest = self._num_bytes = 0
-        self._hasher = xxh3_64()  # of the document at hand
-        self._texts: list[str] = []  # pieces that are not encoded yet
-        self._ends: list[tuple[_Origin | None, bool]] = []  # whose document each begins, and ends
-        self._text_bytes = 0
-
-    def add(self, origin: _Origin, text: str, size: int) -> None:
-        """A document of a record, of at most `size` bytes."""
-        pieces = Pieces(text, size, self._piece_bytes)
-        for number, piece in enumerate(pieces):
-            self._texts.append(piece)
-            self._ends.append((None if number else origin, number == len(pieces) - 1))
-            self._text_bytes += min(size, self._piece_bytes)
-            if self._text_bytes >= _BATCH_BYTES:
-                self._encode()
-
-    def add_tokens(self, origin: _Origin, pieces: Sequence[Int32Array]) -> None:
-        """A document that is encoded already, BOS and EOS included; without pieces an empty one."""
-        self._encode()
-        if not pieces:
-            self.empty += 1
-            return
-        self._begin(origin)
-        for tokens in pieces:
-            self._hash(np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data)
-        self._digest += self._hasher.intdigest()
-
-    def finish(self) -> EpochChecksum:
-        """The sums over all documents."""
-        self._encode()
-        return EpochChecksum(
-            documents=self._documents,
-            empty=self.empty,
-            bad=self.bad,
-            filtered=self.filtered,
-            held_out=self.held_out,
-            places=self._places % 2**64,
-            tokens=self._num_bytes // 4,
-            digest=self._digest % 2**64,
-        )
-
-    def _begin(self, origin: _Origin) -> None:
-        self._documents += 1
-        first = origin[2] == 0
-        self._hasher = xxh3_64(struct.pack("<qq", *origin[:2]) if first else struct.pack("<qqq", *origin))
-        self._places += self._hasher.intdigest()
-
-    def _encode(self) -> None:
-        ids, lengths = self._encoder.encode(self._texts)
-        data = np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).data
-        stops = (4 * np.cumsum(lengths, dtype=np.int64)).tolist()
-        for (origin, is_last), start, stop in zip(self._ends, [0, *stops], stops, strict=False):
-            if origin is not None:
-                self._begin(origin)
-                self._hash(self._bos)
-            self._hash(data[start:stop])
-            if is_last:
-                self._hash(self._eos)
-                self._digest += self._hasher.intdigest()
-        self._texts, self._ends, self._text_bytes = [], [], 0
-
-    def _hash(self, tokens: bytes | memoryview) -> None:
-        self._hasher.update(tokens)
-        self._num_bytes += len(tokens)

@@ -11,7 +11,8 @@ from orchestrator.config.schema import parse_config
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sources import windows as sources
 from orchestrator.data.spec import DataSpec
-from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
+from orchestrator.monitor.epoch_checksum import EpochChecksums
+from orchestrator.monitor.file_checksum import checksum_files
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.records import PIECE, Cursor
 from tests.conftest import TinyConfig

@@ -24,6 +24,7 @@ from orchestrator.monitor import (
     audit,
     audit_tasks,
     epoch_checksum,
+    file_checksum,
     reference_encoding,
     reference_windows,
     source_walk,
@@ -32,7 +33,8 @@ from orchestrator.monitor import (
     walk,
 )
 from orchestrator.monitor import reference_packing as reference
-from orchestrator.monitor.epoch_checksum import EpochChecksums, checksum_files
+from orchestrator.monitor.epoch_checksum import EpochChecksums
+from orchestrator.monitor.file_checksum import checksum_files
 from orchestrator.monitor.reference_packing import ReferencePacker, Samples
 from orchestrator.monitor.trained import TrainedTokens
 from orchestrator.records import BAD, EMPTY, PIECE, Cursor, SourceCursor, StepRange, TokenChunk
@@ -64,6 +66,7 @@ def packer_at(spec: DataSpec, cursor: Cursor) -> ReferencePacker:
         trained,
         trained_documents,
         epoch_checksum,
+        file_checksum,
     ],
 )
 def test_the_audit_imports_nothing_of_the_trainers_packer(module) -> None:

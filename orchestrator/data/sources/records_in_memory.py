@@ -19,6 +19,8 @@ MAX_RECORD_BYTES = 1 << 30
 _NEWLINE = 10
 # Newlines are looked for in such stretches: what that takes beside the buffer is bounded.
 _STRETCH_BYTES = 1 << 20
+# The ends of so many lines are Python integers at a time.
+_STRETCH_LINES = 1 << 12
 
 
 class Records(Protocol):
@@ -64,11 +66,15 @@ class Lines:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> bytes:
-        begin, end = self._begin(index), self.ends.item(index)
+        begin, end = self.ends.item(index - 1) if index else self.begin, self.ends.item(index)
         return self.data[begin : end - (self.data[end - 1] == _NEWLINE)]
 
     def __iter__(self) -> Iterator[bytes]:
-        return (self[i] for i in range(len(self)))
+        data, begin = self.data, self.begin
+        for first in range(0, len(self), _STRETCH_LINES):
+            for end in self.ends[first : first + _STRETCH_LINES].tolist():
+                yield data[begin : end - (data[end - 1] == _NEWLINE)]
+                begin = end
 
     @property
     def sizes(self) -> Int64Array:
