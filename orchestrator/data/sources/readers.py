@@ -46,6 +46,11 @@ class Part:
         sizes = self.records.sizes
         return self.place + np.cumsum(sizes) - sizes
 
+    @property
+    def sample_number(self) -> int:
+        """What the first record's number, which the next ones count on, is for fixed samples of records."""
+        return self.fragment * 389 + self.number
+
     def place_of(self, index: int) -> int:
         """The byte offset, or the row, of one record."""
         return self.place + (index if self.rows else self.records.bytes_before(index))

@@ -20,6 +20,7 @@ from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.line_numbers import line_numbers
 from orchestrator.data.sources.readers import Part, read_fragment
 from orchestrator.data.sources.records_in_memory import MAX_RECORD_BYTES
+from orchestrator.data.sources.window_columns import TextRun, WindowColumns, columns_of
 from orchestrator.planning.order import block_at, window_order
 from orchestrator.planning.record_keys import (
     holdout_bound,
@@ -32,6 +33,8 @@ from orchestrator.planning.record_keys import (
 __all__ = ["BadRecordError", "OrderedWindow", "Window", "WrongFieldError", "read_windows"]
 
 _BOM = b"\xef\xbb\xbf"
+# Texts are taken by at most so many, and where so few have the bytes that are asked for, one by one.
+_RUN_RECORDS, _LEAST_RUN = 4096, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,8 @@ class OrderedWindow:
         self._holdout_bound = holdout_bound(settings.holdout.get(plan.source, 0))
         self._holdout_keys = dict[int, int]()  # by file
         self._transform_keys = dict[int, int]()  # by file
+        self._columns: WindowColumns | None = None  # made when texts are asked for
+        self._has_columns = self.content.kind == "text"
         # what was found last: each position is asked several things
         self._found_at = -1
         self._found: tuple[Part, int] | None = None
@@ -90,7 +95,33 @@ class OrderedWindow:
     def is_sampled(self, position: int, one_in: int) -> bool:
         """Whether the record belongs to a fixed sample of about one record in `one_in`."""
         part, index = self._find(position)
-        return (part.fragment * 389 + part.number + index) % one_in == 0
+        return (part.sample_number + index) % one_in == 0
+
+    def texts(self, position: int, num_bytes: int, one_in: int) -> TextRun | None:
+        """The texts of the records from a position on, as many as have about so many bytes; `is_sampled` is
+        asked with `one_in`. None: they are taken one by one.
+        """
+        if self._columns is None and self._has_columns:
+            self._columns = columns_of(self._window.parts)
+            self._has_columns = self._columns is not None
+        if self._columns is None:
+            return None
+        numbers = self._order[position : position + _RUN_RECORDS]
+        files, places, sizes, sampled = self._columns.lie_at(numbers, one_in)
+        num = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
+        if num < _LEAST_RUN:
+            return None
+        texts = [self._text(record) for record in self._columns.records(numbers[:num])]
+        return TextRun(
+            texts=texts, files=files[:num], places=places[:num], sizes=sizes[:num], sampled=sampled[:num]
+        )
+
+    def _text(self, record: bytes | None) -> str:
+        try:
+            found = self._parse(record) if record is not None else None
+        except BadRecordError:
+            return ""
+        return found if isinstance(found, str) else ""
 
     @property
     def takes_all(self) -> bool:

@@ -57,7 +57,9 @@ class ChunkWriter:
         self._due: list[Check] = []  # of the one before
         self._window, self._last_window, self._settings = window, last_window, settings
         self._encoder: Encoder | None = None
-        self._entries: list[_Entry] = []  # in the order of _FIELDS
+        # in the order of _FIELDS: what was added at once, and after it one by one
+        self._tables, self._entries = list[Int64Array](), list[_Entry]()
+        self._num_waiting = 0  # of both
         self._texts: list[str] = []
         self._masked: list[MaskedPiece] = []  # of the entries are either texts or these
         self._text_size = 0
@@ -79,6 +81,7 @@ class ChunkWriter:
     ) -> None:
         """One more entry."""
         self._entries.append((record, piece, kind, last_piece, special_texts, *origin))
+        self._num_waiting += 1
         if self._outputs is not None:
             self._outputs.append(self.output)
         if kind == PIECE:
@@ -86,6 +89,37 @@ class ChunkWriter:
             self._text_size += len(text) if text.isascii() else len(text.encode())
         elif kind == BAD:
             self._reasons.append(reason)
+
+    def add_texts(
+        self, record: int, origins: tuple[Int64Array, Int64Array], texts: list[str], special: Int64Array
+    ) -> Iterator[TokenChunk]:
+        """One more entry for each text: the only piece of its record, of which the first is `record`;
+        `origins` are the files and places. The chunks that get full.
+        """
+        assert self._outputs is None, "texts of transforms are added one by one"
+        num = len(texts)
+        sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, num)
+        table = np.zeros((num, len(_FIELDS)), np.int64)
+        columns: tuple[Any, ...] = (np.arange(record, record + num), 0, PIECE, True, special, *origins)
+        for field, values in enumerate(columns):
+            table[:, field] = values
+        begin, ends = 0, np.cumsum(sizes)
+        while begin < num:
+            before = int(ends[begin - 1]) if begin else 0
+            full = int(np.searchsorted(ends, self._batch_bytes - self._text_size + before)) + 1
+            stop = min(full, num, begin + _BATCH_ENTRIES - self._num_waiting)
+            self._flush_entries()
+            self._tables.append(table[begin:stop])
+            self._texts += texts[begin:stop]
+            self._text_size += int(ends[stop - 1]) - before
+            self._num_waiting += stop - begin
+            begin = stop
+            yield from self.full_chunks()
+
+    def _flush_entries(self) -> None:
+        if self._entries:
+            self._tables.append(np.array(self._entries, np.int64))
+            self._entries = []
 
     def add_masked(
         self,
@@ -101,6 +135,7 @@ class ChunkWriter:
             yield from self._encode()
         self._masked.append(piece)
         self._entries.append((record, number, PIECE, last_piece, special_texts, *origin))
+        self._num_waiting += 1
         if self._outputs is not None:
             self._outputs.append(self.output)
         self._text_size += len(piece.tokens)
@@ -133,7 +168,7 @@ class ChunkWriter:
     @property
     def is_full(self) -> bool:
         """Whether what was added is enough for a call of the encoder."""
-        return self._text_size >= self._batch_bytes or len(self._entries) >= _BATCH_ENTRIES
+        return self._text_size >= self._batch_bytes or self._num_waiting >= _BATCH_ENTRIES
 
     def check_later(self, check: Check) -> None:
         """Makes this comparison of the encoders, which gives what they differ in, when the next chunk but one
@@ -152,24 +187,27 @@ class ChunkWriter:
         yield self._chunk(ends_window=True)
 
     def _encode(self) -> Iterator[TokenChunk]:
+        self._flush_entries()
+        table = np.concatenate([np.empty((0, len(_FIELDS)), np.int64), *self._tables])
         try:
             encoded = self.encoder.encode(self._texts) if self._texts else _NOTHING
         except UnencodableTextError as error:
-            *_, file, place = [entry for entry in self._entries if entry[2] == PIECE][error.index]
+            *_, file, place = table[table[:, _FIELDS.index("kind")] == PIECE][error.index].tolist()
             unit = format_of(self._manifest.format).unit
             where = f"{self._manifest.path(file)}: {unit} {place}"
             raise DataError(unencodable(where, error)) from error
-        batch = _Batch(self._entries, encoded, self._masked, self._reasons, self._settings)
+        batch = _Batch(table, encoded, self._masked, self._reasons, self._settings)
         if self._outputs is not None:
             batch.columns["output"] = np.array(self._outputs, np.int64)
             self._outputs = []
-        tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(self._entries)
+        tokens, entries = self._num_tokens + len(batch.tokens), self._num_entries + len(table)
         if self._encoded and (tokens > self._settings.chunk_tokens or entries > _CHUNK_ENTRIES):
             yield self._chunk(ends_window=False)
         self._encoded.append(batch)
         self._num_tokens += len(batch.tokens)
-        self._num_entries += len(self._entries)
-        self._entries, self._texts, self._masked, self._reasons, self._text_size = [], [], [], [], 0
+        self._num_entries += len(table)
+        self._tables, self._texts, self._masked, self._reasons = [], [], [], []
+        self._text_size = self._num_waiting = 0
 
     def _chunk(self, ends_window: bool) -> TokenChunk:
         batches, self._encoded, self._num_tokens, self._num_entries = self._encoded, [], 0, 0
@@ -205,13 +243,12 @@ class _Batch:
 
     def __init__(
         self,
-        entries: list[_Entry],
+        table: Int64Array,
         encoded: tuple[Int32Array, Int32Array],
         masked: list[MaskedPiece],
         reasons: list[str],
         settings: StreamSettings,
     ) -> None:
-        table = np.array(entries, np.int64).reshape(len(entries), len(_FIELDS))
         self.columns: dict[str, Int64Array] = {n: table[:, i] for i, n in enumerate(_FIELDS)}
         ids, lengths = encoded
         is_piece = self.columns["kind"] == PIECE
@@ -223,7 +260,7 @@ class _Batch:
             first = self.columns["piece"][is_piece] == 0
             last = self.columns["last_piece"][is_piece] == 1
             self.tokens, wrapped = _wrap(ids, lengths, first, last, settings)
-        self.columns["num_tokens"] = np.zeros(len(entries), np.int64)
+        self.columns["num_tokens"] = np.zeros(len(table), np.int64)
         self.columns["num_tokens"][is_piece] = wrapped
         self.reasons = reasons
 

@@ -14,6 +14,7 @@ import numpy as np
 from orchestrator.data.settings import CHECK_ONE_IN, StreamSettings
 from orchestrator.data.sources.documents import FIELD_SETTINGS, Conversation, Document, Prompted
 from orchestrator.data.sources.fragments import SourcePlan
+from orchestrator.data.sources.window_columns import TextRun
 from orchestrator.data.sources.windows import (
     BadRecordError,
     OrderedWindow,
@@ -29,6 +30,8 @@ from orchestrator.data.transforms import Output, Transforms, first_difference, u
 from orchestrator.errors import BadDocumentError, DataError, DataIdentityError
 from orchestrator.records import BAD, EMPTY, FILTERED, HELD_OUT, PIECE, TokenChunk, WindowTask
 
+# So many bytes of records are taken at once: about what a call of the encoder takes.
+_RUN_BYTES = 1 << 20
 _NEW_RUN = "in a new run (another run.name; a run keeps its own)"
 # What is appended to a file is not the run's: a document that grew would push the file's end out of it.
 _IN_PLACE = "at the same length, and go on with resume.accept_changed=true"
@@ -101,11 +104,17 @@ def tokenize_records(
     if task.record and task.record >= len(ordered):
         raise _absent(task, f"window {window.number} has {len(ordered)} records")
     records = _Records(writer, ordered, settings, encoders)
-    for position in range(task.record, len(ordered)):
+    position = task.record
+    while position < len(ordered):
         encoder = encoders.at(task.source, (task.epoch, task.block, window.number, position))
         if not writer.encodes_with(encoder):
             yield from writer.encode_with(encoder)
-        yield from records.add(position)
+        run = records.run_from(position)
+        if run is not None:
+            yield from records.add_run(position, run)
+        else:
+            yield from records.add(position)
+        position += 1 if run is None else len(run)
     yield from writer.finish()
 
 
@@ -145,6 +154,32 @@ class _Records:
         except DataError as error:
             raise type(error)(f"{window.place(position)}: {error}") from error
         return self._add_document(position, document, window.size(position))
+
+    def run_from(self, position: int) -> TextRun | None:
+        """The records from there on that `add_run` takes at once; None: this one is to be added alone."""
+        inside = position == self._task.record and self._task.piece
+        if inside or not self._as_they_are or not self._encoders.is_one:
+            return None
+        return self._window.texts(position, _RUN_BYTES, CHECK_ONE_IN)
+
+    def add_run(self, position: int, run: TextRun) -> Iterator[TokenChunk]:
+        """The same as `add` for each of these records, of which the first stands there."""
+        encoder, settings = self._writer.encoder, self._settings
+        special = np.array([encoder.count_special(text) for text in run.texts], np.int64)
+        alone = (run.sizes > settings.piece_bytes) | ~np.fromiter(map(bool, run.texts), np.bool_, len(run))
+        if encoder.choice.name == GIGATOKEN:
+            alone |= run.sampled
+        if settings.special_tokens_in_text == "stop":
+            alone |= special > 0
+        begin = 0
+        for stop in [*np.flatnonzero(alone).tolist(), len(run)]:
+            if begin < stop:
+                here = slice(begin, stop)
+                origins = run.files[here], run.places[here]
+                yield from self._writer.add_texts(position + begin, origins, run.texts[here], special[here])
+            if stop < len(run):
+                yield from self.add(position + stop)
+            begin = stop + 1
 
     def _add_by_rule(self, position: int) -> Iterable[TokenChunk]:
         """A record that may be held out, or transformed."""

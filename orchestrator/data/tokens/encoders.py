@@ -33,6 +33,11 @@ class Encoders:
                 self._only = self._built[choice]
         return self._built[choice]
 
+    @property
+    def is_one(self) -> bool:
+        """Whether all documents are encoded by the same."""
+        return len(self._spans) == 1
+
     def masked(self, encoder: Encoder) -> MaskedEncoder:
         """What makes documents of several parts with `encoder`, one of these."""
         if encoder.choice not in self._masked:
