@@ -161,19 +161,23 @@ class ReferencePacker:
         earlier = self._earlier.number_and_digest if place[-1] else (0, "")
         return _cursor(place, inside - begin, digest, held.passed + _passed(chunk, entry), earlier)
 
-    def ends_epoch(self) -> bool:
-        """Whether the next input token is its epoch's last one; all chunks of the epoch have come then."""
-        self._read(2)
-        return self._holding(0).chunk.epoch != self._holding(1).chunk.epoch
+    def ends_epoch(self, num_blocks: int) -> bool:
+        """Whether the next input token is the last one of its epoch, which has so many blocks; all chunks of
+        the epoch have come then.
+        """
+        self._read(1)
+        epoch = self._holding(0).chunk.epoch
+        self._read(2, last=(epoch, num_blocks - 1))
+        return len(self._tokens) < 2 or self._holding(1).chunk.epoch != epoch  # noqa: PLR2004  the next one
 
     def _holding(self, ahead: int) -> _Held:
         """The chunk with the token that is so many ahead of the next input token."""
         return next(held for held in self._held if self._position + ahead < held.stop)
 
-    def _read(self, num_tokens: int) -> None:
-        """Takes chunks until so many tokens are there."""
+    def _read(self, num_tokens: int, last: tuple[int, int] | None = None) -> None:
+        """Takes chunks until so many tokens are there, or the block `last` of that epoch has come."""
         tokens, masked, num = [self._tokens], [self._masked], len(self._tokens)
-        while num < num_tokens:
+        while num < num_tokens and not (last is not None and self._has_come(*last)):
             chunk = self._earlier.cut_off(next(self._chunks))
             if chunk is None:
                 continue
@@ -193,6 +197,10 @@ class ReferencePacker:
             num += len(tokens[-1])
         if len(tokens) > 1:
             self._tokens, self._masked = np.concatenate(tokens), np.concatenate(masked)
+
+    def _has_come(self, epoch: int, block: int) -> bool:
+        newest = self._held[-1].chunk
+        return newest.ends_block and (newest.epoch, newest.block) == (epoch, block)
 
     def _take(self, chunk: TokenChunk, begin: int) -> None:
         """Notes the chunk, whose first token that is not skipped stands at `begin`."""

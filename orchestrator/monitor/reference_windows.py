@@ -158,8 +158,9 @@ class ReferenceWindows:
         """The window of the next pack, and how many of it were taken."""
         return self._cursor
 
-    def ends_epoch(self) -> bool:
-        """Whether the epoch of the cursor has no further pack."""
+    def ends_epoch(self, num_blocks: int) -> bool:
+        """Whether the epoch of the cursor has no further pack; a window is read with what follows it."""
+        del num_blocks
         epoch = self._cursor.epoch
         for window in self._coming():
             if window.begin.epoch > epoch:

@@ -6,6 +6,7 @@ It knows no journal: which samples were trained, `monitor.walk` says.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from orchestrator.data.spec import DataSpec
 from orchestrator.monitor.epoch_checksum import EpochTotals
@@ -67,6 +68,7 @@ class SourceWalk:
         else:
             self._trained = TrainedDocuments(self.begin.packs, spec.settings.long_document)
             self.packer = windows(self._trained.watch(chunks), self.begin, spec.settings)
+        self._num_blocks = partial(spec.num_blocks, source)
         self._walked = False
         self.before_wanted = SourceCursor()  # where the first step that is asked for begins
 
@@ -94,7 +96,7 @@ class SourceWalk:
             return SourceStretch(**common)  # type: ignore[arg-type]
         self._trained.border(end)
         up_to_end = self._trained.checksums.take()
-        ends_data = may_be_last and not at_border(end) and self.packer.ends_epoch()
+        ends_data = may_be_last and not at_border(end) and self.packer.ends_epoch(self._num_blocks(end.epoch))
         fault = self._trained.end()
         return SourceStretch(
             **common,

@@ -97,7 +97,7 @@ def test_it_gives_the_samples_of_the_reference_and_the_trainers_cursors_at_every
         rows = found.input_ids[0], found.labels[0], found.document_ids[0]
         assert tuple(row.tolist() for row in rows) == wanted[sample.index]
         assert packer.cursor() == sample.cursor.sources["made"]
-    assert packer.ends_epoch()
+    assert packer.ends_epoch(spec.num_blocks("made", 1))
 
 
 def test_it_goes_on_at_every_cursor_with_steps_of_any_shape(tmp_path: Path, tiny_config: TinyConfig) -> None:
@@ -121,8 +121,17 @@ def test_an_epoch_ends_at_its_last_token_and_not_at_a_chunks(tmp_path: Path, tin
     assert sum(length > 0 for length in lengths) > 5
     packer = packer_at(spec, Cursor())
     for left in range(sum(lengths), 0, -1):
-        assert packer.ends_epoch() is (left == 1), left
+        assert packer.ends_epoch(spec.num_blocks("made", 0)) is (left == 1), left
         packer.samples(1, 1)
+
+
+def test_the_next_epoch_is_not_read_to_see_that_one_ends(tmp_path: Path, tiny_config: TinyConfig) -> None:
+    write_corpus(tmp_path, some_texts(8), "jsonl")
+    spec = spec_of(job(tiny_config, tmp_path))
+    chunks = list(spec.chunks(Cursor()))
+    packer = ReferencePacker(iter(chunks), SourceCursor())  # what would be read after them is an error
+    packer.samples(sum(len(chunk.tokens) for chunk in chunks) - 1, 1)
+    assert packer.ends_epoch(spec.num_blocks("made", 0))
 
 
 def test_after_an_older_versions_cursor_the_earlier_pieces_are_known_from_the_next_document_on(
@@ -243,7 +252,7 @@ def test_both_packers_agree_on_chunks_of_any_kind(blocks, shapes) -> None:
         first += drawn.step.num_samples
         if drawn.end_of_data:
             break
-    assert packer.ends_epoch()
+    assert packer.ends_epoch(1 + max(chunk.block for chunk in of_the_run))
     assert counted.end() is None
     expected_sums = EpochChecksums()
     for chunk in of_the_run:

@@ -165,7 +165,7 @@ class _Records:
     def add_run(self, position: int, run: TextRun) -> Iterator[TokenChunk]:
         """The same as `add` for each of these records, of which the first stands there."""
         encoder, settings = self._writer.encoder, self._settings
-        special = np.array([encoder.count_special(text) for text in run.texts], np.int64)
+        special = encoder.count_special_each(run.texts)
         alone = (run.sizes > settings.piece_bytes) | ~np.fromiter(map(bool, run.texts), np.bool_, len(run))
         if encoder.choice.name == GIGATOKEN:
             alone |= run.sampled

@@ -20,7 +20,7 @@ from orchestrator.data.tokens.foreign import SENTENCEPIECE, TIKTOKEN, load_nativ
 from orchestrator.data.tokens.tokenizer_files import UNKNOWN_TEXT, NativeModel, TokenizerModel
 from orchestrator.errors import ConfigError, DataIdentityError
 from orchestrator.planning.encoders import EncoderChoice
-from orchestrator.records import Int32Array
+from orchestrator.records import Int32Array, Int64Array
 
 GIGATOKEN, TOKENIZERS = "gigatoken", "tokenizers"
 
@@ -119,6 +119,10 @@ class Encoder:
         """How many special tokens stand written out in the text."""
         return self._special.count(text)
 
+    def count_special_each(self, texts: Sequence[str]) -> Int64Array:
+        """(num_texts,) the same of each."""
+        return self._special.count_each(texts)
+
 
 def _joined(ids: list[list[int]]) -> tuple[Int32Array, Int32Array]:
     """(all ids one after the other, number of ids of each)."""
@@ -141,6 +145,14 @@ class SpecialTexts:
             if start in text:
                 return sum(1 for _ in self._pattern.finditer(text))
         return 0
+
+    def count_each(self, texts: Sequence[str]) -> Int64Array:
+        """(num_texts,) the same of each."""
+        found = np.zeros(len(texts), np.int64)
+        for start in self._starts:
+            for at in np.flatnonzero([start in text for text in texts]).tolist():
+                found[at] = self.count(texts[at])
+        return found
 
 
 def choose_encoder(
