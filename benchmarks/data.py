@@ -4,8 +4,9 @@ first batch comes.
 The text is the Python sources that are installed here (`--megabytes`, each once); the tokenizer, a
 byte-level BPE of 32,000 entries, is trained on other ones. `cpu_ratio_…` is tokens per CPU-second of all
 processes for the whole way from the files to the arrays of a rank, over that of `encode_batch_fast` of
-`tokenizers` alone on texts in memory; each is measured in a process of its own, in turns with the bare one,
-and is the median of `--repeats`: `jsonl`, `parquet`, `fallback` (with `tokenizers` as encoder),
+`tokenizers` alone on texts in memory, both with one thread of `tokenizers`, as a tokenizer process of a run
+has; each is measured in a process of its own, in turns with the bare one and over the one of its turn, and is
+the median of `--repeats`: `jsonl`, `parquet`, `fallback` (with `tokenizers` as encoder),
 `open_stream_256` (sample by sample at seq_len 256). `open_stream_first_batch_s`: from `open_stream` at a
 state in the middle to its first batch. `first_batch_90_over_1`: the same of a stream that is prepared, at
 86 to 90 % of the corpus over at 1 to 5 %. `feeder_first_batch_s`: a warm feeder at a place that it does not
@@ -45,7 +46,8 @@ def _child(arguments: Sequence[str], python: str = sys.executable) -> dict[str, 
     path = str(ROOT) + (os.pathsep + inherited if inherited else "")
     ended = subprocess.run(
         [python, *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        # as every process of a run has it: else the threads of `tokenizers`, one per core, are measured, too
+        env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
@@ -77,10 +79,13 @@ def measure_ratios(corpus: Corpus, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         for name in ("bare", *_RATIOS):
             speeds.setdefault(name, []).append(_speed(_figure(name, corpus)))
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratios = {
+        name: [mine / bare for mine, bare in zip(speeds[name], speeds["bare"], strict=True)]
+        for name in _RATIOS
+    }
     return {
-        **{f"cpu_ratio_{name}": medians[name] / medians["bare"] for name in _RATIOS},
-        **{f"{name}_tokens_per_cpu_s": value for name, value in medians.items()},
+        **{f"cpu_ratio_{name}": statistics.median(values) for name, values in ratios.items()},
+        **{f"{name}_tokens_per_cpu_s": statistics.median(values) for name, values in speeds.items()},
     }
 
 
