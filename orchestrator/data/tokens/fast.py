@@ -14,9 +14,9 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import orjson
 from blake3 import blake3
 
+from orchestrator.data.tokens.large_json import without_special_tokens
 from orchestrator.records import Int32Array
 
 # gigatoken remembers every word that it has seen, about 100 bytes for each: the object is made anew when the
@@ -42,10 +42,9 @@ class _Built:
     def __init__(self, model_json: str, parse: bool) -> None:
         import gigatoken
 
-        content = orjson.loads(model_json)
-        if not parse:  # it has no switch for this: a token that is not listed is text
-            content["added_tokens"] = [t for t in content.get("added_tokens") or () if not t.get("special")]
-        self.backend: Any = gigatoken.Tokenizer.from_json(orjson.dumps(content).decode()).backend
+        # it has no switch for this: a token that is not listed is text
+        content = model_json if parse else without_special_tokens(model_json)
+        self.backend: Any = gigatoken.Tokenizer.from_json(content).backend
         self.encoded_bytes = self._looked_at = 0
         self._resident_bytes = _resident_bytes()
 

@@ -27,6 +27,7 @@ from orchestrator.data.tokens.foreign import (
     from_tiktoken_name,
     is_tiktoken,
 )
+from orchestrator.data.tokens.large_json import added_tokens, laid_out, parse
 from orchestrator.data.tokens.remembered import remembered
 from orchestrator.errors import ConfigError
 
@@ -209,7 +210,7 @@ _KEPT = 4
 
 def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: bool) -> TokenizerFacts:
     try:
-        whole: dict[str, Any] = orjson.loads(files["tokenizer.json"])
+        whole = parse(files["tokenizer.json"])
         template = read_chat_template(files) if chat else None
         reduced, notes = _reduce(whole)
     except Exception as error:  # whatever is wrong inside, it is no tokenizer
@@ -227,7 +228,7 @@ def _examine(name: str, files: dict[str, bytes], content: dict[str, str], chat: 
     )
     return TokenizerFacts(
         model=TokenizerModel(
-            model_json=orjson.dumps(reduced).decode(),
+            model_json=laid_out(reduced),
             special_tokens=tuple(t["content"] for t in reduced.get("added_tokens") or () if t.get("special")),
             chat=template,
             native=native,
@@ -377,10 +378,11 @@ def _id_around(
 
 def id_of(token: str, model: TokenizerModel) -> int | None:
     """The id of a token, by its text."""
-    content = orjson.loads(model.model_json)
-    added = {each["content"]: int(each["id"]) for each in content.get("added_tokens") or ()}
-    vocab = content["model"].get("vocab") or {}
+    added = {each["content"]: int(each["id"]) for each in added_tokens(model.model_json)}
+    if token in added:
+        return added[token]
+    vocab = parse(model.model_json)["model"].get("vocab") or {}
     if isinstance(vocab, list):
         vocab = {text: number for number, (text, _) in enumerate(vocab)}
-    found = added.get(token, vocab.get(token))
+    found = vocab.get(token)
     return None if found is None else int(found)
