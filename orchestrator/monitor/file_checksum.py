@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -86,10 +87,30 @@ class _PlainTexts:
 
     def add(self, part: Part) -> None:
         """All of a part, whose texts are held at a time."""
+        records = list(part.records)
+        if part.place == 0 and self._drops_bom and records and records[0] is not None:
+            records[0] = records[0].removeprefix(_BOM)
+        texts, kept = self._all_of(records) or self._judged(records)
+        places, sizes = part.places[kept].tolist(), part.records.sizes[kept]
+        begin = 0
+        for large in [*np.flatnonzero(sizes > self._piece_bytes).tolist(), len(texts)]:
+            self._sums.add_small(part.file, places[begin:large], texts[begin:large])
+            if large < len(texts):
+                self._sums.add((part.file, places[large], 0), texts[large], int(sizes[large]))
+            begin = large + 1
+
+    def _all_of(self, records: list[Any]) -> tuple[list[str], list[int]] | None:
+        """The texts of all of them; None where one has none, or an empty one."""
+        try:
+            found: list[Any] = [self._parse(record) for record in records if record is not None]
+        except BadRecordError:
+            return None
+        return (found, list(range(len(found)))) if len(found) == len(records) and all(found) else None
+
+    def _judged(self, records: list[Any]) -> tuple[list[str], list[int]]:
+        """Texts, and which of the records they are; the others are counted."""
         texts, kept = list[str](), list[int]()
-        for index, record in enumerate(part.records):
-            if index == part.place == 0 and self._drops_bom and record is not None:
-                record = record.removeprefix(_BOM)  # noqa: PLW2901  that of the file
+        for index, record in enumerate(records):
             try:
                 text = self._parse(record) if record is not None else None
             except BadRecordError:
@@ -102,13 +123,7 @@ class _PlainTexts:
                 self._sums.empty += 1
             elif record is None:
                 self._sums.bad += 1
-        places, sizes = part.places[kept].tolist(), part.records.sizes[kept]
-        begin = 0
-        for large in [*np.flatnonzero(sizes > self._piece_bytes).tolist(), len(texts)]:
-            self._sums.add_small(part.file, places[begin:large], texts[begin:large])
-            if large < len(texts):
-                self._sums.add((part.file, places[large], 0), texts[large], int(sizes[large]))
-            begin = large + 1
+        return texts, kept
 
 
 class _Documents:

@@ -98,7 +98,7 @@ class ChunkWriter:
         """
         assert self._outputs is None, "texts of transforms are added one by one"
         num = len(texts)
-        sizes = np.fromiter((len(t) if t.isascii() else len(t.encode()) for t in texts), np.int64, num)
+        sizes = np.array([len(t) if t.isascii() else len(t.encode()) for t in texts], np.int64)
         table = np.zeros((num, len(_FIELDS)), np.int64)
         columns: tuple[Any, ...] = (np.arange(record, record + num), 0, PIECE, True, special, *origins)
         for field, values in enumerate(columns):
