@@ -140,7 +140,7 @@ def test_a_plan_of_a_run_that_is_done_restarts_nothing(run: ListsRun) -> None:
     assert {at.epoch for at in plan.cursor.sources.values()} == {0}, "it stands where its point stands"
     said = "nothing is left to train, so this is not done: source a begins anew with its 2 files"
     assert any(said in line for line in plan_lines(plan))
-    assert said in looking_ahead.stop_is_reached(plan)
+    assert said in looking_ahead.stop_is_reached(run.job(done), plan)
     assert plan.to_json()["lists"] == []
 
 
