@@ -29,17 +29,18 @@ from typing import Any
 
 import ray
 
+from benchmarks.data_feeder import STEPS_AHEAD, coming_step, view
 from benchmarks.data_scaling import documents
 from orchestrator.config.schema import as_data_job
-from orchestrator.data.feed.feeder import start_feeder
+from orchestrator.data.feed.feeder import RayFeed, start_feeder
 from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.preparing import prepare_data
 from orchestrator.data.sample_corpus import train_tokenizer
-from orchestrator.records import Cursor, StepRange
+from orchestrator.errors import OrchestratorError
+from orchestrator.records import Cursor
 
 SEQ_LEN, STEP_SAMPLES, NUM_TOKENIZERS = 2048, 64, 2
 _LOOK_S, _FILES_EVERY = 0.02, 50
-_LIMIT_S = 600.0
 _MB = 1_000_000
 
 
@@ -316,23 +317,20 @@ def run_case(
 
 def _take(feeder: Any, launch: str, case: Case) -> tuple[int, str]:
     """(tokens that were taken, why no more were)."""
-    cursor = Cursor()
-    ray.get(feeder.open.remote(launch, (1, 1), cursor))
-    for number in range(case.steps):
-        step = StepRange(
-            first_sample=cursor.consumed_samples,
-            num_samples=STEP_SAMPLES,
-            num_tokens=STEP_SAMPLES * SEQ_LEN,
-            seq_len=SEQ_LEN,
-        )
-        found = ray.get(feeder.get.remote(launch, (1, 1), (step,), 0, 1, 1), timeout=_LIMIT_S)
-        if not isinstance(found, tuple):
-            return cursor.consumed_tokens, str(found)
-        cursor = found[0].cursor
-        if found[0].end_of_data:
-            break
-        if number == 2:  # noqa: PLR2004
-            time.sleep(case.pause_s)
+    feed, cursor = RayFeed(feeder, launch), Cursor()
+    feed.open(view(launch, 1, 0, 1), cursor)
+    try:
+        for number in range(case.steps):
+            steps = [coming_step(cursor, STEP_SAMPLES, SEQ_LEN, n) for n in range(STEPS_AHEAD)]
+            taken = feed.get(steps[0], 0, 1, 1, cursor)
+            cursor = taken.cursor
+            if taken.end_of_data:
+                break
+            feed.prefetch(steps[1:], 0, 1, 1)
+            if number == 2:  # noqa: PLR2004
+                time.sleep(case.pause_s)
+    except OrchestratorError as error:
+        return cursor.consumed_tokens, str(error)
     return cursor.consumed_tokens, ""
 
 

@@ -5,10 +5,12 @@ What follows from it is `planning.data_end`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from orchestrator.config.schema import in_todays_fields
 from orchestrator.coordinator.ended_by import THE_DATA
+from orchestrator.history.claims import ClaimParent
 from orchestrator.history.event_kinds import EventKind
 from orchestrator.json_form import decode
 from orchestrator.planning.data_end import KnownEpochs, epochs_of, known_epochs
@@ -17,31 +19,50 @@ from orchestrator.resume.store import RunStore
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig
-    from orchestrator.coordinator.survey import Survey
 
 
-def find_known_epochs(store: RunStore, seen: Survey, config: JobConfig) -> KnownEpochs | None:
+class AttemptEvent(Protocol):
+    """A line of the journal that is no step."""
+
+    @property
+    def attempt(self) -> int:
+        """Whose."""
+
+    @property
+    def kind(self) -> str:
+        """See `EventKind`."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The kind's own."""
+
+
+def find_known_epochs(
+    store: RunStore, parents: Sequence[ClaimParent], events: Sequence[AttemptEvent], config: JobConfig
+) -> KnownEpochs | None:
     """The newest proof of how long an epoch of the run's only source is; None where there is none, or where
     the job's epochs may have another length. A launch that is done has committed its last state (also where a
-    rewind has set it aside), and its end says whether that was the end of the data.
+    rewind has set it aside), and its end says whether that was the end of the data. `events` are the
+    journal's, at least those of attempts and of points.
     """
-    # another encoder, or another list of files, makes other tokens; a fork's past lies elsewhere
-    changed = len(seen.encoders) > 1 or any(len(source.spans) > 1 for source in seen.sources)
-    if changed or len(seen.sources) > 1 or seen.fork is not None:
+    newest = max(parents, key=lambda parent: parent.attempt, default=None)
+    if newest is None or any(parent.begins is not None for parent in parents):  # a fork's past lies elsewhere
+        return None
+    # another encoder, or another list of files, makes other tokens
+    changed = len(newest.encoders) > 1 or any(len(source.spans) > 1 for source in newest.sources)
+    if changed or len(newest.sources) > 1:
         return None
     flat = config.flat()
     if epochs_of({**flat, "data.num_epochs": flat["data.num_epochs"] or 1}) is None:
         return None
-    begun = {e.attempt: e.fields for e in seen.journal.events if e.kind == EventKind.ATTEMPT}
+    begun = {e.attempt: e.fields for e in events if e.kind == EventKind.ATTEMPT}
     if any(fields["config"].get("resume.accept_changed") for fields in begun.values()):
         return None
     for number in sorted(begun, reverse=True):
         end = store.read_end(number)
         if end is None or (end.outcome, end.by) != ("done", THE_DATA):
             continue
-        committed = [
-            e for e in seen.journal.events if e.attempt == number and e.kind == EventKind.POINT_COMMITTED
-        ]
+        committed = [e for e in events if e.attempt == number and e.kind == EventKind.POINT_COMMITTED]
         if not committed:
             continue  # it trained nothing
         last = decode(Cursor, committed[-1].fields["cursor"])

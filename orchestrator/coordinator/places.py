@@ -10,8 +10,8 @@ from orchestrator.resume.commit_events import VoterGone
 
 
 class Places:
-    """The places of one attempt's members. Of each are kept those in its newest generation, in the one that it
-    left when it joined last, and in that of the save for which it may still owe a vote: three at most.
+    """The places of one attempt's members. Of each are kept those in its newest generation, in the one that
+    it left when it joined last, and in that of the save for which it may still owe a vote: three at most.
     """
 
     def __init__(self, attempt: int) -> None:

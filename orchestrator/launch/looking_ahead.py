@@ -80,7 +80,7 @@ def look_ahead(
     here = sources_here(job, Path(store.storage.root), info, seen.parents, seen.lineage)
     spec = read_as(job, spec, here)
     identities = (run.identity, spec.identity()) if run else None
-    epochs = find_known_epochs(store, seen, job)
+    epochs = find_known_epochs(store, seen.parents, seen.journal.events, job)
     found = decide(store, job, point, identities, data=spec, skip=asked, here=here, epochs=epochs)
     found = _with_drawn_skip(found, job, spec, point, asked) if draw else found
     notes = _notes(store, job, seen, point, damages, fast)

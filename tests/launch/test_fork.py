@@ -143,10 +143,8 @@ def test_a_fork_without_a_point_of_its_own_says_what_became_of_its_parents(
     wanted = str(runner.folder / "points" / first.point_name)
     fork = Forked(runner, **{"from": wanted})
     job, spec = fork.config(), fork.prepared()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        killed_before_the_parent_file(),
-        claiming.claimed(fork.store, job, spec, 0),
+    with pytest.raises(KeyboardInterrupt), killed_before_the_parent_file(), claiming.claimed(
+        fork.store, job, spec, 0
     ):
         pass
     texts = {"gone": "gone or damaged .*COMMIT is missing", "damaged": "gone or damaged .*digest"}

@@ -415,14 +415,14 @@ Change = Callable[[Any, Any, Any], None]
 
 def plant_in_the_trainers_packer(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:
     """What the ranks are handed, and so what they train and digest, is changed by `wrong`."""
-    right = StepSamples.arrays
+    right = StepSamples.rows
 
-    def arrays(self: StepSamples, start: int, stop: int) -> Any:
-        numbers, *samples = right(self, start, stop)
+    def rows(self: StepSamples, start: int, stop: int) -> Any:
+        numbers, *samples = (array.copy() for array in right(self, start, stop))
         wrong(*samples)
         return numbers, *samples
 
-    monkeypatch.setattr(StepSamples, "arrays", arrays)
+    monkeypatch.setattr(StepSamples, "rows", rows)
 
 
 def plant_in_both_packers(monkeypatch: pytest.MonkeyPatch, wrong: Change) -> None:

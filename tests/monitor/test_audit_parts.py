@@ -188,10 +188,10 @@ def a_block_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both_packers_lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, reference = StepSamples.arrays, ReferencePacker.samples
+    right, reference = StepSamples.rows, ReferencePacker.samples
 
-    def arrays(self: StepSamples, start: int, stop: int) -> Any:
-        numbers, *tables = right(self, start, stop)
+    def rows(self: StepSamples, start: int, stop: int) -> Any:
+        numbers, *tables = (array.copy() for array in right(self, start, stop))
         one_lost_one_repeated(*tables)
         return numbers, *tables
 
@@ -200,13 +200,13 @@ def both_packers_lose_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         one_lost_one_repeated(found.input_ids, found.labels, found.document_ids)
         return found
 
-    monkeypatch.setattr(StepSamples, "arrays", arrays)
+    monkeypatch.setattr(StepSamples, "rows", rows)
     monkeypatch.setattr(ReferencePacker, "samples", samples)
 
 
 def a_step_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal says so of step 9, and of all that follows."""
-    right = StepSamples.arrays
+    right = StepSamples.rows
 
     def wrong(self: StepSamples, start: int, stop: int) -> Any:
         numbers, inputs, *others = right(self, start, stop)
@@ -214,7 +214,7 @@ def a_step_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
             inputs = np.roll(inputs, 1, axis=0)
         return numbers, inputs, *others
 
-    monkeypatch.setattr(StepSamples, "arrays", wrong)
+    monkeypatch.setattr(StepSamples, "rows", wrong)
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,13 @@ def forgets_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swaps_two_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = StepSamples.arrays
+    right = StepSamples.rows
 
     def wrong(self: StepSamples, start: int, stop: int) -> Any:
-        numbers, *tables = right(self, start, stop)
+        numbers, *tables = (array.copy() for array in right(self, start, stop))
         return (np.roll(numbers, 1), *tables)
 
-    monkeypatch.setattr(StepSamples, "arrays", wrong)
+    monkeypatch.setattr(StepSamples, "rows", wrong)
 
 
 def mask_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

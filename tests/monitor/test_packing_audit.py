@@ -114,10 +114,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_config: Make) -> Tra
 def test_what_the_packer_does_wrong_is_found_in_its_step_and_what_both_do_in_the_documents(
     prepared: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any, text: str
 ) -> None:
-    right, reference = StepSamples.arrays, ReferenceWindows.samples
+    right, reference = StepSamples.rows, ReferenceWindows.samples
 
-    def arrays(self: StepSamples, start: int, stop: int) -> Any:
-        numbers, *tables = right(self, start, stop)
+    def rows(self: StepSamples, start: int, stop: int) -> Any:
+        numbers, *tables = (array.copy() for array in right(self, start, stop))
         wrong(*tables)
         return numbers, *tables
 
@@ -127,7 +127,7 @@ def test_what_the_packer_does_wrong_is_found_in_its_step_and_what_both_do_in_the
         return found
 
     run = prepared.copied(tmp_path / "runs")
-    monkeypatch.setattr(StepSamples, "arrays", arrays)
+    monkeypatch.setattr(StepSamples, "rows", rows)
     run.attempt(3, batch=6)
     found = run.audit()["first_difference"]
     assert found is not None

@@ -75,6 +75,7 @@ def test_every_setting_that_shapes_the_stream_is_in_the_identity():
         *("data.sources", "data.tokenizer", "data.encoder", "data.num_epochs", "data.num_tokenizers"),
         *(
             "data.replay_bytes",
+            "data.memory_bytes",
             "data.max_bad_share",
             "pack.max_long_share",
             "pack.seq_len",

@@ -172,7 +172,7 @@ class Feeder:
                     break
                 shares.append(more.samples.share(*more.samples_of(*mine)))
                 room -= shares[-1].nbytes
-                await asyncio.sleep(0)  # tokenizers that need no lock are answered in between
+                await self._let_others()
         self._waits += waited
         self._wait_s += self._now() - began
         return tuple(shares)
@@ -401,6 +401,16 @@ class Feeder:
             async with asyncio.timeout(self._stall_s if self._lists else max(0.0, self._work.left_s(since))):
                 await self._changed.wait()
         return bool(self._lists) or self._work.left_s(since) > 0
+
+    async def _let_others(self) -> None:
+        """Gives the lock to those that wait for it, once: a step takes milliseconds, and tokenizers stand
+        still until they are answered.
+        """
+        self._changed.release()
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await self._changed.acquire()
 
     async def _changes_before(self, time: float) -> bool:
         """Waits, with the lock, until something changes; False: not before `time`."""

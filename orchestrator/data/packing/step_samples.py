@@ -67,7 +67,7 @@ class StepSamples:
     @cached_property
     def digest(self) -> int:
         """The sum modulo 2^64 of its samples' digests."""
-        return batch_digest(self.first_index, *_rows(self.numbers, self._runs, self.step.seq_len))
+        return batch_digest(self.first_index, *self.rows(0, self.step.num_samples))
 
     @cached_property
     def facts(self) -> StepFacts:
@@ -107,7 +107,11 @@ class StepSamples:
         """Source numbers (num,), inputs, labels, document ids (num, seq_len) of samples [start, stop),
         counted within the step, in arrays of their own.
         """
-        return _arrays(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
+        return _owned(*self.rows(start, stop))
+
+    def rows(self, start: int, stop: int) -> Arrays:
+        """The same; inputs and labels may be views of one memory, so nobody writes to them."""
+        return _rows(self.numbers[start:stop], self._cut(start, stop), self.step.seq_len)
 
     def _cut(self, start: int, stop: int) -> dict[int, Run | PackedRun]:
         """The runs of samples [start, stop) alone, counted within the step."""
@@ -163,7 +167,7 @@ class StepShare:
 
     def slice(self) -> BatchSlice:
         """The same with arrays of its own, which belong to the caller."""
-        facts, arrays = self.facts, _arrays(self.numbers, self.runs, self.facts.step.seq_len)
+        facts, arrays = self.facts, _owned(*_rows(self.numbers, self.runs, self.facts.step.seq_len))
         return BatchSlice(
             step=facts.step,
             start=self.start,
@@ -176,9 +180,8 @@ class StepShare:
         )
 
 
-def _arrays(numbers: Int32Array, runs: Mapping[int, Run | PackedRun], seq_len: int) -> Arrays:
-    """`_rows` in arrays that belong to the caller."""
-    numbers, inputs, labels, documents = _rows(numbers, runs, seq_len)
+def _owned(numbers: Int32Array, inputs: Int32Array, labels: Int32Array, documents: Int32Array) -> Arrays:
+    """What `_rows` gives, to be written to."""
     return numbers.copy(), inputs.copy(), labels.copy(), documents
 
 

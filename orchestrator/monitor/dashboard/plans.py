@@ -20,9 +20,11 @@ import orjson
 
 from orchestrator.config.schema import JobConfig, in_todays_fields, nested, parse_config
 from orchestrator.coordinator.choosing import choose_among, decide, rewind_text, up_to
+from orchestrator.coordinator.data_end import find_known_epochs
 from orchestrator.coordinator.forking import point_info
 from orchestrator.coordinator.skipping import skip_here
 from orchestrator.coordinator.sources import SourcesHere, sources_here
+from orchestrator.data.feed.memory import memory_of
 from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
@@ -98,8 +100,12 @@ class Planner:
             info = point_info(store, point) if point is not None else None
             here = sources_here(job, Path(store.storage.root), info, parents, facts.path.lineage)
             data = self._look_at_data(job, here)
-            found = decide(store, job, point, data.identities, data=data.spec, skip=skip, here=here)
-            found = _completed(found, data, damages, refused, point)
+            events = facts.events(EventKind.ATTEMPT, EventKind.POINT_COMMITTED)
+            epochs = find_known_epochs(store, parents, events, job)
+            found = decide(
+                store, job, point, data.identities, data=data.spec, skip=skip, here=here, epochs=epochs
+            )
+            found = _completed(job, found, data, damages, refused, point)
             if point is not None and asked.point:
                 found = replace(found, rewind=_rewinds(views, wanted, point))
             return {**found.to_json(), **_of_the_page(views, job, flat, asked, found, point)}
@@ -219,6 +225,7 @@ def _readable(store: RunStore, name: str) -> Point | None:
 
 
 def _completed(
+    job: JobConfig,
     found: ResumePlan,
     data: _Data,
     damages: Sequence[Damage],
@@ -230,11 +237,12 @@ def _completed(
     if point is not None and not refused:
         notes.append("sizes of the point's files are right; the start verifies their digests, too")
     refusals = (*refused, *found.refusals, *data.refusals)
+    memory = () if data.spec is None else (str(memory_of(job, data.spec)),)
     return replace(
         found,
         action="refuse" if refusals else found.action,
         refusals=refusals,
-        notes=(*found.notes, *notes, *data.notes),
+        notes=(*found.notes, *notes, *data.notes, *memory),
     )
 
 

@@ -315,6 +315,20 @@ def test_a_hostile_address_is_shown_as_it_is_and_does_nothing(opened: Open, link
     assert page.locator("img").count() == 0
 
 
+def test_a_range_without_width_is_drawn(opened: Open) -> None:
+    page = opened().page
+    drawn = """async ([from, to, time]) => {
+        const { xRange } = await import('./charts.js'), scales = { x: { time, range: xRange(from, to) } };
+        const plot = new uPlot({ width: 300, height: 150, scales, series: [{}, {}] }, [[from, to], [1, 2]],
+            document.createElement('div'));
+        await new Promise(done => setTimeout(done));
+        return plot.axes[0]._splits.length;
+    }"""
+    for start, stop in ((0, 0), (5, 5), (1795412000, 1795412000), (0, 10), (3e12, 3e12)):
+        for time in (False, True):
+            assert page.evaluate(drawn, [start, stop, time]) < 100
+
+
 def test_without_its_token_the_page_says_where_to_get_it(browser: Any, link: str) -> None:
     watched = Watched(browser, link.split("#", maxsplit=1)[0])
     watched.page.wait_for_selector("[role=alert]")
