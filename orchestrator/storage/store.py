@@ -76,7 +76,8 @@ class Store(Protocol):
         Exclusive: of all who ever try the name, in any process, exactly one gets True, and it is durable;
         False: it is taken. Not exclusive: the caller owns the name for good; what happens where it is taken
         all the same is the store's (`Traits.refuses_taken`), but never a mixture of both; durable after
-        `sync` of its folder. Raises `StorageError` if `pieces` have another number of bytes.
+        `sync` of its folder. Raises `StorageError` if `pieces` have another number of bytes, and where it
+        cannot be found out what became of it: then the name may be taken, by nobody who knows it.
         """
         ...
 
