@@ -65,7 +65,7 @@ def bucket_of(bucket: str) -> Any:
         from obstore import store as stores
     except ImportError as error:
         raise ConfigError(
-            f"{bucket}: to reach it needs the package obstore: pip install 'orchestrator[remote]' on "
+            f"{bucket}: reaching it needs the package obstore: pip install 'orchestrator[remote]' on "
             "every machine of the run"
         ) from error
     store: Any = stores
@@ -76,7 +76,11 @@ def bucket_of(bucket: str) -> Any:
         return store.S3Store(name, config=config, client_options=_client(config), retry_config=_RETRY, **more)
     if scheme in GCS:
         config = _gcs_config()
-        return store.GCSStore(name, config=config, client_options=_client(config), retry_config=_RETRY)
+        # an emulator believes everybody, and the library writes nothing without a token
+        more = {"credential_provider": _nobodys_token} if config else {}
+        return store.GCSStore(
+            name, config=config, client_options=_client(config), retry_config=_RETRY, **more
+        )
     config = _azure_config()
     container, _, host = name.partition("@")
     if host:
@@ -133,7 +137,11 @@ def _gcs_config() -> dict[str, Any]:
     host = os.environ.get("STORAGE_EMULATOR_HOST")
     if not host:
         return {}
-    return {"base_url": host if "://" in host else f"http://{host}", "skip_signature": True}
+    return {"base_url": host if "://" in host else f"http://{host}"}
+
+
+def _nobodys_token() -> dict[str, Any]:
+    return {"token": "emulator", "expires_at": None}
 
 
 def _azure_config() -> dict[str, Any]:

@@ -70,11 +70,13 @@ def moto() -> Iterator[str]:
 
 
 @contextmanager
-def proxy_before(url: str) -> Iterator[Proxy]:
-    """A proxy that passes all on until it is given a rule."""
+def proxy_before(url: str, speaks: Literal["s3", "gs"] = "s3") -> Iterator[Proxy]:
+    """A proxy that passes all on until it is given a rule. `gs`: it speaks as
+    Google Cloud Storage does.
+    """
     proxy = Proxy()
 
-    class Passing(_Passing):
+    class Passing(_AsGoogle if speaks == "gs" else _Passing):  # type: ignore[misc]
         upstream, told = urlsplit(url).netloc, proxy
 
     class Server(ThreadingHTTPServer):
@@ -103,14 +105,15 @@ def reach(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
     bucket_of.cache_clear()
 
 
-def new_bucket(url: str) -> str:
+def new_bucket(url: str, scheme: str = "s3") -> str:
     """The URI of a new bucket."""
     name = f"bucket{next(_numbers)}"
     urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT"), timeout=30).close()
-    return f"s3://{name}"
+    return f"{scheme}://{name}"
 
 
 class _Passing(BaseHTTPRequestHandler):
@@ -129,13 +132,7 @@ class _Passing(BaseHTTPRequestHandler):
             return self._refuse(int(fault))
         if fault == "reset":
             return self._reset()
-        connection = HTTPConnection(self.upstream, timeout=60)
-        try:
-            connection.request(self.command, self.path, body=body, headers=dict(self.headers.items()))
-            answer = connection.getresponse()
-            data = answer.read()
-        finally:
-            connection.close()
+        answer, data = self._ask(body)
         if fault == "500 after":
             return self._refuse(500)
         if fault == "reset after":
@@ -144,11 +141,23 @@ class _Passing(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass
 
+    def _ask(self, body: bytes) -> tuple[HTTPResponse, bytes]:
+        return self._upstream(self.command, body, dict(self.headers.items()))
+
+    def _upstream(self, method: str, body: bytes, headers: dict[str, str]) -> tuple[HTTPResponse, bytes]:
+        connection = HTTPConnection(self.upstream, timeout=60)
+        try:
+            connection.request(method, self.path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer, answer.read()
+        finally:
+            connection.close()
+
     def _answer(self, answer: HTTPResponse, data: bytes, cut: bool) -> None:
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
-                self.send_header(name, value)
+                self.send_header(self._name(name), value)
         length = answer.getheader("Content-Length") if self.command == "HEAD" else None
         self.send_header("Content-Length", length or str(len(data)))
         self.end_headers()
@@ -156,6 +165,9 @@ class _Passing(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2] if cut else data)
         if cut:
             self._reset()
+
+    def _name(self, name: str) -> str:
+        return name
 
     def _refuse(self, status: int) -> None:
         data = b"<Error><Code>InternalError</Code></Error>"
@@ -170,3 +182,20 @@ class _Passing(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         self.connection.close()
+
+
+class _AsGoogle(_Passing):
+    """The XML API of Google Cloud Storage, which is that of S3 under other names, but for what follows."""
+
+    def _ask(self, body: bytes) -> tuple[HTTPResponse, bytes]:
+        headers = {name.lower().replace("x-goog-", "x-amz-"): value for name, value in self.headers.items()}
+        if headers.pop("x-amz-if-generation-match", None) == "0":
+            headers["if-none-match"] = "*"  # "generation 0" is an object that is not there
+        if self.command == "DELETE" and "uploadId" not in self.path:
+            found = self._upstream("HEAD", b"", {})
+            if found[0].status == 404:  # it minds, where S3 does not
+                return found
+        return self._upstream(self.command, body, headers)
+
+    def _name(self, name: str) -> str:
+        return name.lower().replace("x-amz-", "x-goog-")

@@ -1,11 +1,14 @@
-"""What every store promises, asked of each kind: a folder on disk, and a prefix of a bucket."""
+"""What every store promises, asked of each kind: a folder on disk, and a prefix of a bucket, of S3 and of
+Google Cloud Storage.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,9 @@ from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import PART_BYTES, ObjectStore
 from orchestrator.storage.store import Store
-from tests.storage.servers import moto, new_bucket, reach
+from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
-KINDS = ("local", "s3")
+KINDS = ("local", "s3", "gs")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +30,34 @@ def s3() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def gs(s3: str) -> Iterator[str]:
+    with proxy_before(s3, "gs") as proxy:
+        yield proxy.url
+
+
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    if request.param == "local":
-        return LocalStore(str(tmp_path / "runs" / "a"))
-    url = request.getfixturevalue("s3")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def new_root(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Store]:
+    """Makes a store with nothing in it."""
+    numbers = itertools.count()
+    if kind == "local":
+        return lambda: LocalStore(str(tmp_path / f"runs{next(numbers)}" / "a"))
+    url = request.getfixturevalue(kind)
     reach(monkeypatch, url, tmp_path)
-    return ObjectStore(f"{new_bucket(url)}/runs/a")
+    bucket = new_bucket(url, kind)
+    return lambda: ObjectStore(f"{bucket}/runs{next(numbers)}/a")
+
+
+@pytest.fixture
+def store(new_root: Callable[[], Store]) -> Store:
+    return new_root()
 
 
 def put(store: Store, path: str, data: bytes, *, exclusive: bool = False) -> bool:
@@ -269,45 +293,32 @@ ACTS = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_order_of_calls_leaves_what_a_dictionary_would(
-    kind: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        url = request.getfixturevalue("s3") if kind == "s3" else ""
-        if url:
-            reach(monkeypatch, url, tmp_path_factory.mktemp("home"))
-        bucket = new_bucket(url) if url else ""
-        roots = (f"{bucket}/{number}" for number in range(10**9))
+def test_any_order_of_calls_leaves_what_a_dictionary_would(new_root: Callable[[], Store]) -> None:
+    @settings(max_examples=15)
+    @given(ACTS)
+    def follows(acts: list[tuple[str, str, bytes]]) -> None:
+        store, model = new_root(), dict[str, bytes]()
+        for act, path, data in acts:
+            if act == "delete":
+                store.delete([path])
+                model.pop(path, None)
+            elif act == "delete_folder":
+                folder = path.partition("/")[0]
+                store.delete_folder(folder)
+                for name in [name for name in model if name.partition("/")[0] == folder]:
+                    del model[name]
+            elif act == "create":
+                assert put(store, path, data, exclusive=True) is (path not in model)
+                model.setdefault(path, data)
+            elif path not in model:
+                put(store, path, data)
+                model[path] = data
+        assert {path: content(store, path) for path in model} == model
+        top = {path.partition("/")[0] for path in model}
+        # a folder on disk stays, empty, when its last file is deleted
+        assert top <= set(names(store, "")) <= top | {"b"}
 
-        @settings(max_examples=25)
-        @given(ACTS)
-        def follows(acts: list[tuple[str, str, bytes]]) -> None:
-            store: Store = (
-                ObjectStore(next(roots)) if bucket else LocalStore(str(tmp_path_factory.mktemp("root") / "r"))
-            )
-            model: dict[str, bytes] = {}
-            for act, path, data in acts:
-                if act == "delete":
-                    store.delete([path])
-                    model.pop(path, None)
-                elif act == "delete_folder":
-                    folder = path.partition("/")[0]
-                    store.delete_folder(folder)
-                    for name in [name for name in model if name.partition("/")[0] == folder]:
-                        del model[name]
-                elif act == "create":
-                    assert put(store, path, data, exclusive=True) is (path not in model)
-                    model.setdefault(path, data)
-                elif path not in model:
-                    put(store, path, data)
-                    model[path] = data
-            assert {path: content(store, path) for path in model} == model
-            top = {path.partition("/")[0] for path in model}
-            # a folder on disk stays, empty, when its last file is deleted
-            assert top <= set(names(store, "")) <= top | {"b"}
-
-        follows()
+    follows()
 
 
 def test_roots_that_are_none_are_refused() -> None:
