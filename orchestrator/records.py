@@ -349,15 +349,17 @@ class MemberState:
     """What a member brings when it joins.
 
     `key`, `cursor`: the state it holds (None: blank). `leaves`: (attempt, generation) it was in, None at
-    first. `prepared`: the step whose summary it waited for. `voted`: the newest save that it voted for.
-    `records`: all that were not acknowledged. `reason`: why the last generation ended, for the journal.
+    first. `prepared`: the step whose summary it waited for. `saving`: the newest save that it began and did
+    not report as failed: its vote or its report may be still to come, and until then it may be writing its
+    part; every older one is settled so. `records`: all that were not acknowledged. `reason`: why the last
+    generation ended, for the journal.
     """
 
     key: StateKey | None
     cursor: Cursor | None
     leaves: tuple[int, int] | None
     prepared: StateKey | None
-    voted: StateKey | None
+    saving: StateKey | None
     records: tuple[StepRecord, ...]
     reason: str
 
@@ -386,7 +388,7 @@ class JoinRequest:
     pid: int = 0  # of the member's process, so that its node's agent can kill it when it is left out
     idle_s: float = 0.0  # how long ago its last step was done when it asked; 0 for a newcomer
     unreached: tuple[str, ...] = ()  # members whose ports it tried in vain, when its last view said `probe`
-    voted: StateKey | None = None  # the newest save that it voted for: the vote may still be under way
+    saving: StateKey | None = None  # see `MemberState`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

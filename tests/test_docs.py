@@ -177,7 +177,7 @@ def test_a_name_that_is_gone_is_found() -> None:
     here = ROOT / "tests" / "test_docs.py"
     assert is_defined(here, "is_defined")
     assert is_defined(source_of("orchestrator.storage.files"), "Storage.create")
-    assert is_defined(source_of("orchestrator.storage.files"), "TRIES")
+    assert is_defined(source_of("orchestrator.storage.tries"), "TRIES")
     assert not is_defined(source_of("orchestrator.storage.files"), "Storage.rename")
     assert not is_defined(source_of("orchestrator.storage.files"), "create")
     assert not is_defined(source_of("orchestrator.no_such_module"), "Storage")

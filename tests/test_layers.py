@@ -45,6 +45,8 @@ WITHOUT_RAY_AND_TORCH = (
     "data/sources/",
     "data/packing/",
     "elastic/policy.py",
+    "elastic/holdings.py",
+    "elastic/parent_state.py",
     "elastic/rendezvous.py",
     "resume/",
     "coordinator/attempt.py",

@@ -27,7 +27,7 @@ def dashboard(
     """Serve a page that shows the runs of a folder, alive or not, and acts on them; prints its link."""
     from orchestrator.monitor.dashboard.auth import is_loopback
     from orchestrator.monitor.dashboard.serve import serve
-    from orchestrator.storage.files import require_local
+    from orchestrator.storage.local_store import require_local
 
     require_local(storage)
     if not is_loopback(host):

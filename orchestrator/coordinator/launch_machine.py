@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from orchestrator.coordinator.ended_by import ended_by
 from orchestrator.coordinator.launch_actions import Action, Answer, End, Fenced, Kill, Note, Say, Warn
+from orchestrator.coordinator.places import Places
 from orchestrator.coordinator.requests import Answered, Requests, heard_sentence
 from orchestrator.elastic.failure_budget import Failure, FailureBudget
 from orchestrator.elastic.formation import Form, Formation, Ignored, LeaveOut, Refused, StopRun, Waiting
@@ -32,7 +33,6 @@ from orchestrator.records import (
     StateKey,
     StepRecord,
 )
-from orchestrator.resume.commit_events import VoterGone
 
 SILENCE_S = 5.0  # without a record for so long a group is looked after, as while it forms
 _RECENT_STEPS = 31  # of which the median duration is taken
@@ -46,7 +46,8 @@ class LaunchMachine:
 
     Guarantees: whoever waits in `join` is answered when the run ends; the run ends once some member of the
     newest generation has finished and the others have, too, or are gone, or came to join again, whoever else
-    waits; for each way in which a member is lost there is one `VoterGone`.
+    waits; for each way in which a member is lost there is one `VoterGone` for its newest generation, and one
+    for an older one from which it owes a vote.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class LaunchMachine:
         self._stop_by, self._budgets = stop_by, budgets
         self._short: tuple[int, int] | None = None  # (needed, there) as noted, while too few are there
         self._saved, self._requests = saved, Requests(answered)
-        self._place: dict[str, tuple[int, int]] = {}  # member: the newest (generation, rank) it was answered
+        self._places = Places(rendezvous.attempt)
         self._finished = dict(finished or {})  # member: reason, step
         self._left_out: set[str] = set()  # and not known to be dead
         self._dead: set[str] = set()
@@ -121,7 +122,7 @@ class LaunchMachine:
         )
         self._left_out.discard(member)
         self.waiting.add(member)
-        return [*self._lost(member, voted=request.voted), *self._over()]
+        return [*self._places.joined(member, request.saving), *self._over()]
 
     def dead(self, member: str, why: str, now: float) -> list[Action]:
         """The process of `member` is gone; a call of it that comes later is not heeded."""
@@ -135,7 +136,7 @@ class LaunchMachine:
             # members of one generation die of one cause; before the first one each death counts
             alone = member not in self.members and self.rendezvous.generation == 0
             actions += self._failure(f"member {member} died", alone)
-        return [*actions, *self._lost(member), *self._over()]
+        return [*actions, *self._places.lost(member, writing=False), *self._over()]
 
     def finished(self, member: str, key: StateKey, reason: str, now: float) -> list[Action]:
         """A member's part is over (`done` or `stopped`): `key` is committed, its votes are answered. It may
@@ -148,7 +149,8 @@ class LaunchMachine:
         note = Note(
             kind=EventKind.MEMBER_FINISHED, fields={"member": member, "reason": reason, "step": key.step}
         )
-        return [*(() if known else (note,)), *self._lost(member), *self._over()]
+        # its votes are answered, and what it failed to write it has reported: nothing is to be concluded here
+        return [*(() if known else (note,)), *self._places.lost(member, writing=True), *self._over()]
 
     def failed(self, member: str, kind: str, text: str, fatal: bool) -> list[Action]:
         """What ended a member. `fatal`: an error of ours, which another try would only repeat."""
@@ -326,13 +328,14 @@ class LaunchMachine:
         anew meanwhile; then the next tick forms another generation.
         """
         self.rendezvous.formed(formation.generation, now)
-        views = {member: self.rendezvous.view_for(member) for member in formation.members}
+        found = {member: self.rendezvous.view_for(member) for member in formation.members}
+        views = {member: view for member, view in found.items() if view is not None}
+        if len(views) < len(found):
+            return []
         answers: list[Action] = []
         for member, view in views.items():
-            if view is None:
-                return []
             answers.append(Answer(member=member, answer=view))
-            self._place[member] = (view.generation, view.rank)
+            self._places.answered(member, view.generation, view.rank)
         self.members, self._short = formation.members, None
         self.waiting.difference_update(formation.members)
         return answers
@@ -358,14 +361,7 @@ class LaunchMachine:
         if member in self.infos:
             self._left_out.add(member)
             actions.append(Kill(member=self.infos[member], reason=action.reason))
-        return [*actions, *self._lost(member, writing=True), *self._over()]
-
-    def _lost(self, member: str, voted: StateKey | None = None, writing: bool = False) -> list[Action]:
-        """The one place that says whose vote will never come."""
-        if member not in self._place:
-            return []
-        generation, rank = self._place[member]
-        return [VoterGone(generation=generation, rank=rank, voted=voted, writing=writing)]
+        return [*actions, *self._places.lost(member, writing=True), *self._over()]
 
     def _failure(self, reason: str, again: bool = False) -> list[Action]:
         """One failure per generation, however many members it cost: a lost node, with all its members and its

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from orchestrator.elastic.formation import Formation, NewestPoint
+from orchestrator.elastic.holdings import newest_complete, replicated
 from orchestrator.records import Cursor, JoinRequest, StateKey
 
 
@@ -24,10 +25,11 @@ class ParentStateSelection:
 
     def newest(self, requests: Iterable[JoinRequest]) -> tuple[StateKey | None, NewestPoint | None]:
         """The greatest key over members and the committed point, and the point if it is that one's."""
-        best = max((r.key for r in requests if r.key is not None), default=None)
-        if self.point is not None and (best is None or self.point.key > best):
-            return self.point.key, self.point
-        return best, None
+        held = [replicated(r.member, r.key) for r in requests if r.key is not None]
+        complete = newest_complete(held, None if self.point is None else self.point.key)
+        if complete is not None:
+            return complete.key, None
+        return (None, None) if self.point is None else (self.point.key, self.point)
 
     def label(self, parent: StateKey | None, point: NewestPoint | None) -> int:
         """The label of the last step done, as the generation that continues `parent` counts."""

@@ -27,7 +27,8 @@ from orchestrator.launch.doctor import (
     Gpu,
     StorageFacts,
 )
-from orchestrator.storage.files import Storage, require_local
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import require_local
 
 STORAGE_S = 10.0  # how long storage is waited for
 _GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")

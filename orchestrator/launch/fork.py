@@ -25,7 +25,7 @@ from orchestrator.launch.which_point import Found, PointPlan, Wanted, find, plan
 from orchestrator.resume.points import Point
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import require_local
+from orchestrator.storage.local_store import require_local
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,7 @@ class RemoteMembership:
             records=state.records,
             reason=state.reason[-2000:],
             pid=os.getpid(),
-            voted=state.voted,
+            saving=state.saving,
             idle_s=time.monotonic() - self._stepped_at if state.leaves is not None else 0.0,
         )
         answer = self._ask("join", request)

@@ -23,7 +23,7 @@ from orchestrator.launch.scratch import remove_left, scratch
 from orchestrator.launch.which_point import Wanted, place
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import require_local
+from orchestrator.storage.local_store import require_local
 
 # a launch of the replay saves at its end alone, and serves nothing beside it
 _QUIET = {

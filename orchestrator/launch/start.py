@@ -32,7 +32,8 @@ from orchestrator.planning.manifests import Reading
 from orchestrator.records import Cursor
 from orchestrator.resume.run_file import RunFile
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage, require_local
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import require_local
 
 if TYPE_CHECKING:
     from orchestrator.data.spec import DataSpec

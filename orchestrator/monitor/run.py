@@ -34,7 +34,8 @@ from orchestrator.records import StepRecord
 from orchestrator.resume.pins import Hold
 from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
-from orchestrator.storage.files import Storage, require_local
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import require_local
 
 if TYPE_CHECKING:
     import pandas as pd

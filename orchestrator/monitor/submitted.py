@@ -19,7 +19,7 @@ from orchestrator.monitor.local_launch import LocalLaunch
 from orchestrator.monitor.run import Run
 from orchestrator.monitor.verdict import FAILED, STARTING
 from orchestrator.monitor.view import Quiet, RunView
-from orchestrator.storage.files import require_local
+from orchestrator.storage.local_store import require_local
 
 _LOOK_S = 0.5
 

@@ -33,14 +33,16 @@ class PartFailed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoterGone:
-    """The member that was `rank` of `generation` has left it, is dead or is left out: what it has not voted
-    for, it never will, but for the save of `voted`, whose vote may be under way. `writing`: it may live and
-    still be writing its part of a save (it was left out, and is not known to be dead).
+    """The member that was `rank` of `generation` is dead, or left it and says itself that it has voted for or
+    reported every save that it began in it but `saving`, if that is one. That vote or report is still to
+    come, and until then it may be writing its part.
+
+    `writing`: it is waited for no longer, but may live, and what it writes nobody knows.
     """
 
     generation: int
     rank: int
-    voted: StateKey | None = None
+    saving: StateKey | None = None
     writing: bool = False
 
 

@@ -8,7 +8,7 @@ actions out, the coordinator the answers. membership rules 7 and 13 to 16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.records import StateKey
@@ -36,9 +36,10 @@ from orchestrator.resume.commit_events import (
     VoterGone,
     WriteCommit,
 )
+from orchestrator.resume.departures import NOBODY_LEFT, Departures
 from orchestrator.resume.points import disagreement, newest_first, parse_point_name
 from orchestrator.resume.retention import held_point, spared, to_delete, to_verify
-from orchestrator.resume.save import UNDER_WAY, Save, Stage
+from orchestrator.resume.save import UNDER_WAY, Save, Stage, first_of, set_of
 
 CHECK_EVERY_S = 5.0  # how often to look for a newer claim when nothing else makes one look (rule 11)
 AFTER = "the training group went on from another state"
@@ -56,12 +57,17 @@ class CommitMachine:
     their mean losses as far as known, which with `keep_every` and `keep_best` spare some; `pinned` is the
     claim's parent if that is a point of this run. `vote_limit_s` is how long a save waits for its votes.
     `quarantined` are the points that somebody marked as damaged, as of the last question about claims.
-    `gone` are the (generation, rank) that will cast no vote any more, but for the save that is named; `quiet`
-    those that have also stopped writing; `discarding` the saves that were given up, with the ranks that may
-    still be writing into them. Guarantees: a save is acknowledged only after its COMMIT is durable,
-    its journal was durable before, and no newer claim existed when asked afterwards; points are deleted only
-    after such a question; the files of a save that was given up are deleted only after every rank has stopped
-    writing them (a rank that is cut off may never: the next launch takes those).
+    `departures` says of each generation who has left it; `discarding` are the saves that were given up, with
+    the set of ranks that may still be writing into them.
+
+    Guarantees: a save is acknowledged only after its COMMIT is durable, its journal was durable before, and
+    no newer claim existed when asked afterwards; points are deleted only after such a question. Saves are
+    decided one at a time, oldest first: one whose votes are there while an older one is undecided waits for
+    that, and nothing of it is lost. The files of a save that was given up are deleted only after every rank
+    has stopped writing them, which is known by its vote, by its report or by its death, and by nothing else:
+    that it left its generation or is left out says nothing, and a join only what it states (a rank that is
+    cut off may never stop: the next launch takes those). A vote, a report and a departure each cost the same
+    however many came before (but for sets of ranks, a bit each).
 
     Whoever drives it reports nothing to it while the store actions of an earlier event are unanswered, but
     for `VerifyPoint`, `DeletePoints` and `DiscardSave`: so no COMMIT is under way when a generation is formed
@@ -82,9 +88,8 @@ class CommitMachine:
     deleting: frozenset[str] = frozenset()
     generation: int = 0
     parents: Mapping[int, StateKey | None] = field(default_factory=dict)
-    gone: Mapping[tuple[int, int], StateKey | None] = field(default_factory=dict)
-    quiet: frozenset[tuple[int, int]] = frozenset()
-    discarding: Mapping[StateKey, frozenset[int]] = field(default_factory=dict)
+    departures: Mapping[int, Departures] = field(default_factory=dict)
+    discarding: Mapping[StateKey, int] = field(default_factory=dict)
     saves: Mapping[StateKey, Save] = field(default_factory=dict)
     outcomes: Mapping[StateKey, str | None] = field(default_factory=dict)  # why given up; None: acknowledged
     asked_s: float = 0.0
@@ -94,8 +99,11 @@ class CommitMachine:
         """The state after `event` and the actions it calls for, in order. Once fenced, nothing."""
         if self.fenced:
             return self, ()
-        after: tuple[CommitMachine, tuple[Action, ...]] = getattr(self, _HANDLERS[type(event)])(event)
-        return after
+        handler: Callable[[Event], tuple[CommitMachine, tuple[Action, ...]]]
+        handler = getattr(self, _HANDLERS[type(event)])
+        after, actions = handler(event)
+        after, next_ones = after._take_up_next()
+        return after, (*actions, *next_ones)
 
     @property
     def under_way(self) -> tuple[StateKey, ...]:
@@ -120,20 +128,30 @@ class CommitMachine:
             foreign = "its generation was not formed by this attempt: join again"
             return self, (GiveUp(key=key, ranks=(vote.rank,), reason=foreign),)
         save = self._save(key, vote.world_size, event.now_s)
-        if vote.rank in save.ranks:
+        if save.voted & set_of(vote.rank):
             return self, ()
-        save = dataclasses.replace(save, votes=(*save.votes, vote))
+        save = save.with_vote(vote)
         after = self._with(save)
         if not self._on_path(key):
             return after._give_up(key, AFTER)
         if (missing := self._missing_voter(save)) is not None:
             return after._give_up(key, f"rank {missing} ended before it had saved its part")
-        if len(save.votes) < vote.world_size:
-            return after, ()
-        if reason := disagreement(save.votes):
-            return after._give_up(key, reason)
-        records = tuple({record.key: record for voted in save.votes for record in voted.records}.values())
-        return after._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
+        return after, ()
+
+    def _take_up_next(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        """Goes on with the oldest save, if its votes are all there: one after the other."""
+        key = min(self.saves, default=None)
+        if self.fenced or key is None or any(s.stage is not Stage.COLLECTING for s in self.saves.values()):
+            return self, ()
+        if not self.saves[key].is_complete:
+            return self, ()
+        votes = self.saves[key].votes
+        if reason := disagreement(votes):
+            after, actions = self._give_up(key, reason)
+            after, next_ones = after._take_up_next()
+            return after, (*actions, *next_ones)
+        records = tuple({record.key: record for voted in votes for record in voted.records}.values())
+        return self._move(key, Stage.FLUSHING), (FlushJournal(key=key, records=records),)
 
     def _part_failed(self, event: PartFailed) -> tuple[CommitMachine, tuple[Action, ...]]:
         key = event.key
@@ -141,14 +159,15 @@ class CommitMachine:
             return self, ()
         if key in self.outcomes:
             return self._stopped_writing(key, event.rank)
-        save = dataclasses.replace(self._save(key, event.world_size, event.now_s), failed=event.rank)
+        save = self._save(key, event.world_size, event.now_s)
+        save = dataclasses.replace(save, failed=save.failed | set_of(event.rank))
         reason = f"rank {event.rank} could not save its part: {event.reason}"
         return self._with(save)._give_up(key, reason, by_storage=True)
 
     def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[Action, ...]]:
-        who = (event.generation, event.rank)
-        quiet = self.quiet if event.writing else self.quiet | {who}
-        after = dataclasses.replace(self, gone={**self.gone, who: event.voted}, quiet=quiet)
+        known = self.departures.get(event.generation, NOBODY_LEFT)
+        left = known.left_out(event.rank) if event.writing else known.over(event.rank, event.saving)
+        after = dataclasses.replace(self, departures={**self.departures, event.generation: left})
         waiting = [save for save in after.saves.values() if save.stage is Stage.COLLECTING]
         doomed = {
             save.key: missing for save in waiting if (missing := after._missing_voter(save)) is not None
@@ -271,10 +290,10 @@ class CommitMachine:
     # ---- time
     def _tick(self, event: Tick) -> tuple[CommitMachine, tuple[Action, ...]]:
         late = {
-            key: f"{len(save.votes)} of {save.world_size} ranks had saved their part "
+            key: f"{save.num_votes} of {save.world_size} ranks had saved their part "
             f"after {self.vote_limit_s:g} s"
             for key, save in self.saves.items()
-            if save.stage is Stage.COLLECTING and event.now_s - save.started_s > self.vote_limit_s
+            if not save.is_complete and event.now_s - save.started_s > self.vote_limit_s
         }
         after, actions = self._give_up_all(late)
         if event.now_s - self.asked_s >= CHECK_EVERY_S:
@@ -287,27 +306,24 @@ class CommitMachine:
         return key.attempt != self.attempt or key.generation not in self.parents
 
     def _save(self, key: StateKey, world_size: int, now_s: float) -> Save:
-        new = Save(key=key, stage=Stage.COLLECTING, world_size=world_size, votes=(), started_s=now_s)
-        return self.saves.get(key, new)
+        return self.saves.get(key) or Save(key=key, world_size=world_size, started_s=now_s)
 
     def _missing_voter(self, save: Save) -> int | None:
         """The first rank that has not voted for the save and never will."""
-        for rank in sorted(set(range(save.world_size)).difference(save.ranks)):
-            who = (save.key.generation, rank)
-            if who in self.gone and self.gone[who] != save.key:
-                return rank
-        return None
+        left = self.departures.get(save.key.generation, NOBODY_LEFT)
+        return first_of(left.missing(save.key, save.waited_for))
 
     def _stopped_writing(self, key: StateKey, rank: int) -> tuple[CommitMachine, tuple[Action, ...]]:
         """A rank is done with its part of a save that was decided before."""
         if key not in self.discarding:
             return self, ()
-        discarding = {**self.discarding, key: self.discarding[key] - {rank}}
+        discarding = {**self.discarding, key: self.discarding[key] & ~set_of(rank)}
         return dataclasses.replace(self, discarding=discarding)._discard_what_is_quiet()
 
     def _discard_what_is_quiet(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        left = self.departures
         writing = {
-            key: frozenset(r for r in ranks if (key.generation, r) not in self.quiet)
+            key: left.get(key.generation, NOBODY_LEFT).may_write(key, ranks)
             for key, ranks in self.discarding.items()
         }
         after = dataclasses.replace(self, discarding={key: ranks for key, ranks in writing.items() if ranks})
@@ -350,7 +366,7 @@ class CommitMachine:
             answers.append(GiveUp(key=key, ranks=save.ranks, reason=reasons[key], by_storage=by_storage))
             # Where COMMIT may exist the files stay: a whole point does no harm, a COMMIT without files would.
             if save.stage not in UNDER_WAY:
-                discarding[key] = frozenset(range(save.world_size)).difference(save.ranks, {save.failed})
+                discarding[key] = save.waited_for
         after = dataclasses.replace(self._decided(reasons), discarding=discarding)
         after, discards = after._discard_what_is_quiet()
         return after, (*answers, *discards)

@@ -30,7 +30,8 @@ from orchestrator.resume.point_tensors import PointTensors
 from orchestrator.resume.points import Point
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.tensor_files import SHARD_BYTES, Buffer, Form, Piece, write_file, write_tensors
-from orchestrator.storage.files import TEMPORARY, Storage
+from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import TEMPORARY
 from orchestrator.storage.sealed import seal
 
 RUN_CONFIG = "run_config.json"

@@ -108,13 +108,14 @@ def files_digest(files: Sequence[FileEntry]) -> str:
 
 def merge_tensors(votes: Iterable[Vote]) -> tuple[TensorEntry, ...]:
     """All tensors of a save by (group, name); the chunks of one may come from several ranks."""
-    merged: dict[tuple[str, str], TensorEntry] = {}
+    merged: dict[tuple[str, str], list[TensorEntry]] = {}
     for vote in sorted(votes, key=lambda v: v.rank):
         for entry in vote.tensors:
-            known = merged.get((entry.group, entry.name))
-            chunks = (*known.chunks, *entry.chunks) if known else entry.chunks
-            merged[entry.group, entry.name] = dataclasses.replace(entry, chunks=chunks)
-    return tuple(merged[key] for key in sorted(merged))
+            merged.setdefault((entry.group, entry.name), []).append(entry)
+    return tuple(
+        dataclasses.replace(parts[-1], chunks=tuple(chunk for part in parts for chunk in part.chunks))
+        for _, parts in sorted(merged.items())
+    )
 
 
 def disagreement(votes: Sequence[Vote]) -> str | None:

@@ -38,8 +38,8 @@ class Disk(Protocol):
     def open(self, path: str) -> int:
         """A handle for reading from the start."""
 
-    def read(self, handle: int, num_bytes: int) -> bytes:
-        """At most `num_bytes` next bytes, empty at the end."""
+    def read(self, handle: int, into: memoryview) -> int:
+        """The next bytes, at most as many as `into` holds; how many, 0 at the end."""
 
     def skip(self, handle: int, num_bytes: int) -> None:
         """The next `read` begins so many bytes after the file's begin."""
@@ -98,9 +98,9 @@ class OsDisk:
         """See `Disk`."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self, handle: int, num_bytes: int) -> bytes:
+    def read(self, handle: int, into: memoryview) -> int:
         """See `Disk`."""
-        return os.read(handle, num_bytes)
+        return os.readv(handle, [into])
 
     def skip(self, handle: int, num_bytes: int) -> None:
         """See `Disk`."""

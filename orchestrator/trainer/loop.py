@@ -116,7 +116,7 @@ class _Trainer:
                     cursor=state.cursor if state.key is not None else None,
                     leaves=leaves,
                     prepared=prepared.key if prepared is not None else None,
-                    voted=self._voted,
+                    saving=self._voted,
                     records=tuple(self._records),
                     reason=reason,
                 )

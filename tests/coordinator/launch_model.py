@@ -40,6 +40,7 @@ from orchestrator.resume.points import newest_first
 
 Content = tuple[tuple[int, int], ...]
 STORAGE_LIMIT_S = 60.0  # short enough to be reached within a history
+WRITES = (0.0, 0.05, 0.01)  # in the background: not at all, soon, or after several generations
 STEP_LIMIT_S = 100.0  # how long a member says that it may still compute
 MAX_FAILURES = 2
 ROUNDS = 400  # in which a world without faults must come to its end
@@ -95,7 +96,9 @@ class Member:
     group: Group | None = None
     records: dict[StateKey, StepRecord] = field(default_factory=dict)
     writing: StateKey | None = None
-    voted: StateKey | None = None
+    reporting: StateKey | None = None  # its report that it could not write its part is under way
+    begun: StateKey | None = None  # the newest save that it began
+    voted: StateKey | None = None  # what it says when it joins, see `MemberState.saving`
     votes: dict[StateKey, bool | None] = field(default_factory=dict)
     reason: str = ""
     request: JoinRequest | None = None
@@ -103,6 +106,11 @@ class Member:
     @property
     def acts(self) -> bool:
         return self.alive and not self.frozen
+
+    @property
+    def saves(self) -> bool:
+        """Whether a save of it is undecided, as far as it knows."""
+        return bool(self.writing or self.reporting or None in self.votes.values())
 
 
 @dataclass(eq=False)
@@ -138,11 +146,17 @@ class Coordinator:
 
 
 class World:
-    """Storage and processes, and what may happen to them. `machine`, `commits`: the classes under test."""
+    """Storage and processes, and what may happen to them. `machine`, `commits`: the classes under test.
+
+    In two of three worlds members write `in_background`: they train on, leave and join while they write, and
+    begin no save while one of any of them is undecided.
+    """
 
     def __init__(self, seed: int, machine: type[LaunchMachine], commits: type[CommitMachine]) -> None:
         self.random = random.Random(seed)
         self.machine_class, self.commits_class = machine, commits
+        self.writes = WRITES[seed % 3]  # how often a write comes to its end
+        self.in_background = self.writes > 0.0
         self.now, self.names = 0.0, itertools.count()
         self.size = self.random.randint(1, 4)
         self.minimum = self.random.randint(1, self.size)
@@ -459,6 +473,8 @@ class World:
         world_size = action.votes[0].world_size
         need(sorted(v.rank for v in action.votes) == list(range(world_size)), f"votes of {name} are missing")
         need(name not in self.points and name not in self.deleted, f"{name} is written twice")
+        older = [at.point_name for at in self.coordinator.commits.saves if at < key]
+        need(not older, f"COMMIT of {name} is written while {older} are undecided")
         self.points[name] = (key, self.contents[key])
         self.num["commits"] += 1
         return commit.Failed(key=key, reason="after") if fate < 0.06 else commit.CommitWritten(key=key)
@@ -603,7 +619,8 @@ class World:
     def leave(self, member: Member) -> None:
         if member.group:
             member.group.left.add(member.name)
-        member.group, member.mode, member.writing = None, "joins", None
+        member.group, member.mode = None, "joins"
+        member.writing = member.writing if self.in_background else None
         member.computes_until = float("-inf")
 
     def set_state(self, member: Member, key: StateKey, content: Content) -> None:
@@ -623,7 +640,7 @@ class World:
             prepared=member.prepared[0] if member.prepared else None,
             cursor=Cursor() if member.key else None,
             records=tuple(member.records.values()),
-            voted=member.voted,
+            saving=member.voted,
         )
         member.mode, member.request = "waits", request
         self.messages += [("join", member, request)] * (2 if self.random.random() < 0.05 else 1)
@@ -642,6 +659,8 @@ class World:
         elif kind == "failed save":
             assert isinstance(what, StateKey), what
             machine.voted()
+            member.reporting = None
+            member.voted = None if self.in_background and member.voted == what else member.voted
             size = len(self.groups[what.attempt, what.generation].views)
             rank = self.groups[what.attempt, what.generation].views[member.name].rank
             self.tell_commits(
@@ -720,7 +739,7 @@ class World:
 
     def act(self, group: Group, member: Member) -> bool:
         assert member.key is not None, "it has agreed"
-        if member.writing is not None:
+        if member.writing is not None and not self.in_background:
             return self.write_part(member)
         if member.mode == "leaves":
             return self.try_to_leave(group, member)
@@ -730,7 +749,8 @@ class World:
         wanted = group.control.get(member.key.step)
         if len(member.content) == self.steps or (done and wanted is not None and wanted.stop):
             member.mode, member.reason = "leaves", "done" if len(member.content) == self.steps else "stopped"
-            if not member.committed and member.voted != member.key and not (wanted and wanted.save and done):
+            begun = member.voted == member.key or bool(wanted and wanted.save and done)
+            if not (member.committed or begun or self.in_background):
                 member.writing = member.key
             return True
         return self.train(group, member)
@@ -742,8 +762,9 @@ class World:
         members = self.of(group)
         if step not in group.entered:  # the gradient's collectives: all take part
             here = (m.acts and m.group is group and m.mode == "trains" for m in members)
-            ready = all(here) and not group.left
-            if not ready or any(m.key is None or m.key.step != step - 1 or m.writing for m in members):
+            writes = any(m.writing for m in members) and not self.in_background
+            ready = all(here) and not group.left and not writes
+            if not ready or any(m.key is None or m.key.step != step - 1 for m in members):
                 return False
             group.entered[step] = set()
         if member.name not in group.entered[step]:
@@ -765,7 +786,7 @@ class World:
         if group.views[member.name].rank == 0 and self.random.random() < 0.8:
             self.messages.append(("report", member, key))
         if group.control[step].save:
-            member.writing = key
+            self.begin_save(member)
         if group.control[step].reform and not group.control[step].stop:
             member.mode = "meets"
         return True
@@ -778,24 +799,40 @@ class World:
         if self.coordinator.alive and self.random.random() < 0.9:
             heard = self.coordinator.machine.control_requests(view.attempt, view.generation, -1)
         save = heard.save or self.random.random() < 0.25
+        save = save and not (self.in_background and any(m.saves for m in self.of(group)))
         return ControlRequests(
             ended=False, save=save, stop=heard.stop, reform=heard.reform, acknowledged_step=-1
         )
 
+    def begin_save(self, member: Member) -> None:
+        assert member.key is not None, "it has agreed"
+        member.writing = member.begun = member.key
+        if self.in_background:
+            member.voted = member.key
+
+    def write_behind(self) -> bool:
+        """Some member that writes in the background comes to an end with it, wherever it is."""
+        writers = [m for m in self.members if m.acts and m.writing] if self.in_background else []
+        return bool(writers) and self.write_part(self.random.choice(writers))
+
     def write_part(self, member: Member) -> bool:
         key, member.writing = member.writing, None
+        assert key is not None, "it writes"
         if (self.storage_works and self.points_work) or self.random.random() < 0.3:
             member.voted = key
             member.votes[key] = None
             self.messages += [("vote", member, key)] * (2 if self.random.random() < 0.1 else 1)
         else:
+            member.reporting = key
             self.messages.append(("failed save", member, key))
         return True
 
     def try_to_leave(self, group: Group, member: Member) -> bool:
-        if None in member.votes.values():
+        if member.saves if self.in_background else None in member.votes.values():
             return False
-        if member.committed:
+        if self.in_background and not member.committed and member.begun != member.key:
+            self.begin_save(member)
+        elif member.committed:
             member.mode = "finishes"
             self.messages.append(("finished", member, member.key))
         else:
@@ -820,6 +857,8 @@ class World:
                 if member.mode == "joins" and member.acts:
                     self.send_join(member)
                     break
+        elif x < 0.40 + self.writes and self.write_behind():
+            pass
         elif x < 0.75 and self.groups:
             any(self.advance(self.groups[at]) for at in sorted(self.groups)[-2:][::-1])
         elif x < 0.82:
@@ -866,7 +905,7 @@ class World:
         """A member sees that its group is over, by a collective, by the coordinator, or by a re-form."""
         if member is None or not member.acts or member.group is None or member.mode not in IN_GROUP:
             return
-        if member.writing is not None:
+        if member.writing is not None and not self.in_background:
             return  # a part is written to its end
         over = member.mode == "meets" or bool(member.group.left)
         saved = member.mode == "leaves" and member.committed
@@ -936,16 +975,19 @@ class World:
         for member in alive:
             if member.mode == "joins":
                 self.send_join(member)
-        while self.messages:
-            self.deliver()
+        self.write_and_deliver()
         for at in sorted(self.groups)[-2:]:
             while self.advance(self.groups[at]):
-                while self.messages:
-                    self.deliver()
+                self.write_and_deliver()
         for member in alive:
             self.notice(member)
         self.now += 3.0
         self.tick()
+
+    def write_and_deliver(self) -> None:
+        while self.messages or self.write_behind():
+            if self.messages:
+                self.deliver()
 
 
 IN_GROUP = ("trains", "meets", "leaves")

@@ -221,15 +221,30 @@ def test_a_commit_that_a_newer_one_overtook_is_journalled_too(store: RunStore) -
         actor = coordinator(store, min_workers=2, max_workers=2)
         await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
         votes = [write_vote(store.storage, key(step), rank) for step in (1, 2) for rank in (0, 1)]
-        slow = asyncio.create_task(actor.vote(LAUNCH, votes[0]))
+        await actor.report(LAUNCH, "m", 1, 1, votes[0].records)
         assert await asyncio.gather(*(actor.vote(LAUNCH, vote) for vote in votes[2:])) == [True, True]
-        assert await asyncio.gather(slow, actor.vote(LAUNCH, votes[1])) == [True, True]
+        assert await asyncio.gather(*(actor.vote(LAUNCH, vote) for vote in votes[:2])) == [True, True]
         assert (await status(actor)).newest_point == key(2).point_name
         await actor.end("stopped", "enough")
 
     run(launch)
     events = [e for e in read_journal(store.storage).events if e.kind == EventKind.POINT_COMMITTED]
     assert [event.fields["point"] for event in events] == [key(2).point_name, key(1).point_name]
+
+
+def test_a_save_whose_votes_are_there_waits_for_an_older_one_that_lacks_one(store: RunStore) -> None:
+    async def launch() -> None:
+        actor = coordinator(store, min_workers=2, max_workers=2)
+        await asyncio.gather(actor.join(JOIN), actor.join(replace(JOIN, member="n", port=2)))
+        votes = [write_vote(store.storage, key(step), rank) for step in (1, 2) for rank in (0, 1)]
+        early = [asyncio.create_task(actor.vote(LAUNCH, vote)) for vote in (votes[0], *votes[2:])]
+        assert await actor.vote(LAUNCH, votes[1]) is True
+        assert await asyncio.gather(*early) == [True, True, True]
+        await actor.end("stopped", "enough")
+
+    run(launch)
+    events = [e for e in read_journal(store.storage).events if e.kind == EventKind.POINT_COMMITTED]
+    assert [event.fields["point"] for event in events] == [key(1).point_name, key(2).point_name]
 
 
 class BuggyDisk(OsDisk):

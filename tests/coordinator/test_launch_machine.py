@@ -34,7 +34,30 @@ def test_a_member_that_is_left_out_will_not_vote_and_may_still_be_writing() -> N
     actions = machine.tick(1000.0)
     assert [action.member.member for action in actions if isinstance(action, Kill)] == ["b"]
     rank = form.formation.members.index("b")
-    assert VoterGone(generation=1, rank=rank, voted=None, writing=True) in actions
+    assert VoterGone(generation=1, rank=rank, saving=None, writing=True) in actions
+
+
+def test_a_death_is_reported_for_the_older_generation_too_from_which_a_vote_is_owed() -> None:
+    machine = one_of_two()
+    saved = key(1)
+    came = replace(JOIN, key=saved, leaves=(1, 1), cursor=Cursor())
+    joined = [
+        machine.join(replace(came, member="a"), 2.0),
+        machine.join(replace(came, member="b", saving=saved), 2.0),
+    ]
+    assert [departures(actions) for actions in joined] == [
+        [VoterGone(generation=1, rank=0)],
+        [VoterGone(generation=1, rank=1, saving=saved)],
+    ]
+    form_next(machine, 2.0)
+    assert departures(machine.dead("b", "killed", 3.0)) == [
+        VoterGone(generation=1, rank=1),
+        VoterGone(generation=2, rank=1),
+    ]
+
+
+def departures(actions: list[Action]) -> list[VoterGone]:
+    return [action for action in actions if isinstance(action, VoterGone)]
 
 
 def one_of_two(budgets: Budgets | None = None, trained: bool = True) -> LaunchMachine:

@@ -5,6 +5,7 @@ coordinator, storage that fails, ends) keep every rule, and each wrong version p
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,8 +75,36 @@ class ForgetsWhoWasLeftOut(LaunchMachine):
 class TakesTheSilentForQuiet(LaunchMachine):
     """A member that was left out is taken to have stopped writing."""
 
-    def _lost(self, member: str, voted: object = None, writing: bool = False) -> list[Action]:
-        return super()._lost(member, voted)  # type: ignore[arg-type]
+    def _leave_out(self, action: LeaveOut) -> list[Action]:
+        actions = super()._leave_out(action)
+        return [replace(a, writing=False) if isinstance(a, VoterGone) else a for a in actions]
+
+
+class TakesAJoinForQuiet(CommitMachine):
+    """A member that joins anew is taken to have stopped writing."""
+
+    def _voter_gone(self, event: VoterGone) -> tuple[CommitMachine, tuple[CommitAction, ...]]:
+        after, actions = super()._voter_gone(event)
+        writes_nothing = {g: replace(left, writing={}) for g, left in after.departures.items()}
+        return replace(after, departures=writes_nothing), actions
+
+
+class DecidesAsVotesCome(CommitMachine):
+    """A save whose votes are there does not wait for an older one."""
+
+    def _take_up_next(self) -> tuple[CommitMachine, tuple[CommitAction, ...]]:
+        newest = {at: save for at, save in self.saves.items() if at == max(self.saves)}
+        after, actions = CommitMachine._take_up_next(replace(self, saves=newest))
+        return replace(after, saves={**self.saves, **after.saves}), actions
+
+
+class SaysOnlyWhatItVotedFor(World):
+    """A member that joins does not say which save it is still writing."""
+
+    def send_join(self, member: Member) -> None:
+        said, member.voted = member.voted, None if member.writing else member.voted
+        super().send_join(member)
+        member.voted = said
 
 
 class AsksOnlyWhoForms(LaunchMachine):
@@ -163,6 +192,9 @@ class NobodyHears(World):
         (ForgetsProgress, "a healthy run is stopped", 10),
         (ForgetsWhoWasLeftOut, "the run does not end", 238),
         (TakesTheSilentForQuiet, "are deleted while", 483),
+        (TakesAJoinForQuiet, "are deleted while", 23),
+        (SaysOnlyWhatItVotedFor, "are deleted while", 23),
+        (DecidesAsVotesCome, "are undecided", 2631),
         (AsksOnlyWhoForms, "the run does not end", 822),
         (SavesForEver, "and the run goes on", 58),
         (NeverForgivesASave, "and the run ends", 2583),

@@ -42,9 +42,9 @@ from orchestrator.data.sources.changes import changes_since
 from orchestrator.data.sources.input_file import open_input
 from orchestrator.data.sources.listing import list_files
 from orchestrator.data.sources.manifest import ETAG, difference, freeze, from_parquet, to_parquet
-from orchestrator.data.sources.object_stores import bucket_of
 from orchestrator.data.sources.remote_files import name_fits
 from orchestrator.errors import BadDocumentError, ConfigError, DataIdentityError
+from orchestrator.storage.buckets import bucket_of
 from tests.data.making import job, plain, samples, some_texts, spec_of, write_corpus
 
 Make = Callable[..., dict[str, Any]]

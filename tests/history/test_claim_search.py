@@ -35,6 +35,7 @@ from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
 from orchestrator.storage.files import Storage
+from orchestrator.storage.local_store import LocalStore
 from tests.resume.samples import CONFIG, key, no_sleep, record, started_journal, write_vote
 from tests.storage.crashfs import Files, ModelDisk
 
@@ -198,7 +199,9 @@ def told(world: World, event: Event) -> World:
 
 
 def files_of(store: RunStore) -> frozenset[tuple[str, bytes | None]]:
-    disk = store.storage._disk
+    local = store.storage._store
+    assert isinstance(local, LocalStore)
+    disk = local.disk
     assert isinstance(disk, ModelDisk)
     return frozenset(disk.files().items())
 

@@ -26,7 +26,9 @@ from orchestrator.records import (
 )
 from tests.resume.samples import key, record
 
-BLANK = MemberState(key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start")
+BLANK = MemberState(
+    key=None, cursor=None, leaves=None, prepared=None, saving=None, records=(), reason="start"
+)
 VIEW = GenerationView(
     attempt=1,
     generation=1,

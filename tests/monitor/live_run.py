@@ -100,6 +100,7 @@ class LiveRun:
         fork_of: LiveRun | None = None,
     ) -> None:
         """`data` are frozen in some other folder. A fork begins with the newest point of another run."""
+        self.disk = disk
         self.store = RunStore(Storage(root, disk, no_sleep))
         self.data, self.keep_latest = data, keep_latest
         self.job = job.model_copy(

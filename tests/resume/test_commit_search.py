@@ -32,7 +32,7 @@ from orchestrator.resume.commit_events import (
 )
 from orchestrator.resume.commit_machine import CommitMachine
 from orchestrator.resume.points import parse_point_name
-from orchestrator.resume.save import Save, Stage
+from orchestrator.resume.save import UNDER_WAY, Save, Stage
 from tests.resume.samples import key
 from tests.resume.test_commit_machine import vote
 
@@ -69,7 +69,7 @@ class World:
         parts = (
             saves,
             tuple(m.outcomes),
-            tuple(m.gone),
+            tuple((g, d.silent, d.quiet) for g, d in m.departures.items()),
             tuple(m.discarding.items()),
             m.generation,
             tuple(m.parents.values()),
@@ -105,6 +105,10 @@ def take(world: World, action: Action) -> World:
             whole = all((action.key, rank) in world.votes for rank in RANKS)
             wrong = "" if whole else "COMMIT without all votes"
             wrong = wrong if action.key in world.flushed else wrong or "COMMIT before the journal is durable"
+            others = any(
+                save.stage in UNDER_WAY and at != action.key for at, save in world.machine.saves.items()
+            )
+            wrong = wrong or ("two saves are committed at once" if others else "")
             return replace(world, pending=(*world.pending, action), wrong=world.wrong or wrong)
         case FlushJournal() | CheckNewerClaim():
             return replace(world, pending=(*world.pending, action))
@@ -240,14 +244,26 @@ class WaitsForTheDead(CommitMachine):
         return None
 
 
+class TakesUpAll(CommitMachine):
+    """Planted mistake: goes on with every save whose votes are there."""
+
+    def _take_up_next(self) -> tuple[CommitMachine, tuple[Action, ...]]:
+        found = [at for at, s in self.saves.items() if s.is_complete and s.stage is Stage.COLLECTING]
+        after = self
+        for at in found:
+            after = after._move(at, Stage.FLUSHING)
+        return after, tuple(FlushJournal(key=at, records=()) for at in found)
+
+
 class DoesNotFlush(CommitMachine):
     """Planted mistake: COMMIT does not wait for the journal."""
 
     def _vote(self, event: VoteCast) -> tuple[CommitMachine, tuple[Action, ...]]:
         after, actions = super()._vote(event)
+        after, more = after._take_up_next()
         if after._is_at(event.vote.key, Stage.FLUSHING):
             return after._journal_durable(JournalDurable(key=event.vote.key))
-        return after, actions
+        return after, (*actions, *more)
 
 
 class LooksOnce(CommitMachine):
@@ -271,6 +287,7 @@ class ForgetsPoints(CommitMachine):
         (OneVoteLess, "COMMIT without all votes"),
         (DiscardsAtOnce, "files deleted under rank 1"),
         (WaitsForTheDead, "a save waits for ever"),
+        (TakesUpAll, "two saves are committed at once"),
         (DoesNotFlush, "COMMIT before the journal is durable"),
         (LooksOnce, "acknowledged without looking for a newer claim after COMMIT"),
         (ForgetsPoints, "a generation left out an acknowledged point"),

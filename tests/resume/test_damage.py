@@ -163,7 +163,7 @@ def test_a_run_without_points_has_no_newest(tmp_path) -> None:
 class Unreadable(ModelDisk):
     """A disk that answers every read with an input/output error."""
 
-    def read(self, handle: int, num_bytes: int) -> bytes:
+    def read(self, handle: int, into: memoryview) -> int:
         raise OSError(5, "Input/output error")
 
 

@@ -89,11 +89,12 @@ class ModelDisk:
     def open(self, path: str) -> int:
         return self._open(self._file(path))
 
-    def read(self, handle: int, num_bytes: int) -> bytes:
+    def read(self, handle: int, into: memoryview) -> int:
         node, offset = self.handles[handle]
-        piece = node.data[offset : offset + num_bytes]
+        piece = node.data[offset : offset + len(into)]
+        into[: len(piece)] = piece
         self.handles[handle] = (node, offset + len(piece))
-        return piece
+        return len(piece)
 
     def skip(self, handle: int, num_bytes: int) -> None:
         self.handles[handle] = (self.handles[handle][0], num_bytes)

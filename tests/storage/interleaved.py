@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from orchestrator.storage.disk import Disk
-from orchestrator.storage.files import TEMPORARY
+from orchestrator.storage.local_store import TEMPORARY
 from tests.storage.crashfs import Files, ModelDisk
 
 LIMIT_S = 60.0

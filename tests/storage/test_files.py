@@ -15,7 +15,10 @@ from blake3 import blake3
 
 from orchestrator.errors import ConfigError, StorageError
 from orchestrator.storage.disk import OsDisk
-from orchestrator.storage.files import TEMPORARY, TRIES, Storage
+from orchestrator.storage.files import READ_BYTES, Storage
+from orchestrator.storage.local_store import TEMPORARY, LocalStore
+from orchestrator.storage.store import Pieces, Store
+from orchestrator.storage.tries import TRIES
 from tests.resume.samples import no_sleep
 
 
@@ -49,7 +52,6 @@ def test_what_is_written_is_read_back_with_its_digest(tmp_path) -> None:
     assert storage.size("a/b/c") == 5
     assert storage.exists("a/b/c")
     assert storage.list("a") == ["b"]
-    assert storage.local_path("a/b/c") == str(tmp_path / "new" / "run" / "a" / "b" / "c")
 
 
 def test_a_name_is_never_written_twice(tmp_path) -> None:
@@ -252,3 +254,22 @@ def test_a_file_of_another_folder_is_taken_whole_and_stays_when_that_folder_goes
         here.take(other, "a/none", "c/none")
     other.delete_folder("a")
     assert here.entry("c/d") == replace(written, path="c/d")
+
+
+class WritesLate(LocalStore):
+    """It asks for all pieces before it writes one, as an upload may, and can link nothing."""
+
+    def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
+        held = list(pieces())
+        return super().put(path, lambda: held, size, exclusive=exclusive)
+
+    def copy(self, source: Store, theirs: str, path: str) -> bool:
+        return False
+
+
+def test_what_is_taken_piece_by_piece_is_whole_though_the_pieces_are_written_late(tmp_path: Path) -> None:
+    other = Storage(str(tmp_path / "other"))
+    written = other.write("a", b"".join(bytes([number]) * READ_BYTES for number in range(3)))
+    here = Storage.on(WritesLate(str(tmp_path / "here")))
+    assert not here.take(other, "a", "b")
+    assert here.entry("b") == replace(written, path="b")

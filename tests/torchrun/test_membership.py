@@ -28,7 +28,9 @@ from tests.trainer.feed import FormulaFeed
 from tests.trainer.launch import WAIT_S
 from tests.trainer.member import tiny_job
 
-BLANK = MemberState(key=None, cursor=None, leaves=None, prepared=None, voted=None, records=(), reason="start")
+BLANK = MemberState(
+    key=None, cursor=None, leaves=None, prepared=None, saving=None, records=(), reason="start"
+)
 FAILURE = 3  # an exit code
 
 

@@ -20,7 +20,7 @@ from orchestrator.data.sources.fragments import SourcePlan
 from orchestrator.data.sources.unchanged import compare_files
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, RefusedError
-from orchestrator.storage.files import require_local
+from orchestrator.storage.local_store import require_local
 
 if TYPE_CHECKING:
     from orchestrator.config.schema import JobConfig, SourceConfig

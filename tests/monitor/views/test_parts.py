@@ -406,7 +406,7 @@ def test_status_and_the_page_say_the_same(live: LiveRun) -> None:
     live.save(live.live)
     live.train(live.live, 2)
     live.end()
-    with reader(live.store.storage._disk, lambda call, path: None) as (run, store):
+    with reader(live.disk, lambda call, path: None) as (run, store):
         said = run.status(0.0).verdict
         shown = RunViews(store).summary()["verdict"]["text"]
     assert (said, shown) == ("stopped: asked to", "Stopped: asked to.")

@@ -282,7 +282,7 @@ def test_a_run_before_its_first_attempt_is_starting(data: DataSpec) -> None:
 
 # ------------------------------------------------------------ what cannot be read
 def test_a_run_with_a_damaged_line_is_unreadable_until_it_is_restored(live: LiveRun, tmp_path: Path) -> None:
-    for path, content in live.store.storage._disk.files().items():
+    for path, content in live.disk.files().items():
         target = tmp_path / path.removeprefix("/run").lstrip("/")
         if content is None:
             target.mkdir(parents=True, exist_ok=True)
@@ -315,7 +315,7 @@ def test_storage_that_fails_is_told_and_the_next_look_goes_on(live: LiveRun) -> 
                 raise OSError(5, "Input/output error")
             return super().list(path)
 
-    disk = Failing.of(live.store.storage._disk.files())
+    disk = Failing.of(live.disk.files())
     views = views_of(RunStore(Storage("/run", disk, no_sleep)))
     before = documents(views)
     disk.broken = True

@@ -1,0 +1,281 @@
+"""A folder of this machine, or one that machines share, as a `Store`.
+
+It knows the steps that make a file durable, and which of them can be tried again; it knows single calls of
+the system only as `Disk`, and nothing of what the files are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from orchestrator.errors import ConfigError
+from orchestrator.storage.disk import AppendHandle, Disk, OsDisk, storage_error, write_all
+from orchestrator.storage.exact_pieces import exact
+from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
+from orchestrator.storage.tries import tried
+
+Result = TypeVar("Result")
+
+TEMPORARY = (
+    ".tmp-"  # part of the name of a file that is not there yet; no reader of a folder takes it for anything
+)
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+def require_local(path: str, called: str = "") -> None:
+    """Raises `ConfigError` for a URI. `called`: how the message names it, if not by itself."""
+    if "://" in path:
+        raise ConfigError(
+            f"{called or path} is a URI; this version stores runs in local or shared folders only: mount the "
+            "storage, and give a path, e.g. ./runs"
+        )
+
+
+class LocalStore:
+    """See `Store`. A call of the system that fails for a reason that may pass is tried 4 times within about
+    2 seconds.
+
+    A name that holds a file is never written again. Folders are made as needed.
+    """
+
+    traits = Traits(refuses_taken=True, lists_facts=False)
+
+    def __init__(
+        self, root: str, disk: Disk | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """`root` is a local path (made absolute here, so that a process with another current folder means the
+        same); it need not exist.
+
+        Raises `ConfigError` for a URI, and for an empty text.
+        """
+        require_local(root)
+        if not root:
+            raise ConfigError("the path of a run's storage is empty; give a folder, e.g. ./runs")
+        self.root = os.path.abspath(os.path.expanduser(root))
+        self.disk = disk or OsDisk()
+        self._sleep = sleep
+
+    def beside(self, root: str) -> LocalStore:
+        """See `Store`. Another folder of the same disk."""
+        return LocalStore(root, self.disk, self._sleep)
+
+    # ---------------------------------------------------------------------- writing
+    def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
+        """See `Store`. What fails leaves no part of a file, unless even taking it away failed.
+
+        Exclusive: the file is written under another name, and then linked. Where a file system has no hard
+        links the name itself is taken first, and a reader may find it torn: then it counts as taken.
+        """
+        full = self._full(path)
+        self._make_folders(os.path.dirname(full))
+        if exclusive:
+            return self._create(path, full, pieces, size)
+        self._try("write", full, lambda: self._write_new(full, pieces, size))
+        return True
+
+    def sync(self, folder: str) -> None:
+        """See `Store`."""
+        full = self._full(folder)
+        while True:
+            self._try("sync folder", full, partial(self.disk.fsync_folder, full))
+            if full == self.root:
+                return
+            full = os.path.dirname(full)
+
+    def append(self, path: str) -> AppendHandle:
+        """See `AppendingStore`."""
+        full = self._full(path)
+        self._make_folders(os.path.dirname(full))
+        folder = path.rpartition("/")[0]
+        return self._try("create", full, lambda: AppendHandle(self.disk, full, lambda: self.sync(folder)))
+
+    def copy(self, source: Store, theirs: str, path: str) -> bool:
+        """See `Store`. A second name for the same bytes (a hard link): no file is ever written again."""
+        if not isinstance(source, LocalStore):
+            return False
+        full, other = self._full(path), source._full(theirs)
+        self._make_folders(os.path.dirname(full))
+        return self._find("link", full, lambda: self._second_name(other, full))
+
+    # ---------------------------------------------------------------------- reading
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Store`."""
+        if not into:  # a folder can be opened, too
+            self.facts(path)
+            return 0
+        full = self._full(path)
+        return self._find("read", full, lambda: self._read(full, start, into))
+
+    def facts(self, path: str) -> ObjectFacts:
+        """See `Store`."""
+        full = self._full(path)
+        return ObjectFacts(size=self._find("look at", full, lambda: self.disk.size(full)), tag="")
+
+    def list(self, folder: str) -> list[Listed]:
+        """See `Store`."""
+        full = self._full(folder)
+        try:
+            names = sorted(self._find("list", full, lambda: self.disk.list(full)))
+        except FileNotFoundError:
+            return []
+        return [Listed(name=name, facts=None) for name in names]
+
+    # ---------------------------------------------------------------------- deleting
+    def delete(self, paths: Sequence[str]) -> None:
+        """See `Store`."""
+        for path in paths:
+            full = self._full(path)
+            self._try("delete", full, partial(self._unlink, full))
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        full = self._full(folder)
+        self._try("delete folder", full, lambda: self._delete_tree(full))
+
+    # ---------------------------------------------------------------------- tries
+    def _full(self, path: str) -> str:
+        return os.path.join(self.root, path) if path else self.root
+
+    def _try(self, what: str, full: str, action: Callable[[], Result]) -> Result:
+        """Run `action` again while it fails for a passing reason; what is left of its failures is a
+        `StorageError`.
+        """
+        try:
+            return tried(action, self._sleep)
+        except OSError as error:
+            raise storage_error(what, full, error) from error
+
+    def _find(self, what: str, full: str, action: Callable[[], Result]) -> Result:
+        """As `_try`, but FileNotFoundError where there is surely no such file (a folder is none, and there is
+        none below a file).
+        """
+        try:
+            return tried(action, self._sleep)
+        except _ABSENT as error:
+            raise FileNotFoundError(errno.ENOENT, "no such file", full) from error
+        except OSError as error:
+            raise storage_error(what, full, error) from error
+
+    # ---------------------------------------------------------------------- steps
+    def _create(self, path: str, full: str, pieces: Pieces, size: int) -> bool:
+        temporary = f"{full}{TEMPORARY}{secrets.token_hex(8)}"
+        self._try("write", temporary, lambda: self._write_new(temporary, pieces, size))
+        try:
+            created = self._try("create", full, lambda: self._link(temporary, full))
+            if created is None:
+                created = self._create_in_place(full, pieces, size)
+        finally:
+            self._try("remove", temporary, lambda: self._unlink(temporary))
+        if created:
+            self.sync(path.rpartition("/")[0])
+        return created
+
+    def _write_new(self, full: str, pieces: Pieces, size: int) -> None:
+        handle = self.disk.create(full)
+        try:
+            self._fill(handle, full, pieces, size)
+        except Exception:
+            # The name is ours alone; the next try needs a fresh file, for a failed fsync cannot be repeated.
+            # If it cannot be taken away either, the next try finds it taken and says so.
+            with contextlib.suppress(OSError):
+                self.disk.unlink(full)
+            raise
+
+    def _fill(self, handle: int, full: str, pieces: Pieces, size: int) -> None:
+        try:
+            for view in exact(pieces, size, full):
+                write_all(self.disk, handle, view)
+            self.disk.fsync(handle)
+        finally:
+            self.disk.close(handle)
+
+    def _second_name(self, source: str, full: str) -> bool:
+        try:
+            self.disk.link(source, full)
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                return False
+            raise
+        return True
+
+    def _link(self, temporary: str, full: str) -> bool | None:
+        try:
+            self.disk.link(temporary, full)
+        except FileExistsError:
+            # A network file system may report a link that it made itself, in a request it repeated, as taken.
+            return self.disk.num_links(temporary) > 1
+        except OSError as error:
+            if error.errno in _NO_HARD_LINKS:
+                return None
+            raise
+        return True
+
+    def _create_in_place(self, full: str, pieces: Pieces, size: int) -> bool:
+        try:
+            handle = self.disk.create(full)
+        except FileExistsError:
+            return False
+        try:
+            self._fill(handle, full, pieces, size)
+        except OSError as error:
+            raise storage_error("write", full, error) from error
+        return True
+
+    def _make_folders(self, full: str) -> None:
+        """Make `full` and what is missing above it. Folders above the root are made durable here, those below
+        it by `sync`.
+        """
+        missing = []
+        while True:
+            try:
+                self._find("make folder", full, partial(self._make_folder, full))
+                break
+            except FileNotFoundError:
+                missing.append(full)
+                full = os.path.dirname(full)
+        for folder in reversed(missing):
+            self._try("make folder", folder, partial(self._make_folder, folder))
+
+    def _make_folder(self, full: str) -> None:
+        try:
+            self.disk.make_folder(full)
+        except FileExistsError:
+            return
+        if self.root.startswith(full):
+            self.disk.fsync_folder(os.path.dirname(full))
+
+    def _read(self, full: str, start: int, into: memoryview) -> int:
+        handle, found = self.disk.open(full), 0
+        try:
+            if start:
+                self.disk.skip(handle, start)
+            while found < len(into) and (num_bytes := self.disk.read(handle, into[found:])):
+                found += num_bytes
+        finally:
+            self.disk.close(handle)
+        return found
+
+    def _unlink(self, full: str) -> None:
+        try:
+            self.disk.unlink(full)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def _delete_tree(self, full: str) -> None:
+        try:
+            if not self.disk.is_folder(full):
+                self.disk.unlink(full)
+                return
+            for name in self.disk.list(full):
+                self._delete_tree(os.path.join(full, name))
+            self.disk.remove_folder(full)
+        except FileNotFoundError:
+            return

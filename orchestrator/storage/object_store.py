@@ -1,0 +1,306 @@
+"""A prefix of a bucket as a `Store`: objects of S3, Google Cloud Storage or Azure.
+
+It knows requests, and what an answer that was lost may hide; it knows no file system, and nothing of what
+the objects are.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from orchestrator.errors import ConfigError, StorageError
+from orchestrator.storage.buckets import SCHEMES, NoBucketError, bucket_of, explained, split_bucket
+from orchestrator.storage.exact_pieces import exact
+from orchestrator.storage.store import Listed, ObjectFacts, Pieces, Store, Traits
+from orchestrator.storage.tries import tried
+
+Result = TypeVar("Result")
+
+# An object that is longer is uploaded in parts; so many of them, of so many bytes, are held at a time.
+PART_BYTES = 8 << 20
+_PARTS_AT_A_TIME = 4
+_MOST_PARTS = 10_000  # S3's limit
+_MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
+_AT_A_TIME = 1000  # the most objects that one request lists or deletes
+_RIGHTS = "list, read, write and delete in"
+# What an object that was created exclusively carries: who made it.
+TOKEN = "token"  # noqa: S105  no secret: it is there to be read
+
+
+class ObjectStore:
+    """See `Store`. What an upload began and did not finish is seen by nobody; its parts may stay, and cost,
+    until a rule of the bucket removes them.
+
+    The library repeats for up to 30 s what a server refuses for the moment; what is left of it, and what
+    breaks off, is tried 4 times, so that an error may come after some minutes.
+    """
+
+    traits = Traits(refuses_taken=False, lists_facts=True)
+
+    def __init__(self, root: str, sleep: Callable[[float], None] = time.sleep) -> None:
+        """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet.
+
+        Raises `ConfigError` for what is no such URI.
+        """
+        at = split_bucket(root)
+        if at is None:
+            raise ConfigError(
+                f"{root} is no bucket: give one of {', '.join(f'{scheme}://' for scheme in SCHEMES)} with "
+                "the name of a bucket after it, and a prefix in it"
+            )
+        self._bucket_uri, self._prefix = at
+        if any(part in ("", ".", "..") for part in self._prefix.split("/")) and self._prefix:
+            raise ConfigError(f"{root}: a prefix has no empty part, no '.' and no '..'; give one without")
+        self.root = f"{self._bucket_uri}/{self._prefix}".rstrip("/")
+        self._sleep = sleep
+
+    def beside(self, root: str) -> ObjectStore:
+        """See `Store`."""
+        return ObjectStore(root, self._sleep)
+
+    # ---------------------------------------------------------------------- writing
+    def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
+        """See `Store`. An exclusive one is a document: it is sent in one request.
+
+        Of a create whose answer is lost nobody knows whether it took effect, and a repeated one is refused by
+        what it made itself. So each carries a random token, and who is refused looks whose it is. (The
+        content would not do: two launches may write equal claims.)
+        """
+        if exclusive:
+            data = b"".join(exact(pieces, size, self._uri(path)))
+            with self._told("create", path):
+                return self._create(path, data)
+        with self._told("write", path):
+            tried(lambda: self._put(path, pieces, size), self._sleep)
+        return True
+
+    def sync(self, folder: str) -> None:
+        """See `Store`. What a bucket has answered is durable already."""
+
+    def copy(self, source: Store, theirs: str, path: str) -> bool:
+        """See `Store`. By the server, within one bucket, and not of more than 5 GiB."""
+        if not isinstance(source, ObjectStore) or source._bucket_uri != self._bucket_uri:
+            return False
+        if source.facts(theirs).size > _MOST_COPIED_BYTES:
+            return False
+        key, ours = source._key(theirs), self._key(path)
+        with source._found("copy", theirs):
+            source._ask(theirs, lambda library, bucket: library.copy(bucket, key, ours))
+        return True
+
+    # ---------------------------------------------------------------------- reading
+    def read(self, path: str, start: int, into: memoryview) -> int:
+        """See `Store`. One request, and a second one where the object ends before `start`."""
+        if not into:
+            self.facts(path)
+            return 0
+        with self._found("read", path):
+            return tried(lambda: self._read(path, start, into), self._sleep)
+
+    def facts(self, path: str) -> ObjectFacts:
+        """See `Store`. One request."""
+        with self._found("look at", path):
+            return _facts(self._ask(path, lambda library, bucket: library.head(bucket, self._key(path))))
+
+    def list(self, folder: str) -> list[Listed]:
+        """See `Store`. One request for 1,000 names."""
+        prefix = self._key(folder)
+        with self._told("list", folder):
+            found = self._ask(
+                folder, lambda library, bucket: library.list_with_delimiter(bucket, prefix=prefix or None)
+            )
+        here = len(prefix) + 1 if prefix else 0
+        listed = {name[here:].rstrip("/"): None for name in found["common_prefixes"]}
+        listed |= {meta["path"][here:]: _facts(meta) for meta in found["objects"]}
+        # a console that is asked for a folder makes an object whose name is empty in it
+        return [Listed(name=name, facts=facts) for name, facts in sorted(listed.items()) if name]
+
+    # ---------------------------------------------------------------------- deleting
+    def delete(self, paths: Sequence[str]) -> None:
+        """See `Store`. One request for 1,000 objects of S3 (unless `AWS_DISABLE_BULK_DELETE` is set)."""
+        self._delete([self._key(path) for path in paths])
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Store`."""
+        with self._told("delete folder", folder):
+            found = self._ask(folder, lambda library, bucket: self._below(library, bucket, self._key(folder)))
+        self._delete([*found, *([self._key(folder)] if folder else [])])
+
+    # ---------------------------------------------------------------------- requests
+    def _key(self, path: str) -> str:
+        return "/".join(part for part in (self._prefix, path) if part)
+
+    def _uri(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _ask(self, path: str, request: Callable[[Any, Any], Result]) -> Result:
+        """The answer of the library to one request, which may be repeated."""
+        return tried(lambda: self._ask_once(path, request), self._sleep)
+
+    def _ask_once(self, path: str, request: Callable[[Any, Any], Result]) -> Result:
+        bucket = bucket_of(self._bucket_uri)  # says so if the library is not installed
+        import obstore
+
+        with explained(self._uri(path), _RIGHTS):
+            return request(obstore, bucket)
+
+    @contextmanager
+    def _told(self, what: str, path: str) -> Iterator[None]:
+        """What is left of a request's failures, as `StorageError`."""
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"cannot {what} {self._uri(path)}: {error.strerror or error}") from error
+
+    @contextmanager
+    def _found(self, what: str, path: str) -> Iterator[None]:
+        """As `_told`, but FileNotFoundError where there is surely no such object."""
+        with self._told(what, path):
+            try:
+                yield
+            except NoBucketError:
+                raise
+            except FileNotFoundError as error:
+                absent = error
+            else:
+                return
+        raise FileNotFoundError(errno.ENOENT, "no such object", self._uri(path)) from absent
+
+    def _put(self, path: str, pieces: Pieces, size: int) -> None:
+        content = _Noting(exact(pieces, size, self._uri(path)))
+
+        def request(library: Any, bucket: Any) -> None:
+            key = self._key(path)
+            if size <= PART_BYTES:
+                library.put(bucket, key, b"".join(content), use_multipart=False)
+                return
+            part_bytes = max(PART_BYTES, -(-size // _MOST_PARTS))
+            library.put(
+                bucket,
+                key,
+                content,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=_PARTS_AT_A_TIME,
+            )
+
+        try:
+            self._ask_once(path, request)
+        except OSError:
+            if content.failure is not None:  # the upload was given up for it, and that failed, too
+                raise content.failure from None
+            raise
+
+    def _create(self, path: str, data: bytes) -> bool:
+        token, created = secrets.token_hex(16), False
+
+        def request(library: Any, bucket: Any) -> None:
+            attributes = {TOKEN: token}
+            with suppress(library.exceptions.AlreadyExistsError):
+                library.put(
+                    bucket, self._key(path), data, mode="create", attributes=attributes, use_multipart=False
+                )
+                nonlocal created
+                created = True
+
+        def once() -> bool:
+            unknown: OSError | None = None
+            try:
+                self._ask_once(path, request)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                unknown = error
+            if created:
+                return True
+            found = self._token(path)
+            if found is not None:
+                return found == token
+            # Refused, and nothing there: two creates that met (S3 answers 409 to both), or one deleted since.
+            text = "the name was refused as taken, and nothing is there; try again"
+            raise unknown or OSError(errno.EIO, text, self._uri(path))
+
+        return tried(once, self._sleep)
+
+    def _token(self, path: str) -> str | None:
+        """Of the object that is there: what it carries, "" where it was not created exclusively."""
+        options: Any = {"head": True}
+        try:
+            found = self._ask_once(
+                path, lambda library, at: library.get(at, self._key(path), options=options)
+            )
+        except NoBucketError:
+            raise
+        except FileNotFoundError:
+            return None
+        return str(found.attributes.get(TOKEN, ""))
+
+    def _read(self, path: str, start: int, into: memoryview) -> int:
+        at = 0
+
+        def request(library: Any, bucket: Any) -> int:
+            nonlocal at
+            answer = library.get(bucket, self._key(path), options={"range": (start, start + len(into))})
+            for piece in answer.stream():
+                into[at : at + len(piece)] = memoryview(piece)
+                at += len(piece)
+            size: int = answer.meta["size"]
+            return min(len(into), size - start)
+
+        try:
+            expected = self._ask_once(path, request)
+        except OSError as error:
+            # a range that begins at the end, or after it, is an error to them, each in its own words
+            if error.errno == errno.EIO and at == 0 and self.facts(path).size <= start:
+                return 0
+            raise
+        if at != expected:
+            raise OSError(errno.EIO, f"of {expected} bytes from {start} on {at} came", self._uri(path))
+        return at
+
+    def _below(self, library: Any, bucket: Any, folder: str) -> tuple[str, ...]:
+        found = library.list(bucket, prefix=folder or None, chunk_size=_AT_A_TIME)
+        return tuple(meta["path"] for metas in found for meta in metas)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        with self._told("delete in", ""):
+            for begin in range(0, len(keys), _AT_A_TIME):
+                self._delete_some([*keys[begin : begin + _AT_A_TIME]])
+
+    def _delete_some(self, keys: Sequence[str]) -> None:
+        try:
+            self._ask("", lambda library, bucket: library.delete(bucket, keys))
+        except NoBucketError:
+            raise
+        except FileNotFoundError:
+            # what GCS and Azure say of one that is absent; the others may still be there
+            if len(keys) > 1:
+                for key in keys:
+                    self._delete_some([key])
+
+
+class _Noting(Iterator[memoryview]):
+    """What an iterator yields; `failure`: what it raised instead."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
+        self.failure: Exception | None = None
+
+    def __next__(self) -> memoryview:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _facts(meta: Any) -> ObjectFacts:
+    # Azure's list gives it without the quotes that its answers have
+    return ObjectFacts(size=meta["size"], tag=(meta["e_tag"] or "").strip('"'))

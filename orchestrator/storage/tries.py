@@ -1,0 +1,51 @@
+"""How often one operation of a store is tried, and which failures are worth another try.
+
+It knows error numbers only: a store maps what went wrong to the `OSError` that a disk would raise.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+TRIES = 4
+FIRST_WAIT_S = 0.2  # before the second try; each later wait is twice as long
+# Asking again cannot help: the answer is about the name or the rights, not about the moment.
+_LASTING = frozenset(
+    {
+        errno.ENOENT,
+        errno.EEXIST,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.ENOTEMPTY,
+    }
+)
+
+
+def tried(action: Callable[[], Result], sleep: Callable[[float], None]) -> Result:
+    """What `action` returns, run again while it fails for a passing reason. Raises its last `OSError`."""
+    try:
+        return action()  # as nearly always; what retries costs more than most calls
+    except OSError as error:
+        if error.errno in _LASTING:
+            raise
+    import tenacity
+
+    sleep(FIRST_WAIT_S)
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda e: isinstance(e, OSError) and e.errno not in _LASTING),
+        stop=tenacity.stop_after_attempt(TRIES - 1),
+        wait=tenacity.wait_exponential(multiplier=2 * FIRST_WAIT_S, max=2.0),
+        sleep=sleep,
+        reraise=True,
+    )
+    return retrying(action)

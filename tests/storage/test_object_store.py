@@ -1,0 +1,301 @@
+"""A store in a bucket, when requests are refused, connections break and answers are lost: what was published
+is whole, and who won a name knows it.
+
+The same faults meet a version that lets the store's own "exists" decide, which must be caught.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import obstore
+import pytest
+
+from orchestrator.errors import StorageError
+from orchestrator.storage.buckets import bucket_of
+from orchestrator.storage.object_store import PART_BYTES, TOKEN, ObjectStore
+from orchestrator.storage.tries import TRIES
+from tests.resume.samples import no_sleep
+from tests.storage.servers import Fault, Proxy, moto, new_bucket, no_fault, proxy_before, reach
+
+FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "500 after", "reset after")
+LARGE = os.urandom(1 << 20) * 17  # three parts
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with moto() as url, proxy_before(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    server.rule = no_fault
+    reach(monkeypatch, server.url, tmp_path)
+    yield server
+    server.rule = no_fault
+
+
+@pytest.fixture
+def store(proxy: Proxy) -> ObjectStore:
+    return ObjectStore(f"{new_bucket(proxy.url)}/run", no_sleep)
+
+
+def put(store: ObjectStore, path: str, data: bytes, *, exclusive: bool = False) -> bool:
+    return store.put(path, lambda: (data,), len(data), exclusive=exclusive)
+
+
+def content(store: ObjectStore, path: str, num_bytes: int = 32 << 20) -> bytes:
+    into = bytearray(num_bytes)
+    return bytes(into[: store.read(path, 0, memoryview(into))])
+
+
+# ------------------------------------------------------------------------------ one fault
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_create_that_meets_a_fault_has_won_and_a_second_one_has_not(
+    proxy: Proxy, store: ObjectStore, fault: Fault
+) -> None:
+    proxy.one_in(fault, "PUT")
+    assert put(store, "claim", b"mine", exclusive=True)
+    assert len(proxy.asked) > 1, "the fault came"
+    proxy.one_in(fault, "PUT")
+    assert not put(store, "claim", b"mine", exclusive=True)
+    assert content(store, "claim") == b"mine"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_fault_while_the_owner_of_a_name_is_read_is_no_answer(
+    proxy: Proxy, store: ObjectStore, fault: Fault, method: str
+) -> None:
+    put(store, "claim", b"other", exclusive=True)
+    proxy.one_in(fault, method)
+    assert not put(store, "claim", b"mine", exclusive=True)
+    assert content(store, "claim") == b"other"
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "reset after"])
+@pytest.mark.parametrize(
+    ("method", "part"), [("POST", "uploads"), ("PUT", "partNumber=2"), ("POST", "uploadId")]
+)
+def test_an_upload_in_parts_that_meets_a_fault_is_published_whole(
+    proxy: Proxy, store: ObjectStore, fault: Fault, method: str, part: str
+) -> None:
+    proxy.one_in(fault, method, part)
+    pieces = [LARGE[begin : begin + 3_000_000] for begin in range(0, len(LARGE), 3_000_000)]
+    assert store.put("large", lambda: iter(pieces), len(LARGE))
+    assert sum(asked == method and part in path for asked, path in proxy.asked) > 1, "the fault came"
+    assert content(store, "large") == LARGE
+
+
+@pytest.mark.parametrize("fault", ["500", "reset after"])
+@pytest.mark.parametrize("method", ["PUT", "GET", "HEAD", "POST"])
+def test_every_other_call_outlives_a_fault(
+    proxy: Proxy, store: ObjectStore, fault: Fault, method: str
+) -> None:
+    other = store.beside(f"{store.root}-other")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: put(store, "a/x", b"x" * 1000),
+        lambda: store.copy(store, "a/x", "a/y"),
+        lambda: other.copy(store, "a/x", "z"),
+        lambda: content(store, "a/y"),
+        lambda: store.facts("a/x"),
+        lambda: store.list("a"),
+        lambda: store.delete(["a/x", "a/none"]),
+        lambda: store.delete_folder("a"),
+    )
+    for call in calls:
+        proxy.one_in(fault, method)
+        call()
+    proxy.rule = no_fault
+    assert store.list("") == []
+    assert content(other, "z") == b"x" * 1000
+
+
+@pytest.mark.parametrize("size", [1000, 5_000_000])
+def test_an_answer_that_breaks_off_is_asked_for_again(proxy: Proxy, store: ObjectStore, size: int) -> None:
+    data = os.urandom(size)
+    put(store, "x", data)
+    proxy.one_in("cut", "GET", "/x")
+    assert content(store, "x") == data
+    assert len(proxy.asked) > 1
+
+
+def test_a_server_that_deletes_one_object_at_a_time_and_minds_an_absent_one_is_enough(
+    proxy: Proxy, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        put(store, f"a/{number}", b"x")
+    monkeypatch.setenv("AWS_DISABLE_BULK_DELETE", "true")
+    bucket_of.cache_clear()
+    proxy.rule = lambda method, path: "404" if method == "DELETE" and path.endswith(("none", "/a")) else None
+    proxy.asked.clear()
+    store.delete(["a/none", "a/0"])
+    assert {method for method, _ in proxy.asked} == {"DELETE"}
+    assert [listed.name for listed in store.list("a")] == ["1", "2"]
+    store.delete_folder("a")
+    store.delete(["a/none"])
+    assert store.list("a") == []
+
+
+# ------------------------------------------------------------------------------ faults that stay
+def test_a_fault_that_stays_is_an_error_after_some_tries_and_never_absence(
+    proxy: Proxy, store: ObjectStore
+) -> None:
+    put(store, "x", b"x")
+    waits: list[float] = []
+    patient = ObjectStore(store.root, waits.append)
+    proxy.rule = lambda *_: "400"  # the library repeats none of it, and does not wait
+    calls: dict[str, Callable[[], object]] = {
+        "create": lambda: put(patient, "x", b"y", exclusive=True),
+        "write": lambda: put(patient, "new", b"x"),
+        "read": lambda: content(patient, "x", 10),
+        "look at": lambda: patient.facts("x"),
+        "copy": lambda: patient.copy(patient, "x", "y"),
+        "list": lambda: patient.list(""),
+        "delete in": lambda: patient.delete(["x"]),
+        "delete folder": lambda: patient.delete_folder("a"),
+    }
+    for what, call in calls.items():
+        waits.clear()
+        with pytest.raises(
+            StorageError, match=f"cannot ({what}|look at) {store.root}.*: the storage does not"
+        ):
+            call()
+        assert len(waits) >= TRIES - 1, what
+        assert sum(waits) < 10, what
+    proxy.rule = no_fault
+    assert content(store, "x") == b"x"
+
+
+def test_a_create_of_which_nothing_is_known_is_an_error(proxy: Proxy, store: ObjectStore) -> None:
+    proxy.rule = lambda method, _: "reset" if method == "PUT" else None
+    with pytest.raises(StorageError, match="the storage does not answer as it should"):
+        put(store, "claim", b"x", exclusive=True)
+    proxy.rule = lambda method, _: "409" if method == "PUT" else None  # as S3 where two creates meet
+    with pytest.raises(StorageError, match="refused as taken, and nothing is there; try again"):
+        put(store, "claim", b"x", exclusive=True)
+    proxy.one_in("409", "PUT")
+    assert put(store, "claim", b"x", exclusive=True)
+
+
+def test_a_bucket_that_is_not_there_is_an_error_and_never_absence(proxy: Proxy) -> None:
+    nobodys = ObjectStore("s3://nobodys-bucket/run", no_sleep)
+    for call in (
+        lambda: put(nobodys, "x", b"x"),
+        lambda: put(nobodys, "x", b"x", exclusive=True),
+        lambda: content(nobodys, "x"),
+        lambda: nobodys.list(""),
+        lambda: nobodys.delete_folder("x"),
+    ):
+        with pytest.raises(StorageError, match="there is no such bucket at this endpoint"):
+            call()
+
+
+def test_denied_access_is_told_with_what_to_set(proxy: Proxy, store: ObjectStore) -> None:
+    proxy.rule = lambda *_: "403"
+    with pytest.raises(StorageError) as caught:
+        put(store, "claim", b"x", exclusive=True)
+    assert str(caught.value).startswith(f"cannot create {store.root}/claim: access to ")
+    assert "the rights to list, read, write and delete in it, or set AWS_ACCESS_KEY_ID and" in str(
+        caught.value
+    )
+
+
+# ------------------------------------------------------------------------------ races
+def some_faults(seed: int) -> Callable[[str, str], Fault | None]:
+    """A quarter of all requests fails, before it takes effect or after; of every third name surely the
+    answer to who creates it.
+    """
+    numbers, lock, seen = random.Random(seed), threading.Lock(), set[str]()
+
+    def rule(method: str, path: str) -> Fault | None:
+        with lock:
+            if method == "PUT" and path not in seen and len(seen) % 3 == 0:
+                seen.add(path)
+                return "reset after"
+            seen.add(path)
+            return numbers.choice(FAULTS) if numbers.random() < 0.25 else None
+
+    return rule
+
+
+def test_of_300_that_race_for_a_claim_exactly_one_wins(proxy: Proxy, store: ObjectStore) -> None:
+    with ThreadPoolExecutor(50) as pool:
+        won = list(pool.map(lambda number: put(store, "claim", b"%d" % number, exclusive=True), range(300)))
+    assert won.count(True) == 1
+    assert content(store, "claim") == b"%d" % won.index(True)
+
+
+class BelievesExists(ObjectStore):
+    """Broken on purpose: who is told "exists" has lost, whoever made what exists."""
+
+    def _token(self, path: str) -> str | None:
+        found = super()._token(path)
+        return None if found is None else "another's"
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_of_many_that_race_through_faults_exactly_one_knows_that_it_won(
+    proxy: Proxy, store: ObjectStore, broken: bool
+) -> None:
+    racing = BelievesExists(store.root, no_sleep) if broken else store
+    claims, starters = 20, 8
+    proxy.rule = some_faults(seed=1)
+
+    def start(number: int) -> bool | None:
+        try:
+            return put(racing, f"claims/{number // starters}", b"%d" % number, exclusive=True)
+        except StorageError:
+            return None  # not known, and told as an error: its launch ends, and starts anew
+
+    with ThreadPoolExecutor(20) as pool:
+        told = list(pool.map(start, range(claims * starters)))
+    proxy.rule = no_fault
+    wrong = []
+    for claim in range(claims):
+        holder = int(content(store, f"claims/{claim}"))
+        mine = range(claim * starters, (claim + 1) * starters)
+        winners = [number for number in mine if told[number]]
+        if not (winners == [holder] or (winners == [] and told[holder] is None)):
+            wrong.append((claim, holder, winners))
+    assert bool(wrong) is broken, wrong
+
+
+def test_two_that_write_the_same_content_are_still_two(proxy: Proxy, store: ObjectStore) -> None:
+    assert put(store, "claim", b"same", exclusive=True)
+    proxy.one_in("reset after", "PUT")
+    assert not put(pickle.loads(pickle.dumps(store)), "claim", b"same", exclusive=True)
+
+
+def test_a_token_is_another_one_for_every_create_and_nothing_of_the_content(
+    proxy: Proxy, store: ObjectStore
+) -> None:
+    for name in ("a", "b"):
+        put(store, name, b"same", exclusive=True)
+    found = [
+        obstore.get(bucket_of(store.root[: store.root.rindex("/")]), f"run/{name}") for name in ("a", "b")
+    ]
+    tokens = [answer.attributes[TOKEN] for answer in found]
+    assert tokens[0] != tokens[1]
+    assert [bytes(answer.bytes()) for answer in found] == [b"same", b"same"]
+
+
+def test_an_upload_that_is_abandoned_is_seen_by_nobody(proxy: Proxy, store: ObjectStore) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"x" * (2 * PART_BYTES + 1)
+        proxy.rule = lambda method, _: "reset" if method == "DELETE" else None
+        raise ValueError("the middle")
+
+    with pytest.raises(ValueError, match="the middle"):
+        store.put("x", pieces, 4 * PART_BYTES)
+    proxy.rule = no_fault
+    assert store.list("") == []
+    assert put(store, "x", b"whole")
+    assert content(store, "x") == b"whole"
