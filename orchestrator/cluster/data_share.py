@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from orchestrator.cluster.null_actor import NullActor
@@ -51,11 +52,18 @@ def looking_often() -> Iterator[None]:
     """Ray Data gives a tokenizer that is done its next slot when all of them have something to give, or after
     0.1 s. Within this, while a chunk is waited for, it looks more often; a look costs it a millisecond.
     """
-    undo = replace(LOOKS, [_LOOKS_S])
+    own = _rays_looks()  # known before: a pipeline that ends may overlap with the next one
+    replace(LOOKS, [_LOOKS_S])
     try:
         yield
     finally:
-        undo()
+        replace(LOOKS, [own])
+
+
+@cache
+def _rays_looks() -> Any:
+    found = LOOKS.found()
+    return None if found is None else found[0]
 
 
 def _own_share(num_cpus: float, autoscaler: Any, resources: Any) -> Any:

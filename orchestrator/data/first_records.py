@@ -87,7 +87,7 @@ def _require_transform_fields(plan: SourcePlan) -> None:
             if not lacks:
                 return
     if first is not None:
-        # the field looked for as a text: a record without it is told with those that it has
+        # the field looked for as a text: a record without it is reported with those that it has
         file, where = first
         said = next(
             found for at, found in _read_first(plan, file, Content(text_field=lacks[0])) if at == where

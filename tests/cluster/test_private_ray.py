@@ -250,6 +250,12 @@ def test_ray_data_looks_often_only_while_a_chunk_is_waited_for(delete: Delete) -
     with data_share.looking_often():
         assert own > state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
     assert own == state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
+    first, second = data_share.looking_often(), data_share.looking_often()
+    for step in (first.__enter__, second.__enter__):
+        step()
+    for end in (first.__exit__, second.__exit__):  # those of two pipelines overlap
+        end(None, None, None)
+    assert own == state.WAIT_FOR_TASK_COMPLETION_TIMEOUT_S
     delete(ray_inventory.LOOKS)
     with data_share.looking_often():
         assert not hasattr(state, "WAIT_FOR_TASK_COMPLETION_TIMEOUT_S")

@@ -37,7 +37,7 @@ def chunk_bytes(chunk: TokenChunk) -> int:
 
 class Flight:
     """The chunks between tokenizers and steps of one opening, at most `limit_bytes` of them, and one
-    more of each tokenizer and the feeder: who hands one on is told whether it may make another.
+    more of each tokenizer and the feeder: who hands one on learns whether it may make another.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:

@@ -71,7 +71,7 @@ class StepSamples:
 
     @cached_property
     def facts(self) -> StepFacts:
-        """What every rank is told of it."""
+        """What every rank gets with its share of it."""
         return StepFacts(
             step=self.step,
             targets=self.targets,
