@@ -16,6 +16,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
+from orchestrator.planning.state_layout import StateTensor
 from orchestrator.records import Cursor, StateKey
 from orchestrator.trainer.model import build_model, first_model
 
@@ -29,13 +30,36 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A named tensor of the state, as itself: who writes to `tensor` changes the state. Tied weights are one
-    item.
+    """Rows of a tensor of the state, as themselves: who writes to `tensor` changes the state. Tied weights
+    are one item. `tensor` has the rows from `first_row` on that this member holds of `whole`: all of them
+    under replicate.
     """
 
-    group: str  # MODEL or OPTIMIZER
-    name: str
+    whole: StateTensor
     tensor: Tensor
+    first_row: int = 0
+
+    @property
+    def group(self) -> str:
+        """MODEL or OPTIMIZER."""
+        return self.whole.group
+
+    @property
+    def name(self) -> str:
+        """Unique in its group."""
+        return self.whole.name
+
+
+def whole_item(group: str, name: str, tensor: Tensor, *, sharded: bool) -> Item:
+    """The item of a tensor that is held whole; `sharded`: its rows are divided where there are shards."""
+    whole = StateTensor(
+        group=group,
+        name=name,
+        shape=tuple(tensor.shape),
+        itemsize=tensor.element_size(),
+        sharded=sharded and tensor.ndim > 0,
+    )
+    return Item(whole=whole, tensor=tensor)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -96,12 +120,15 @@ class TrainState:
 
     def items(self) -> list[Item]:
         """Every tensor that makes up the state, in an order that is the same for every member."""
-        items = [Item(group=MODEL, name=name, tensor=tensor.detach()) for name, tensor in self._named.items()]
-        items.append(Item(group=OPTIMIZER, name=STEPS, tensor=self._steps))
+        items = [
+            whole_item(MODEL, name, tensor.detach(), sharded=name not in self._buffers)
+            for name, tensor in self._named.items()
+        ]
+        items.append(whole_item(OPTIMIZER, STEPS, self._steps, sharded=False))
         for name, tensor in self._trained.items():
             of_one = self._optimizer.state[tensor]
             items += [
-                Item(group=OPTIMIZER, name=f"{moment}.{name}", tensor=of_one[moment]) for moment in _MOMENTS
+                whole_item(OPTIMIZER, f"{moment}.{name}", of_one[moment], sharded=True) for moment in _MOMENTS
             ]
         return items
 
