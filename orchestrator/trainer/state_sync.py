@@ -91,6 +91,7 @@ def agree(
 
 def _from_storage(state: TrainState, view: GenerationView, files: StateFiles) -> None:
     state.key = None
+    state.writable()
     if view.point is not None:
         load(state.items(), view.point, files)
         state.filled()
@@ -108,6 +109,7 @@ def _copy(group: Group, state: TrainState, lacking: list[int], faults: Hook) -> 
     if among is None:
         return
     if view.rank in lacking:
+        state.writable()
         state.key = None  # from before the first byte until the digests have been compared
     items = state.items()
     for number, item in enumerate(items):

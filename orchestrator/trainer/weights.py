@@ -75,9 +75,15 @@ def write_share(
 
     Paths in the answer are relative to the point's folder. Raises `StorageError`.
     """
+    return write_items(share_of(items, rank, world_size), point, rank, world_size, files)
+
+
+def write_items(
+    share: Sequence[Item], point: str, rank: int, world_size: int, files: StateFiles
+) -> tuple[tuple[FileEntry, ...], tuple[TensorEntry, ...]]:
+    """`write_share` of items that are this rank's already."""
     entries: list[FileEntry] = []
     tensors: list[TensorEntry] = []
-    share = share_of(items, rank, world_size)
     for group in dict.fromkeys(item.group for item in share):
         mine = {item.name: item for item in share if item.group == group}
         path = f"{group}/{rank:05d}-of-{world_size:05d}.safetensors"
