@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import AppendingStore
+from orchestrator.storage.store import Pieces, Store
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -39,10 +39,10 @@ class Storage:
 
         Raises `ConfigError` for a URI, and for an empty text.
         """
-        self._store: AppendingStore = LocalStore(root, disk, sleep)
+        self._store: Store = LocalStore(root, disk, sleep)
 
     @classmethod
-    def on(cls, store: AppendingStore) -> Storage:
+    def on(cls, store: Store) -> Storage:
         """The storage that a store keeps."""
         storage = cls.__new__(cls)
         storage._store = store
@@ -67,6 +67,16 @@ class Storage:
         view = memoryview(data).cast("B")
         self._store.put(self._inside(path), lambda: (view,), len(view))
         return FileEntry(path=path, bytes=len(view), digest=blake3(view).hexdigest())
+
+    def put(self, path: str, pieces: Pieces, size: int) -> None:
+        """Write a new file of `size` bytes from pieces of any length in bounded memory, fsync its content;
+        its name is sure only after `sync` of its folder.
+
+        `pieces` is called anew for every try; what it gave stays as it is until this returns. Raises as
+        `write`, and whatever `pieces` raises: then no part of the file is left, unless even taking it away
+        failed.
+        """
+        self._store.put(self._inside(path), pieces, size)
 
     def beside(self, root: str) -> Storage:
         """Another folder of the same disk."""
@@ -105,7 +115,11 @@ class Storage:
         return self._store.put(self._inside(path), lambda: (data,), len(data), exclusive=True)
 
     def append(self, path: str) -> AppendHandle:
-        """A new file that grows. Raises `StorageError` if the name is taken or cannot be created."""
+        """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
+        files do not grow (in a bucket).
+        """
+        if not isinstance(self._store, LocalStore):
+            raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
         return self._store.append(self._inside(path))
 
     # ---------------------------------------------------------------------- reading
@@ -134,6 +148,13 @@ class Storage:
             found = self._store.read(path, start, view)
         del part[found:]
         return part
+
+    def read_into(self, path: str, start: int, into: memoryview) -> int:
+        """Fill `into` (any item format, C-contiguous, writable) with a file's bytes from `start` on, without
+        another copy of them in memory. Returns how many bytes: fewer than it holds only where the file ends
+        before. Raises as `read`; then `into` may hold anything.
+        """
+        return self._store.read(self._inside(path), start, into.cast("B"))
 
     def exists(self, path: str) -> bool:
         """Whether there is a file of this name. Raises `StorageError` if that cannot be determined."""
