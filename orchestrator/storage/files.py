@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import Pieces, Store
+from orchestrator.storage.store import AppendingStore, Pieces, Store
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -118,7 +118,7 @@ class Storage:
         """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
         files do not grow (in a bucket).
         """
-        if not isinstance(self._store, LocalStore):
+        if not isinstance(self._store, AppendingStore):
             raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
         return self._store.append(self._inside(path))
 
