@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import AppendingStore, Pieces
+from orchestrator.storage.store import AppendingStore, Pieces, Store
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -39,10 +39,10 @@ class Storage:
 
         Raises `ConfigError` for a URI, and for an empty text.
         """
-        self._store: AppendingStore = LocalStore(root, disk, sleep)
+        self._store: Store = LocalStore(root, disk, sleep)
 
     @classmethod
-    def on(cls, store: AppendingStore) -> Storage:
+    def on(cls, store: Store) -> Storage:
         """The storage that a store keeps."""
         storage = cls.__new__(cls)
         storage._store = store
@@ -115,7 +115,11 @@ class Storage:
         return self._store.put(self._inside(path), lambda: (data,), len(data), exclusive=True)
 
     def append(self, path: str) -> AppendHandle:
-        """A new file that grows. Raises `StorageError` if the name is taken or cannot be created."""
+        """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
+        files do not grow (in a bucket).
+        """
+        if not isinstance(self._store, AppendingStore):
+            raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
         return self._store.append(self._inside(path))
 
     # ---------------------------------------------------------------------- reading
