@@ -7,7 +7,7 @@ needs to keep its word is its store's (`orchestrator.storage.store`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from blake3 import blake3
@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import AppendingStore, Pieces, Store
+from orchestrator.storage.store import Listed, Pieces, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -52,6 +52,11 @@ class Storage:
     def root(self) -> str:
         """The folder's absolute path."""
         return self._store.root
+
+    @property
+    def traits(self) -> Traits:
+        """What this kind of storage can do."""
+        return self._store.traits
 
     def __repr__(self) -> str:
         return f"Storage({self.root!r})"
@@ -170,7 +175,11 @@ class Storage:
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
-        return [found.name for found in self._store.list(self._folder(folder))]
+        return [found.name for found in self.listed(folder)]
+
+    def listed(self, folder: str) -> Sequence[Listed]:
+        """What lies in a folder, sorted by name, with sizes and tags where lists say them (see `Traits`)."""
+        return self._store.list(self._folder(folder))
 
     # ---------------------------------------------------------------------- deleting
     def delete(self, path: str) -> None:

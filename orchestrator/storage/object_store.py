@@ -42,7 +42,7 @@ class ObjectStore:
     breaks off, is tried 4 times, so that an error may come after some minutes.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True)
+    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
     def __init__(self, root: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet.
