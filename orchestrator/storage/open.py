@@ -9,12 +9,10 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import cast
 
 from orchestrator.errors import ConfigError
 from orchestrator.storage.buckets import AZURE, SCHEMES, split_bucket
 from orchestrator.storage.files import Storage
-from orchestrator.storage.store import AppendingStore
 
 
 def is_bucket(location: str) -> bool:
@@ -35,7 +33,7 @@ def open_storage(location: str, *, sleep: Callable[[float], None] = time.sleep) 
     _require_plain(location)
     from orchestrator.storage.object_store import ObjectStore
 
-    return Storage.on(cast(AppendingStore, ObjectStore(location, sleep)))
+    return Storage.on(ObjectStore(location, sleep))
 
 
 def absolute(location: str) -> str:

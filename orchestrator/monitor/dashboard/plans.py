@@ -29,7 +29,7 @@ from orchestrator.data.frozen import read_frozen
 from orchestrator.data.spec import DataSpec
 from orchestrator.errors import DataIdentityError, OrchestratorError, RefusedError
 from orchestrator.history.event_kinds import EventKind
-from orchestrator.history.journal import FOLDER
+from orchestrator.history.segments import read_first
 from orchestrator.json_form import encode
 from orchestrator.launch.start import read_frozen_data
 from orchestrator.monitor.dashboard.runs import OpenRun
@@ -172,7 +172,7 @@ class Planner:
 def config_of(store: RunStore, attempt: int) -> dict[str, Any] | None:
     """The flat configuration with which an attempt has begun, as its journal says; None if it has not."""
     try:
-        data = store.storage.read(f"{FOLDER}/a{attempt:04d}/000001.jsonl")
+        data = read_first(store.storage, attempt)
     except FileNotFoundError:
         return None
     mark = f'"kind":"{EventKind.ATTEMPT.value}"'.encode()
