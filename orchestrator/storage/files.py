@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import Listed, Pieces, Store, Traits
+from orchestrator.storage.store import AppendingStore, Listed, Pieces, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
