@@ -14,7 +14,6 @@ from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
-from orchestrator.planning.state_layout import Layout
 from orchestrator.records import (
     BETWEEN,
     FEED_WAIT,
@@ -63,11 +62,12 @@ def train(
 ) -> Outcome:
     """Trains until budget or data are exhausted, a stop is requested, or the run is over for this member.
 
-    `faults(place, step, rank)` is called at `connecting`, `state_half_sent`, `state_half_received`, `joined`
-    with the label of the last step done, and at `step_begin`, `gradient_done`, `summary_received`, `applied`
-    with that of the step that is made there; of a save at `staging_begun`, `staged`, `save_part_written`, in
-    threads beside the loop, with the step that is saved. Raises `TrainingError` if a step is wrong;
-    it was not applied on any rank. Errors of feed, membership and storage pass through.
+    `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
+    `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
+    `gradient_done`, `summary_received`, `applied` with that of the step that is made there; of a save at
+    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved.
+    Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed, membership and
+    storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -169,7 +169,7 @@ class _Trainer:
             )
             self._membership.phase(STEP)
             self._allow(group)
-            self._saver.prepare(self._state, _layout(view), view.rank)
+            self._saver.prepare(self._state, view.rank)
             self._faults("joined", view.step, view.rank)
             self._feed.open(view, self._state.cursor)
             self._step_began = time.monotonic()
@@ -357,7 +357,7 @@ class _Trainer:
         assert key is not None, "a blank member has nothing to save"
         self._triggers = self._triggers.begun(key.step, time.monotonic())
         peak = peak_memory_bytes(self._device)
-        self._saver.begin(self._state, _layout(view), view, self._records, peak)
+        self._saver.begin(self._state, view, self._records, peak)
 
     def _finish(self, group: Group, reason: str) -> Outcome:
         """Waits for the save at hand, saves the last state unless a point holds it, and leaves when that is
@@ -378,7 +378,3 @@ class _Trainer:
         state.committed = True
         self._membership.finished(state.key, reason)
         return Outcome(reason=reason, key=state.key, cursor=state.cursor)
-
-
-def _layout(view: GenerationView) -> Layout:
-    return Layout(num_shards=1, num_replicas=view.world_size)

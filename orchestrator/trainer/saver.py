@@ -106,18 +106,17 @@ class Saver:
         """The newest save that was begun."""
         return self._begun
 
-    def prepare(self, state: TrainState, layout: Layout, rank: int) -> None:
+    def prepare(self, state: TrainState, rank: int) -> None:
         """Makes the staging buffer large enough for this rank's part, if nothing is being saved, so that the
         first save need not.
         """
         with self._changed:
             if self._slot.is_free:
-                self._buffer.reserve(_part(state.items(), layout, rank).num_bytes)
+                self._buffer.reserve(_part(state.items(), state.layout, rank).num_bytes)
 
     def begin(
         self,
         state: TrainState,
-        layout: Layout,
         view: GenerationView,
         records: Sequence[StepRecord],
         peak_memory_bytes: int,
@@ -125,12 +124,12 @@ class Saver:
         """Begins the save of the state as it is now; only while `is_free`."""
         assert state.key is not None, "a blank member has nothing to save"
         items = state.items()
-        part = _part(items, layout, view.rank)
+        part = _part(items, state.layout, view.rank)
         self._buffer.reserve(part.num_bytes)
         mine = [(place, item) for place, item in zip(part.places, items, strict=True) if place.rows]
         job = PartJob(
             point=state.key.point_name,
-            layout=layout,
+            layout=state.layout,
             rank=view.rank,
             parts=tuple(JobPart(place=place, dtype=_dtype(item.tensor)) for place, item in mine),
             buffer=self._buffer.path,

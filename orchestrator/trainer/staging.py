@@ -55,7 +55,9 @@ class StagingBuffer:
         self._device = device
         self._handle = os.memfd_create("orchestrator-staging", os.MFD_CLOEXEC)
         self._reserved = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # one thread, which alone touches the memory: what is warmed is warm before it is copied to
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._shared = self._pinned = torch.empty(0, dtype=torch.uint8)
