@@ -14,8 +14,8 @@ from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook
 from orchestrator.records import Cursor, GenerationView, StateKey
 from orchestrator.trainer.group import GenerationEnded, Group
+from orchestrator.trainer.loading import StateFiles, load
 from orchestrator.trainer.state import TrainState
-from orchestrator.trainer.weights import StateFiles, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
