@@ -10,6 +10,7 @@ import time
 
 from orchestrator.errors import TrainingError
 from orchestrator.faults import Hook, no_fault
+from orchestrator.parts.part_writer import PartWriter
 from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
@@ -39,17 +40,16 @@ from orchestrator.trainer.gradient_ddp import FastGradient
 from orchestrator.trainer.gradient_invariant import InvariantGradient
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
+from orchestrator.trainer.loading import StateFiles, digest_of
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
-from orchestrator.trainer.share_writer import ShareWriter
 from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
-from orchestrator.trainer.weights import StateFiles, digest_of
 
 _log = logging.getLogger(__name__)
 # A feed is notified of so many coming steps, and fetches as many as it has room for: small steps are fetched
@@ -93,7 +93,7 @@ class _Trainer:
                 if job.invariant
                 else FastGradient(model, seed, precision, by_document)
             )
-        self._saver = Saver(membership, ShareWriter(files), self._device, faults)
+        self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
         self._state.writable = self._saver.writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []

@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from orchestrator.errors import OrchestratorError, StorageError, text_of
 from orchestrator.faults import Hook
-from orchestrator.parts.part_job import JobPart, PartJob
+from orchestrator.parts.part_job import JobPart, PartJob, PartWritten
+from orchestrator.parts.part_writer import PartWriter
 from orchestrator.planning.state_layout import FlatShard, Layout, flat_part
 from orchestrator.records import GenerationView, StateKey, StepRecord, Vote
+from orchestrator.trainer.loading import dtype_name, saved_tensors
 from orchestrator.trainer.membership import Membership
 from orchestrator.trainer.save_slot import (
     Action,
@@ -39,22 +40,8 @@ from orchestrator.trainer.save_slot import (
     Write,
     Written,
 )
-from orchestrator.trainer.share_writer import ShareWritten
 from orchestrator.trainer.staging import Copies, Staging, StagingBuffer
 from orchestrator.trainer.state import Item, TrainState
-
-
-class Writer(Protocol):
-    """Who writes parts; one at a time."""
-
-    def write(self, job: PartJob) -> Future[ShareWritten]:
-        """The part, once it is durable; raises what kept it from that."""
-
-    def cancel(self) -> None:
-        """What was given so far ends soon, unwritten; does not wait."""
-
-    def close(self) -> None:
-        """Ends what it has begun."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +49,7 @@ class _Save:
     """The save at hand, and what its vote says beside the files."""
 
     view: GenerationView
-    vote: Vote  # without its files, until they are written
+    vote: Vote  # without its file and sums, until these are written
     job: PartJob
     copies: Copies
     blocked_s: float = 0.0
@@ -76,7 +63,9 @@ class Saver:
     however slow the storage is.
     """
 
-    def __init__(self, membership: Membership, writer: Writer, device: torch.device, faults: Hook) -> None:
+    def __init__(
+        self, membership: Membership, writer: PartWriter, device: torch.device, faults: Hook
+    ) -> None:
         self._membership, self._writer, self._faults = membership, writer, faults
         self._buffer = StagingBuffer(device)
         self._changed = threading.Condition(threading.RLock())
@@ -131,7 +120,7 @@ class Saver:
             point=state.key.point_name,
             layout=state.layout,
             rank=view.rank,
-            parts=tuple(JobPart(place=place, dtype=_dtype(item.tensor)) for place, item in mine),
+            parts=tuple(JobPart(place=place, dtype=dtype_name(item.tensor)) for place, item in mine),
             buffer=self._buffer.path,
         )
         vote = Vote(
@@ -141,10 +130,11 @@ class Saver:
             cursor=state.cursor,
             optimizer_steps=state.optimizer_steps,
             files=(),
-            tensors=(),
+            tensors=saved_tensors(items) if view.rank == 0 else (),
             save_blocked_s=0.0,
             records=tuple(records),
             peak_memory_bytes=peak_memory_bytes,
+            layout=(state.layout.num_shards, state.layout.num_replicas),
         )
         copies = [(place, _rows(item, place.rows)) for place, item in mine]
         with self._changed:
@@ -240,14 +230,14 @@ class Saver:
         error = done.exception()
         self._tell(Staged(key=key) if error is None else self._stopped(key, error))
 
-    def _written(self, save: _Save, done: Future[ShareWritten]) -> None:
+    def _written(self, save: _Save, done: Future[PartWritten]) -> None:
         key = save.vote.key
         error = done.exception()
         if error is not None:
             self._tell(self._stopped(key, error))
             return
         written = done.result()
-        save.vote = replace(save.vote, files=written.files, tensors=written.tensors)
+        save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
         self._fault("save_part_written", save)()
         self._tell(Written(key=key))
 
@@ -278,7 +268,3 @@ def _rows(item: Item, rows: range) -> Tensor:
     """Those rows of it; a scalar is one row."""
     tensor = item.tensor
     return tensor[rows.start - item.first_row : rows.stop - item.first_row] if tensor.ndim else tensor
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
