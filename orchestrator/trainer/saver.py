@@ -206,7 +206,12 @@ class Saver:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Gives the memory back, after what is under way."""
+        """Gives the memory back. What is still written is not wanted any more; it ends by itself, or with the
+        process.
+        """
+        if not self.is_free:
+            self._writer.cancel()
+            return
         self._writer.close()
         self._buffer.close()
 
@@ -218,7 +223,15 @@ class Saver:
 
     def _tell(self, event: Event) -> None:
         with self._changed:
-            self._on(event)
+            try:
+                self._on(event)
+            except BaseException as error:  # noqa: BLE001  a thread has nobody to raise it to
+                self._ends_with(error)
+
+    def _ends_with(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _on(self, event: Event) -> None:
         self._slot, actions = self._slot.on(event)
@@ -249,34 +262,36 @@ class Saver:
                 answer.add_done_callback(partial(self._answered, key))
 
     def _staged(self, key: StateKey, done: Future[None]) -> None:
+        with self._changed:
+            if self._save is not None:
+                self._save.copies = ()  # the state may be another one before this save has ended
         error = done.exception()
         self._tell(Staged(key=key) if error is None else self._stopped(key, error))
 
     def _written(self, save: _Save, done: Future[PartWritten]) -> None:
         key = save.vote.key
-        error = done.exception()
-        if error is not None:
+        try:
+            written = done.result()
+            save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
+            self._fault("save_part_written", save)()
+        except BaseException as error:  # noqa: BLE001  it is reported
             self._tell(self._stopped(key, error))
-            return
-        written = done.result()
-        save.vote = replace(save.vote, files=(written.entry,), sums=written.sums)
-        self._fault("save_part_written", save)()
-        self._tell(Written(key=key))
+        else:
+            self._tell(Written(key=key))
 
     def _stopped(self, key: StateKey, error: BaseException) -> Stopped:
         if not isinstance(error, OrchestratorError):  # an error of ours: it ends the member, too
-            with self._changed:
-                self._error = self._error or error
+            self._ends_with(error)
         return Stopped(key=key, reason=text_of(error))
 
     def _answered(self, key: StateKey, answer: Future[bool]) -> None:
         error = answer.exception()
         with self._changed:
             if error is not None:
-                self._error = self._error or error
+                self._ends_with(error)
             elif answer.result():
                 self._committed = key
-            self._on(Answered(key=key))
+            self._tell(Answered(key=key))
 
     def _fault(self, place: str, save: _Save) -> Callable[[], None]:
         return partial(self._faults, place, save.vote.key.step, save.vote.rank)
