@@ -30,7 +30,7 @@ def _no_garbage_collection() -> Iterator[None]:
         (Bounds(world=2, steps=3, generations=2), 10_000),
         pytest.param(Bounds(world=2, steps=2, generations=3), 40_000, marks=pytest.mark.chaos),
         pytest.param(Bounds(steps=1, generations=2), 20_000, marks=pytest.mark.chaos),
-        pytest.param(Bounds(world=4, steps=2, lost=2), 10_000, marks=pytest.mark.chaos),
+        pytest.param(Bounds(world=4, steps=2, lost=2), 8_000, marks=pytest.mark.chaos),
     ],
     ids=["one of three", "one of two, re-formed", "re-formed twice", "three, re-formed", "two of four"],
 )
