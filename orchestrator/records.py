@@ -327,9 +327,27 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SavedTensor:
+    """A tensor of a point of format 2 as a whole: which rows of it lie in which file follows from the layout
+    of the save (`planning.state_layout`). `sharded`: its rows are divided among the shards. `dtype` is
+    torch's name.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharded: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
     """One rank's statement that its part of the save of `key` is written and synced. All ranks' votes of one
-    save agree in all but rank, files, tensors.
+    save agree in all but rank, files, sums, tensors.
+
+    Of a point of format 2 `layout` is (num_shards, num_replicas), `sums` says to each group the sum of the
+    rows that this rank wrote (`planning.weights_sum`), and rank 0 alone lists the tensors of the whole state,
+    as `saved`; of format 1 `layout` is None, and `tensors` are those that this rank wrote.
     """
 
     key: StateKey
@@ -342,6 +360,9 @@ class Vote:
     save_blocked_s: float
     records: tuple[StepRecord, ...]  # the voter's unacknowledged step records
     peak_memory_bytes: int = 0  # of the voter's process so far (`trainer.peak_memory`); 0: not known
+    layout: tuple[int, int] | None = None
+    sums: dict[str, int] = field(default_factory=dict)
+    saved: tuple[SavedTensor, ...] = ()
 
 
 # ------------------------------------------------------------ membership
