@@ -70,6 +70,7 @@ def agree(
     view = group.view
     holds = settle(state, view, prepared)
     rows = group.compare(config_digest, [int(holds), int(holds and state.committed)])
+    state.form(group)
     if view.source_rank is not None:
         lacking = [rank for rank, row in enumerate(rows) if not row[0]]
         if view.source_rank in lacking:
@@ -84,6 +85,7 @@ def agree(
         state.cursor = view.cursor
     # who falls out before this still has its old key, or none, and learns what to do from the next view
     warms = group.gather([int(warm)], "agreeing on the state")
+    state.formed()
     state.committed = committed
     state.key = StateKey(attempt=view.attempt, generation=view.generation, step=view.step)
     return all(row[0] for row in warms)
