@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from orchestrator.errors import ConfigError, StorageError
@@ -26,6 +27,7 @@ PART_BYTES = 8 << 20
 _PARTS_AT_A_TIME = 4
 _MOST_PARTS = 10_000  # S3's limit
 _MOST_COPIED_BYTES = 5 << 30  # S3 copies no larger object in one request
+_READ_BYTES = 32 << 20  # so much comes in one answer: one that takes longer than the limit would never end
 _AT_A_TIME = 1000  # the most objects that one request lists or deletes
 _RIGHTS = "list, read, write and delete in"
 # What an object that was created exclusively carries: who made it.
@@ -40,7 +42,7 @@ class ObjectStore:
     breaks off, is tried 4 times, so that an error may come after some minutes.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True)
+    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
     def __init__(self, root: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """`root`: `s3://bucket/prefix`, or of another scheme. Asks nothing yet.
@@ -72,9 +74,8 @@ class ObjectStore:
         content would not do: two launches may write equal claims.)
         """
         if exclusive:
-            data = b"".join(exact(pieces, size, self._uri(path)))
             with self._told("create", path):
-                return self._create(path, data)
+                return self._create(path, b"".join(exact(pieces, size, self._uri(path))))
         with self._told("write", path):
             tried(lambda: self._put(path, pieces, size), self._sleep)
         return True
@@ -95,12 +96,19 @@ class ObjectStore:
 
     # ---------------------------------------------------------------------- reading
     def read(self, path: str, start: int, into: memoryview) -> int:
-        """See `Store`. One request, and a second one where the object ends before `start`."""
+        """See `Store`. One request for 32 MiB, and another one where the object ends before `start`."""
         if not into:
             self.facts(path)
             return 0
+        done = 0
         with self._found("read", path):
-            return tried(lambda: self._read(path, start, into), self._sleep)
+            while done < len(into):
+                part = into[done : done + _READ_BYTES]
+                found = tried(partial(self._read, path, start + done, part), self._sleep)
+                done += found
+                if found < len(part):
+                    break
+        return done
 
     def facts(self, path: str) -> ObjectFacts:
         """See `Store`. One request."""

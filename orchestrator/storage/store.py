@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from orchestrator.storage.disk import AppendHandle
 
@@ -22,11 +22,15 @@ class Traits:
     """What one kind of store can do and another cannot.
 
     `refuses_taken`: a `put` of a name that is taken raises, exclusive or not. `lists_facts`: `list` says
-    sizes and tags, where another store would have to ask for each name.
+    sizes and tags, where another store would have to ask for each name. `appends`: files can grow.
+    `frees_names`: what is created under a name that was deleted is there to stay; elsewhere a delayed repeat
+    of the deletion may take it away.
     """
 
     refuses_taken: bool
     lists_facts: bool
+    appends: bool
+    frees_names: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +122,7 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
 class AppendingStore(Store, Protocol):
     """A store whose files can grow."""
 

@@ -159,6 +159,7 @@ class TrainState:
     sharded = False  # whether members hold different rows
 
     def __init__(self, model: ModelConfig, train: TrainConfig, device: torch.device, invariant: bool) -> None:
+        self._layout = Layout(num_shards=1, num_replicas=1)
         self._first = partial(first_model, model, train.precision, train.seed, device, invariant)
         self.model: nn.Module = build_model(model, train.precision, train.seed, device, invariant)
         self.key: StateKey | None = None
@@ -172,7 +173,6 @@ class TrainState:
             tensor.data = tensor.data.contiguous()
             items.append(whole_item(MODEL, name, tensor, sharded=isinstance(tensor, nn.Parameter)))
         self._rows = OwnRows(items, train, device)
-        self._layout = Layout(num_shards=1, num_replicas=1)
 
     @property
     def optimizer_steps(self) -> int:
@@ -191,6 +191,12 @@ class TrainState:
         `GenerationEnded` if one of them is lost.
         """
         self._layout = Layout(num_shards=1, num_replicas=group.view.world_size)
+
+    def before(self) -> tuple[Layout, int, list[Item]] | None:
+        """Between `form` and `formed`: the layout and the rank of before, and the items with their values;
+        None if this member held nothing.
+        """
+        return None if self.key is None else (self._layout, 0, self.items())
 
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""

@@ -7,74 +7,37 @@ are followed as one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from orchestrator.storage.disk import Disk
 from orchestrator.storage.local_store import TEMPORARY
 from tests.storage.crashfs import Files, ModelDisk
+from tests.storage.stepped import Stepped
 
-LIMIT_S = 60.0
 # of what is read, `open` stands for all, as one moment; a handle is written under its file's name
 CALLS = ("create", "write", "link", "unlink", "open", "size", "list")
 Act = Callable[[Disk], Any]
 
 
-class _OverError(BaseException):
-    """Nobody wants to know how this program goes on."""
-
-
-class _Program:
-    """A program in a thread of its own, which stands before a call or is done; the disk that it sees."""
+class _Program(Stepped):
+    """A program, and the disk that it sees."""
 
     def __init__(self, act: Act, disk: ModelDisk, shared: Callable[[str], bool]) -> None:
+        super().__init__()
         self._disk, self._shared = disk, shared
-        self._go, self._stands, self._over = threading.Semaphore(0), threading.Semaphore(0), False
         self._paths: dict[int, str] = {}  # by handle
         self.seen: list[object] = []
-        self.is_done, self.result, self._failure = False, None, None
-        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
-        self._thread.start()
-        self._wait()
+        self.start(lambda: act(self))  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._disk, name)
         return (lambda *given: self._held(name, call, given)) if name in CALLS else call
 
-    def step(self) -> None:
-        """It makes its call, and goes on to the next one."""
-        self._go.release()
-        self._wait()
-
-    def stop(self) -> None:
-        """It goes no further."""
-        self._over = True
-        self._go.release()
-        self._thread.join(LIMIT_S)
-
-    def _wait(self) -> None:
-        assert self._stands.acquire(timeout=LIMIT_S), "a program hangs"
-        if self._failure is not None:
-            raise RuntimeError("a program failed") from self._failure
-
-    def _run(self, act: Act) -> None:
-        try:
-            self.result = act(self)  # type: ignore[arg-type]
-        except _OverError:
-            return
-        except Exception as error:  # noqa: BLE001  it is raised where the program is stepped
-            self._failure = error
-        self.is_done = True
-        self._stands.release()
-
     def _held(self, name: str, call: Callable[..., Any], given: Sequence[Any]) -> Any:
         path = self._paths[given[0]] if name == "write" else given[-1]
         if TEMPORARY not in path and self._shared(path):
-            self._stands.release()
-            self._go.acquire()
-            if self._over:
-                raise _OverError
+            self.hold()
         try:
             found = call(*given)
         except OSError as error:

@@ -1,5 +1,5 @@
 """What every store promises, asked of each kind: a folder on disk, and a prefix of a bucket, of S3 and of
-Google Cloud Storage.
+Google Cloud Storage; and of the model that stands for a bucket in searches.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import ConfigError, StorageError
+from orchestrator.storage import object_store
+from orchestrator.storage.files import Storage
 from orchestrator.storage.local_store import LocalStore
 from orchestrator.storage.object_store import PART_BYTES, ObjectStore
 from orchestrator.storage.store import Store
+from tests.storage.model_store import ModelBucket, ModelStore
 from tests.storage.servers import moto, new_bucket, proxy_before, reach
 
-KINDS = ("local", "s3", "gs")
+KINDS = ("local", "model", "s3", "gs")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,9 @@ def new_root(
     numbers = itertools.count()
     if kind == "local":
         return lambda: LocalStore(str(tmp_path / f"runs{next(numbers)}" / "a"))
+    if kind == "model":
+        model = ModelBucket()
+        return lambda: ModelStore(model, f"s3://model/runs{next(numbers)}/a")
     url = request.getfixturevalue(kind)
     reach(monkeypatch, url, tmp_path)
     bucket = new_bucket(url, kind)
@@ -83,6 +90,29 @@ def test_what_is_put_is_read_from_any_place_and_never_beyond_its_end(store: Stor
     for start in (0, 1, 255, len(data) - 1, len(data), len(data) + 5):
         for num_bytes in (0, 1, 300, 5000):
             assert content(store, "a/b/c", start, num_bytes) == data[start : start + num_bytes]
+
+
+def test_bytes_are_read_into_the_memory_they_are_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_READ_BYTES", 1000)  # several requests
+    storage, numbers = Storage.on(store), array("I", range(2000))
+    storage.put("a/b", lambda: (numbers[:7], numbers[7:]), 8000)
+    into = array("I", [7] * 1500)
+    assert storage.read_into("a/b", 400, memoryview(into)) == 6000
+    assert into == numbers[100:1600]
+    assert storage.read_into("a/b", 4000, memoryview(into)) == 4000
+    assert into[:1000] == numbers[1000:]
+    assert storage.read_into("a/b", 8000, memoryview(into)) == 0
+    with pytest.raises(FileNotFoundError):
+        storage.read_into("a/c", 0, memoryview(into))
+
+
+def test_a_bucket_has_no_file_that_grows(store: Store) -> None:
+    if not isinstance(store, LocalStore):
+        with pytest.raises(StorageError, match="cannot create .*/x as a file that grows: a bucket has none"):
+            Storage.on(store).append("x")
+    else:
+        Storage.on(store).append("x").write(b"grows")
+        assert content(store, "x") == b"grows"
 
 
 def test_an_empty_object_is_there(store: Store) -> None:
