@@ -8,6 +8,7 @@ FSDP2's shards, and these stay. It knows no files and moves nothing between memb
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -59,14 +60,16 @@ class ShardedState(TrainState):
         self._mesh: DeviceMesh | None = None
         self._rows = OwnRows((), train, device)
         self._before: tuple[Layout, int, OwnRows] | None = None
+        self._group: Group | None = None
         self._rank = 0
         self._untouched = False
 
     # ------------------------------------------------------------------------------------------- generations
     def form(self, group: Group) -> None:
         """See `TrainState`: the new tensors are blank, always."""
+        gc.collect()  # FSDP2's modules of the generation before hold one another, and their rows
         self._before = None if self.key is None else (self._layout, self._rank, self._rows)
-        view = group.view
+        view, self._group = group.view, group
         layout = layout_of(view.world_size, self._num_shards)
         self._mesh = group.mesh(layout, self._device)
         self.model = shard_model(self._skeleton, self._mesh, self._device, self._how)
@@ -90,6 +93,12 @@ class ShardedState(TrainState):
     def leave(self) -> None:
         """See `TrainState`. The gradients of a step that is prepared stay, too."""
         self.model, self._mesh = self._skeleton, None
+        if self._group is not None:
+            # an error on its way through FSDP2's frames keeps the groups alive, and so their connections,
+            # on which other members may be waiting
+            self._group.call_off()
+            self._group = None
+        gc.collect()
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -8,7 +8,7 @@ import pickle
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,15 +137,20 @@ def gathered(state: TrainState, group: Group) -> dict[tuple[str, str], torch.Ten
     return whole if group.view.rank == 0 else {}
 
 
-def trained_in_group(job: TrainJob, state: TrainState | None, group: Group, steps: int) -> Trained:
-    """One generation from the first weights on. `state`: a sharded one; None: replicate."""
+def trained_in_group(
+    job: TrainJob, state: TrainState | None, group: Group, steps: int, *, form: bool = True
+) -> Trained:
+    """One generation from the first weights on. `state`: a sharded one; None: replicate. `form`: whether the
+    state is still to be formed for it.
+    """
     view = group.view
     if isinstance(state, ShardedState):
         gradient: Gradient = ShardedGradient(state, job.train.seed, job.train.precision)
     else:
         state = TrainState(job.model, job.train, CPU, invariant=False)
         gradient = FastGradient(state.model, job.train.seed, job.train.precision)
-    state.form(group)
+    if form:
+        state.form(group)
     state.initialise()
     state.formed()
     gradient.enter(view.rank, view.world_size)
@@ -174,8 +179,12 @@ def _rank_main(rank: int, port: int, body: Callable[..., Any], arguments: Sequen
     threading.Event().wait()  # until it is killed: its store serves the others
 
 
-def on_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body(rank, store, *arguments)` returns on each of so many forked ranks."""
+def on_ranks(
+    num_ranks: int, body: Callable[..., Any], *arguments: Any, killed: Collection[int] = ()
+) -> list[Any]:
+    """What `body(rank, store, *arguments)` returns on each of so many forked ranks, but for those that are
+    killed in it.
+    """
     heard, port = FORKED.Queue(), free_ports(1)[0]
     processes = [
         FORKED.Process(target=_rank_main, args=(rank, port, body, arguments, heard), daemon=True)
@@ -185,7 +194,7 @@ def on_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[
         process.start()
     answers: dict[int, Any] = {}
     try:
-        for _ in processes:
+        for _ in range(num_ranks - len(killed)):
             rank, answer, problem = pickle.loads(heard.get(timeout=WAIT_S))
             assert not problem, f"rank {rank}: {problem}"
             answers[rank] = answer
@@ -193,7 +202,7 @@ def on_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[
         for process in processes:
             process.kill()
             process.join()
-    return [answers[rank] for rank in range(num_ranks)]
+    return [answers[rank] for rank in sorted(answers)]
 
 
 def formed(store: TCPStore, view: GenerationView) -> Any:
@@ -216,6 +225,7 @@ def in_each_layout(
             continue
         if num_shards not in states:
             states[num_shards] = ShardedState(job.model, job.train, CPU, num_shards)
-        with formed(store, view_of(rank, world_size, generation)) as group:
+        own = rank if generation % 2 else world_size - 1 - rank  # a process has another rank each time
+        with formed(store, view_of(own, world_size, generation)) as group:
             found[world_size, num_shards] = trained_in_group(job, states[num_shards], group, steps)
     return found
