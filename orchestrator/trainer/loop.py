@@ -108,6 +108,7 @@ class _Trainer:
                     saving=self._voted,
                     records=tuple(self._records),
                     reason=reason,
+                    holdings=state.holdings(prepared.key if prepared is not None else None),
                 )
             )
             if view is None:
@@ -117,8 +118,6 @@ class _Trainer:
                 return self._generation(view)
             except GenerationEnded as ended:
                 reason = str(ended)
-            if self._state.sharded:  # a lost member's rows are lost: all load the newest point
-                self._state.key = self._prepared = None
             _log.info("generation %d of attempt %d ended: %s", view.generation, view.attempt, reason)
 
     def _generation(self, view: GenerationView) -> Outcome:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from orchestrator.planning.state_layout import Layout, held_rows, layout_of
-from orchestrator.records import Cursor
+from orchestrator.records import Cursor, HeldShard, Source, StateKey
 from orchestrator.trainer.deferred import DeferredModel, defer
 from orchestrator.trainer.model import bare_model, first_model
 from orchestrator.trainer.sharded_model import Wrapping, local_rows, shard_model, skeleton_of
@@ -86,13 +86,27 @@ class ShardedState(TrainState):
         layout, rank, rows = self._before
         return layout, rank, rows.items()
 
+    def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
+        """See `TrainState`."""
+        if self.key is None:
+            return ()
+        shard, num = self._layout.shard_of(self._rank), self._layout.num_shards
+        live = HeldShard(key=self.key, shard=shard, num_shards=num, source=Source.LIVE, cursor=self.cursor)
+        if prepared is None:
+            return (live,)
+        return live, HeldShard(key=prepared, shard=shard, num_shards=num, source=Source.PREPARED)
+
     def formed(self) -> None:
         """See `TrainState`."""
         self._before = None
 
     def leave(self) -> None:
-        """See `TrainState`. The gradients of a step that is prepared stay, too."""
+        """See `TrainState`. The gradients of a step that is prepared stay, too. Before `formed` the tensors
+        from before are the state again.
+        """
         self.model, self._mesh = self._skeleton, None
+        if self._before is not None:
+            (self._layout, self._rank, self._rows), self._before = self._before, None
         if self._group is not None:
             # an error on its way through FSDP2's frames keeps the groups alive, and so their connections,
             # on which other members may be waiting
@@ -150,7 +164,11 @@ class ShardedState(TrainState):
             item.tensor.grad = None
 
     def _replaced(self) -> list[str]:
-        """Buffers only: FSDP2 itself puts other parameters in place."""
+        """Buffers only: FSDP2 itself puts other parameters in place. Nothing after the generation, when a
+        prepared step is applied.
+        """
+        if self._mesh is None:
+            return []
         now = dict(self.model.named_buffers(remove_duplicate=False))
         return [name for name, tensor in self._rows.buffers.items() if now.get(name) is not tensor]
 

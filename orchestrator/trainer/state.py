@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from orchestrator.errors import TrainingError
 from orchestrator.planning.state_layout import Layout, StateTensor
-from orchestrator.records import Cursor, StateKey
+from orchestrator.records import Cursor, HeldShard, StateKey
 from orchestrator.trainer.model import build_model, first_model
 
 if TYPE_CHECKING:
@@ -197,6 +197,13 @@ class TrainState:
         None if this member held nothing.
         """
         return None if self.key is None else (self._layout, 0, self.items())
+
+    def holdings(self, prepared: StateKey | None) -> tuple[HeldShard, ...]:
+        """What this member can give of the state that it trains, and of the step whose gradient it keeps;
+        empty: the whole of both, or nothing where it is blank.
+        """
+        del prepared
+        return ()
 
     def formed(self) -> None:
         """All members have what they need of what was before: it is dropped."""
