@@ -266,6 +266,15 @@ class ModelConfig(_Section):
     """
 
 
+class ShardsConfig(_Section):
+    """`train.parallel` as HSDP."""
+
+    shard: Annotated[int, Field(ge=2)]
+    """Workers that hold the state together."""
+    replicate: Annotated[int, Field(ge=1)]
+    """How many times they hold it, with all workers there."""
+
+
 class TrainConfig(_Section):
     """Batches, length, optimizer and schedule."""
 
@@ -312,7 +321,34 @@ class TrainConfig(_Section):
     no resume changes to or from it.
     """
     numerics: Annotated[Literal["auto", "invariant", "fast"], may_change("auto, invariant or fast")] = "auto"
-    """`invariant`: the same bits on any number of workers; `auto`: invariant on CPU, fast on GPU."""
+    """`invariant`: the same bits on any number of workers, under `parallel: replicate` only; `auto`:
+    invariant on CPU where each worker holds the whole state, else fast.
+    """
+    parallel: Annotated[
+        Literal["auto", "replicate", "shard"] | ShardsConfig,
+        may_change("auto, replicate, shard or {shard: n, replicate: m}"),
+    ] = "auto"
+    """Who holds the state: `replicate`: each worker all of it (DDP). `shard`: each an equal part (FSDP2).
+    `{shard: n, replicate: m}`: n workers together, m times (HSDP); with a number of workers that n does not
+    divide each holds a part of its own. `auto`: replicate where that fits in memory, else shard.
+    """
+    compile: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
+    """`blocks`: each block of a sharded model is compiled by `torch.compile`, which takes up to minutes in
+    the first step of each process; last bits change.
+    """
+    activation_checkpointing: Annotated[Literal["none", "blocks"], may_change("none or blocks")] = "none"
+    """`blocks`: activations inside each block of a sharded model are not kept for backward, but computed
+    again: less memory, about a third more work.
+    """
+
+    @property
+    def num_shards(self) -> int | None:
+        """Into how many parts `parallel` cuts the state (None: one for each worker); 1 under `auto`, which is
+        decided by who knows the machines.
+        """
+        if isinstance(self.parallel, ShardsConfig):
+            return self.parallel.shard
+        return None if self.parallel == "shard" else 1
 
 
 class ClusterConfig(_Section):

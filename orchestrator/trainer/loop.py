@@ -34,20 +34,17 @@ from orchestrator.records import (
     StepRange,
     StepRecord,
 )
-from orchestrator.trainer.document_attention import require_document_attention
-from orchestrator.trainer.gradient import Gradient, cut
-from orchestrator.trainer.gradient_ddp import FastGradient
-from orchestrator.trainer.gradient_invariant import InvariantGradient
+from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.loading import StateFiles, digest_of
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
+from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
 from orchestrator.trainer.save_triggers import SaveTriggers, carried_out
 from orchestrator.trainer.saver import Saver
 from orchestrator.trainer.saving import Unsaved, await_saves
-from orchestrator.trainer.state import TrainState
 from orchestrator.trainer.state_sync import Prepared, agree, apply_prepared
 from orchestrator.trainer.step_summary import RankContribution, StepSummary
 
@@ -83,16 +80,7 @@ class _Trainer:
         self._device = pick_device(job.device)
         set_determinism(job.invariant, self._device)
         with paused_gc():  # the model's code comes with it
-            self._state = TrainState(job.model, job.train, self._device, job.invariant)
-            model, seed, precision = self._state.model, job.train.seed, job.train.precision
-            by_document = job.document_attention
-            if by_document:
-                require_document_attention(model, job.seq_len)
-            self._gradient: Gradient = (
-                InvariantGradient(model, seed, precision)
-                if job.invariant
-                else FastGradient(model, seed, precision, by_document)
-            )
+            self._state, self._gradient = state_and_gradient(job, self._device)
         self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
         self._state.writable = self._saver.writable
         self._prepared: Prepared | None = None
@@ -134,6 +122,7 @@ class _Trainer:
                     saving=self._saver.saving,
                     records=tuple(self._records),
                     reason=reason,
+                    holdings=state.holdings(prepared.key if prepared is not None else None),
                 )
             )
             if view is None:
@@ -153,7 +142,7 @@ class _Trainer:
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
         limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
-        with Group.formed(view, store, self._device, limit_s, called_off) as group:
+        with Group.formed(view, store, self._device, limit_s, called_off) as group, self._state.within():
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
