@@ -39,6 +39,7 @@ from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
 from orchestrator.trainer.loading import StateFiles, digest_of
 from orchestrator.trainer.membership import Feed, Membership
+from orchestrator.trainer.memory_point import memory_points
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
 from orchestrator.trainer.parallel import state_and_gradient
 from orchestrator.trainer.peak_memory import peak_memory_bytes
@@ -62,9 +63,9 @@ def train(
     `faults(place, step, rank)` is called at `connecting`, `resharding`, `state_half_sent`,
     `state_half_received`, `joined` with the label of the last step done, and at `step_begin`,
     `gradient_done`, `summary_received`, `applied` with that of the step that is made there; of a save at
-    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved.
-    Raises `TrainingError` if a step is wrong; it was not applied on any rank. Errors of feed, membership and
-    storage pass through.
+    `staging_begun`, `staged`, `save_part_written`, in threads beside the loop, with the step that is saved;
+    at those of `MemoryPoints`. Raises `TrainingError` if a step is wrong; it was not applied on any rank.
+    Errors of feed, membership and storage pass through.
     """
     return _Trainer(job, membership, feed, files, faults).run()
 
@@ -82,7 +83,8 @@ class _Trainer:
         with paused_gc():  # the model's code comes with it
             self._state, self._gradient = state_and_gradient(job, self._device)
         self._saver = Saver(membership, PartWriter(files.storage, _log.warning), self._device, faults)
-        self._state.writable = self._saver.writable
+        self._memory = memory_points(job.resume.memory_every_steps, self._state.sharded, self._device, faults)
+        self._state.writable = self._writable
         self._prepared: Prepared | None = None
         self._records: list[StepRecord] = []
         self._unsaved = Unsaved()
@@ -103,6 +105,7 @@ class _Trainer:
         """
         outcome = self._run()
         self._saver.close()
+        self._memory.close()
         return outcome
 
     def _run(self) -> Outcome:
@@ -122,7 +125,10 @@ class _Trainer:
                     saving=self._saver.saving,
                     records=tuple(self._records),
                     reason=reason,
-                    holdings=state.holdings(prepared.key if prepared is not None else None),
+                    holdings=(
+                        *state.holdings(prepared.key if prepared is not None else None),
+                        *self._memory.holdings(),
+                    ),
                 )
             )
             if view is None:
@@ -142,7 +148,11 @@ class _Trainer:
             self._faults("connecting", view.step, view.rank)
             store = self._membership.connect_store(view)
         limit_s, called_off = self._job.forming_limit_s, lambda: self._membership.control_requests(view).ended
-        with Group.formed(view, store, self._device, limit_s, called_off) as group, self._state.within():
+        with (
+            Group.formed(view, store, self._device, limit_s, called_off) as group,
+            self._state.within(),
+            self._memory.within(view, store),
+        ):
             self._membership.when_ended(view, group.call_off)
             prepared, self._prepared = self._prepared, None
             self._end_of_data = False
@@ -155,7 +165,9 @@ class _Trainer:
                 self._files,
                 self._faults,
                 self._has_stepped,
+                self._memory,
             )
+            self._memory.enter(self._state)
             self._membership.phase(STEP)
             self._allow(group)
             self._saver.prepare(self._state, view.rank)
@@ -189,6 +201,11 @@ class _Trainer:
                 return self._finish(group, DONE if over else STOPPED)
             if control & REFORM:
                 raise GenerationEnded("a re-form at a step boundary was requested")
+
+    def _writable(self) -> None:
+        """Returns when nothing copies the state any more."""
+        self._saver.writable()
+        self._memory.writable()
 
     def _allow(self, group: Group) -> None:
         """How long the next collectives may wait for a peer: it may take five times as long as the last step
@@ -265,6 +282,7 @@ class _Trainer:
             data_wait_s=self._waited_s,
             save_blocked_s=self._saver.take_blocked_s(),
             busy=not self._saver.is_free,
+            whole=self._memory.is_whole,
             control=control,
             acknowledged=acknowledged,
             grad_norm=norm,
@@ -290,6 +308,7 @@ class _Trainer:
         self._end_of_data = batch.end_of_data
         record = summary.record(prepared.key, prepared.cursor, prepared.lr, ended=time.time())
         self._keep(view, record, summary.acknowledged)
+        self._memory.applied(self._state, sealed=summary.num_whole == view.world_size)
         return carried_out(summary.control, summary.num_busy)
 
     def _reduce(self, view: GenerationView, batch: BatchSlice) -> tuple[int | None, float]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,25 +28,29 @@ from orchestrator.trainer.neighbour import Address, CopyHeader, NeighbourLink, n
 from orchestrator.trainer.staging import Staging, StagingBuffer
 from orchestrator.trainer.state import TrainState
 
+AUTO_EVERY_STEPS = 10
+
 
 class MemoryPoints:
-    """One member's memory points, one after every `every_steps`-th step that finds the last one sealed.
+    """One member's memory points, one after every `every_steps`-th step that finds the last one sealed (None:
+    none), and one as soon as a generation has agreed on its state.
 
     Memory: four times the largest shard of the group, on the CPU; in a group of one none are made. Between
     `begin` and the end of its copy the state must not be written to: `writable` waits for that. `faults` is
     called in threads at `memory_staged` and `neighbour_half_sent`, and at `sealed`, with the step copied.
     """
 
-    def __init__(self, every_steps: int, device: torch.device, faults: Hook) -> None:
+    def __init__(self, every_steps: int | None, device: torch.device, faults: Hook) -> None:
         self._every, self._faults = every_steps, faults
         self._own = tuple(StagingBuffer(device) for _ in range(2))
         self._kept = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._lock = threading.Lock()
         self._slots = MemorySlots()  # under the lock
         self._tensors: Sequence[StateTensor] = ()
-        self._listener = socket.create_server(("", 0), backlog=16)
+        self._listener: socket.socket | None = None  # made with the first generation
         self._address: Address | None = None
         self._view: GenerationView | None = None
+        self._store: Store | None = None
         self._link: NeighbourLink | None = None
         self._staging: Staging | None = None
 
@@ -66,25 +72,35 @@ class MemoryPoints:
         return [memory[place.offset : place.offset + place.num_bytes] for place in flat.places]
 
     # ------------------------------------------------------------------------------ a generation
-    def advertise(self, view: GenerationView, store: Store) -> None:
-        """Says in the group's store where this rank listens; before the group agrees on its state."""
-        self._address = Address(
-            host=view.own_host, port=int(self._listener.getsockname()[1]), token=new_token()
-        )
-        with collective("announcing the memory points"):
-            store.set(f"memory/{view.rank}", self._address.to_json())
+    @contextmanager
+    def within(self, view: GenerationView, store: Store) -> Iterator[None]:
+        """Around a generation, from before its members agree on their state: this rank says in the group's
+        store where it listens. When it is left, half copies end where they are, and whole ones stay.
+        """
+        self._view, self._store = view, store
+        if self._every is not None and view.nodes:
+            self._listener = self._listener or _listening()
+            port = int(self._listener.getsockname()[1])
+            self._address = Address(host=view.own_host, port=port, token=new_token())
+            with collective("announcing the memory points"):
+                store.set(f"memory/{view.rank}", self._address.to_json())
+        try:
+            yield
+        finally:
+            self._leave()
 
-    def enter(self, view: GenerationView, store: Store, state: TrainState) -> None:
+    def enter(self, state: TrainState) -> None:
         """The group has agreed on its state: links to the neighbours and begins the first memory point."""
+        view, store = self._view, self._store
+        assert view is not None, "a generation is entered within it"
+        assert store is not None, "a generation is entered within it"
         keeper = neighbours([str(node) for node in view.nodes])
         with self._lock:
             self._slots = self._slots.entered(view.keep, has_neighbour=bool(keeper))
-        if not keeper:
+        if not keeper or self._address is None or self._listener is None:
             return
-        assert self._address is not None, "what was advertised is entered"
         with collective("looking for the neighbour"):
             found = store.get(f"memory/{keeper[view.rank]}").decode()
-        self._view = view
         self._tensors = [item.whole for item in state.items()]
         half = partial(self._fault, "neighbour_half_sent")
         self._link = NeighbourLink(
@@ -96,18 +112,18 @@ class MemoryPoints:
         )
         self._begin(state)
 
-    def leave(self) -> None:
-        """The generation is over: half copies end where they are, whole ones stay."""
+    def _leave(self) -> None:
         if self._staging is not None:
             self._staging.done.exception()  # waits: the slot is the machine's again
         if self._link is not None:
             self._link.close()
-        self._link = self._view = self._staging = None
+        self._link = self._view = self._store = self._staging = self._address = None
 
     def close(self) -> None:
         """Gives all memory back."""
-        self.leave()
-        self._listener.close()
+        self._leave()
+        if self._listener is not None:
+            self._listener.close()
         for buffer in self._own:
             buffer.close()
 
@@ -141,7 +157,7 @@ class MemoryPoints:
         if self._staging is not None and self._staging.done.done():
             self._staging.done.result()  # what went wrong in the thread is raised here
         assert state.key is not None, "a member that trains holds a state"
-        if state.key.step % self._every == 0 and self._slots.is_free:
+        if self._every is not None and state.key.step % self._every == 0 and self._slots.is_free:
             self._begin(state)
 
     def _begin(self, state: TrainState) -> None:
@@ -200,3 +216,21 @@ class MemoryPoints:
 
     def _fault(self, place: str, key: StateKey) -> None:
         self._faults(place, key.step, -1 if self._view is None else self._view.rank)
+
+
+def _listening() -> socket.socket:
+    """A port of this machine, under all its addresses."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=16, dualstack_ipv6=both)
+
+
+def memory_points(
+    every_steps: Literal["auto"] | int | None, sharded: bool, device: torch.device, faults: Hook
+) -> MemoryPoints:
+    """Those of `resume.memory_every_steps`. Where every member has the whole state nothing is lost with one,
+    so that `auto` makes none there.
+    """
+    if every_steps == "auto":
+        every_steps = AUTO_EVERY_STEPS if sharded else None
+    return MemoryPoints(every_steps, device, faults)

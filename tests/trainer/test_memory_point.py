@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -84,6 +84,7 @@ class Ranks:
         self.points = [MemoryPoints(every, CPU, self._fault) for _ in range(world_size)]
         self.nodes = tuple(nodes or range(world_size))
         self.generation = 0
+        self.generations = ExitStack()
         self.sealed: list[int] = []
 
     def _fault(self, place: str, step: int, rank: int) -> None:
@@ -94,31 +95,30 @@ class Ranks:
         """All form a group and agree on what they hold."""
         self.generation += 1
         store, world = HashStore(), len(self.states)
-        for enters in (False, True):
-            for rank, (points, state) in enumerate(zip(self.points, self.states, strict=True)):
-                state.key = StateKey(attempt=1, generation=self.generation, step=state.key.step)
-                view = GenerationView(
-                    attempt=1,
-                    generation=self.generation,
-                    rank=rank,
-                    world_size=world,
-                    members=tuple("abcd"[:world]),
-                    host="127.0.0.1",
-                    port=1,
-                    parent=None,
-                    source_rank=None,
-                    point=None,
-                    cursor=None,
-                    step=state.key.step,
-                    launch="l",
-                    keep=keep,
-                    nodes=self.nodes,
-                    own_host="127.0.0.1",
-                )
-                if enters:
-                    points.enter(view, store, state)  # type: ignore[arg-type]
-                else:
-                    points.advertise(view, store)
+        self.generations = ExitStack()
+        for rank, (points, state) in enumerate(zip(self.points, self.states, strict=True)):
+            state.key = StateKey(attempt=1, generation=self.generation, step=state.key.step)
+            view = GenerationView(
+                attempt=1,
+                generation=self.generation,
+                rank=rank,
+                world_size=world,
+                members=tuple("abcd"[:world]),
+                host="127.0.0.1",
+                port=1,
+                parent=None,
+                source_rank=None,
+                point=None,
+                cursor=None,
+                step=state.key.step,
+                launch="l",
+                keep=keep,
+                nodes=self.nodes,
+                own_host="127.0.0.1",
+            )
+            self.generations.enter_context(points.within(view, store))
+        for points, state in zip(self.points, self.states, strict=True):
+            points.enter(state)  # type: ignore[arg-type]
 
     def step(self) -> None:
         sealed = all(points.is_whole for points in self.points)
@@ -129,8 +129,7 @@ class Ranks:
             self.sealed.append(self.states[0].key.step)
 
     def leave(self) -> None:
-        for points in self.points:
-            points.leave()
+        self.generations.close()
 
     def wait(self) -> None:
         """Until every rank has the memory point under way."""
@@ -287,6 +286,9 @@ def test_a_copy_with_one_other_bit_is_not_kept(changed):
 
 def test_a_stranger_is_sent_away_and_the_neighbour_is_heard():
     with ranks(2) as group:
+        group.enter()
+        group.wait()
+        group.leave()
         port = group.points[0]._listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(bytes(16))
