@@ -15,6 +15,7 @@ from orchestrator.paused_gc import paused_gc
 from orchestrator.planning import batches
 from orchestrator.planning.digest import batch_digest
 from orchestrator.planning.schedule import learning_rate
+from orchestrator.planning.weights_sum import weights_sum
 from orchestrator.records import (
     BETWEEN,
     FEED_WAIT,
@@ -37,7 +38,7 @@ from orchestrator.records import (
 from orchestrator.trainer.gradient import cut
 from orchestrator.trainer.group import GenerationEnded, Group, collective
 from orchestrator.trainer.job import DONE, LEFT, STOPPED, Outcome, TrainJob
-from orchestrator.trainer.loading import StateFiles, digest_of
+from orchestrator.trainer.loading import StateFiles, digest_of, share_sum
 from orchestrator.trainer.membership import Feed, Membership
 from orchestrator.trainer.memory_point import memory_points
 from orchestrator.trainer.model import NO_LOSS, pick_device, set_determinism
@@ -192,7 +193,7 @@ class _Trainer:
                 return self._finish(group, STOPPED if self._job.stops_at(self._state.cursor) else DONE)
             control = self._step(group, batch)
             self._has_stepped = self._all_warm = True
-            self._note_digest(view)
+            self._note_digest(group)
             self._allow(group)
             if control & SAVE:
                 self._save(view)
@@ -352,11 +353,25 @@ class _Trainer:
         )
         return control, wanted.acknowledged_step
 
-    def _note_digest(self, view: GenerationView) -> None:
-        """Rank 0 says what the weights are, every so many steps: all members hold the same."""
-        key, every = self._state.key, self._job.digest_every_steps
-        if key is not None and every is not None and view.rank == 0 and key.step % every == 0:
-            self._membership.digest(view, key, digest_of(self._state.items()))
+    def _note_digest(self, group: Group) -> None:
+        """Rank 0 says what the weights are, every so many steps. Of a sharded state each member adds its rows
+        up.
+        """
+        state, view = self._state, group.view
+        key, every = state.key, self._job.digest_every_steps
+        if key is None or every is None or key.step % every:
+            return
+        if state.sharded:
+            own = share_sum(state.items(), state.layout, view.rank)
+            rows = group.gather(
+                [own >> at & 0xFFFFFFFF for at in range(0, 160, 32)], "a digest of the weights"
+            )
+            sums = [sum(part << 32 * number for number, part in enumerate(row)) for row in rows]
+            digest = weights_sum(sums)
+        elif view.rank == 0:
+            digest = digest_of(state.items())
+        if view.rank == 0:
+            self._membership.digest(view, key, digest)
 
     # -------------------------------------------------------------------------------- saves
     def _save(self, view: GenerationView) -> None:

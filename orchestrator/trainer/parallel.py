@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.errors import ConfigError
 from orchestrator.trainer.document_attention import require_document_attention
 from orchestrator.trainer.gradient import Gradient
 from orchestrator.trainer.gradient_ddp import FastGradient
@@ -14,18 +13,11 @@ from orchestrator.trainer.job import TrainJob
 from orchestrator.trainer.sharded_state import ShardedState
 from orchestrator.trainer.state import TrainState
 
-SHARDS_CAN_BE_SAVED = False
-
 
 def state_and_gradient(job: TrainJob, device: torch.device) -> tuple[TrainState, Gradient]:
     """Both of one member, before its first generation. Raises `ConfigError` where the model cannot be built,
     or cannot attend within documents as the job asks.
     """
-    if job.num_shards != 1 and not SHARDS_CAN_BE_SAVED:
-        raise ConfigError(
-            "train.parallel cuts the state into shards, which this version trains but cannot save; "
-            "set train.parallel=replicate"
-        )
     seed, precision, by_document = job.train.seed, job.train.precision, job.document_attention
     if job.num_shards != 1:
         sharded = ShardedState(job.model, job.train, device, job.num_shards)

@@ -91,8 +91,8 @@ class RankContribution:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSummary:
     """The sum, the same on every rank that has it. `loss` is the sum over targets (nats), times are means
-    over the ranks (seconds), `num_busy` ranks hold an undecided save, `num_whole` have their copies of the memory
-    point under way, `peak_memory_bytes` is the greatest.
+    over the ranks (seconds), `num_busy` ranks hold an undecided save, `num_whole` have their copies of the
+    memory point under way, `peak_memory_bytes` is the greatest.
     """
 
     ranks: int
