@@ -286,8 +286,11 @@ class RankZeroRecorder:
         hearing = asyncio.create_task(self._hear_requests())
         try:
             await self._commits.notify(GenerationFormed(generation=GENERATION, parent=self._attempt.parent))
+            next_s = time.monotonic()
             while self._failure is None and not self._stopping.is_set():
-                await self._flush()
+                if time.monotonic() >= next_s:
+                    await self._flush()
+                    next_s = time.monotonic() + self._journal.least_flush_s
                 await self._commits.notify(Tick(now_s=time.monotonic()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(FLUSH_EVERY_S):
