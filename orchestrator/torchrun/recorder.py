@@ -29,6 +29,7 @@ from orchestrator.faults import hook
 from orchestrator.history import sentences
 from orchestrator.history.claims import GenerationStart
 from orchestrator.history.event_kinds import EventKind
+from orchestrator.history.heartbeat import Pulse
 from orchestrator.history.journal import JournalWriter
 from orchestrator.history.request_files import SAVE, STOP, Request, RequestFiles
 from orchestrator.json_form import encode
@@ -267,10 +268,10 @@ class RankZeroRecorder:
 
     def _beat(self) -> None:
         # a hint for other starts, which watch the journal grow too
-        heartbeat = self._store.heartbeat(self._attempt.number)
-        heartbeat.beat()
+        pulse = Pulse(self._store.heartbeat(self._attempt.number))
+        pulse.beat()
         while not self._over.wait(HEARTBEAT_EVERY_S):
-            heartbeat.beat()
+            pulse.beat()
 
     def _stop_writing(self) -> None:
         """Returns when all that was begun has come to its end."""
