@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import Listed, Pieces, Store, Traits
+from orchestrator.storage.store import AppendingStore, Listed, Pieces, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -50,8 +50,13 @@ class Storage:
 
     @property
     def root(self) -> str:
-        """The folder's absolute path."""
+        """The folder's absolute path, or the URI, without a slash at its end."""
         return self._store.root
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, where this is one; None in a bucket, of which this machine has no files."""
+        return Path(self.root) if isinstance(self._store, LocalStore) else None
 
     @property
     def traits(self) -> Traits:
@@ -73,6 +78,16 @@ class Storage:
         self._store.put(self._inside(path), lambda: (view,), len(view))
         return FileEntry(path=path, bytes=len(view), digest=blake3(view).hexdigest())
 
+    def replace(self, path: str, data: bytes) -> None:
+        """A file in the place of one on which nobody relies any more, if there is one; durable and whole, as
+        by `create`. On a disk whoever else creates the name meanwhile keeps it. Raises `StorageError`.
+        """
+        if self._store.traits.refuses_taken:
+            self.delete(path)
+            self.create(path, data)
+        else:  # taken away first, a delayed repeat of that might take the new one away
+            self.write(path, data)
+
     def put(self, path: str, pieces: Pieces, size: int) -> None:
         """Write a new file of `size` bytes from pieces of any length in bounded memory, fsync its content;
         its name is sure only after `sync` of its folder.
@@ -84,8 +99,14 @@ class Storage:
         self._store.put(self._inside(path), pieces, size)
 
     def beside(self, root: str) -> Storage:
-        """Another folder of the same disk."""
-        return Storage.on(self._store.beside(root))
+        """Another folder of the same disk, or prefix of a bucket: reached in the same way, or, where the one
+        is a folder and the other lies in a bucket, as `open_storage` does. Raises as that.
+        """
+        if ("://" in root) == ("://" in self.root):
+            return Storage.on(self._store.beside(root))
+        from orchestrator.storage.open import open_storage
+
+        return open_storage(root)
 
     def take(self, other: Storage, theirs: str, path: str) -> bool:
         """A file of another folder under a new name here: a second name for the same bytes (a hard link; no
@@ -123,7 +144,7 @@ class Storage:
         """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
         files do not grow (in a bucket).
         """
-        if not isinstance(self._store, LocalStore):
+        if not isinstance(self._store, AppendingStore):
             raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
         return self._store.append(self._inside(path))
 
@@ -172,6 +193,15 @@ class Storage:
     def size(self, path: str) -> int:
         """A file's size in bytes. Raises as `read`."""
         return self._store.facts(self._inside(path)).size
+
+    def tag(self, path: str) -> str | None:
+        """What tells this content of a file from any other that it ever has; "" in a folder, where nothing
+        does, None if there is no such file. Raises `StorageError` if that cannot be determined.
+        """
+        try:
+            return self._store.facts(self._inside(path)).tag
+        except FileNotFoundError:
+            return None
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is none. May raise `StorageError`."""
