@@ -66,6 +66,7 @@ ON_RAY = {
 FORKED = {
     "tests/data/test_format_limits.py",
     "tests/data/test_memory.py",
+    "tests/history/test_killed_writer.py",
     "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
     "tests/monitor/views/test_parts.py",
