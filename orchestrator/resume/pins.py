@@ -2,6 +2,13 @@
 
     pins/00000480-a0003-g0007.json   sealed; Hold. Created exclusively, deleted by who gives it back
 
+In a bucket a deletion may be repeated late, and would then take away a hold that was made after it. So the
+next hold of a point has the next number there, and what is given back is marked, not deleted: the newest
+one counts.
+
+    pins/00000480-a0003-g0007.json  ….0001.json  ….0002.json        Hold, each created exclusively
+    pins/00000480-a0003-g0007.released.json  ….0001.released.json   empty: this hold was given back
+
 Both take the same name, so that of a pin and a deletion at the same moment one comes first, and the other
 hears of it: a point that was pinned is deleted by nobody, and one that is being deleted cannot be pinned.
 That holds on dead runs, too, for no process of the run is needed. It knows no lineage and no retention.
@@ -30,7 +37,7 @@ from orchestrator.storage.sealed import seal, unseal
 
 FOLDER = "pins"
 PIN, DELETION = "pin", "deletion"
-_NAME = re.compile(r"(.+)\.json")
+_NAME = re.compile(r"(?P<point>[^.]+)(?:\.(?P<number>\d{4,}))?(?P<released>\.released)?\.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +72,27 @@ class PinFiles:
 
     def read_hold(self, point: str) -> Hold | None:
         """Who holds the point; None: nobody. A file that is not as it was written counts as a pin."""
-        path = _path(point)
+        number = self._held().get(point, 0) if self._is_numbered else 0
+        return None if number is None else self._read_numbered(point, number)
+
+    @property
+    def _is_numbered(self) -> bool:
+        return not self.storage.traits.frees_names
+
+    def _held(self) -> dict[str, int | None]:
+        """The number of the newest hold of each point that ever had one; None: it was given back."""
+        numbers, released = dict[str, int](), set[tuple[str, int]]()
+        for match in filter(None, map(_NAME.fullmatch, self.storage.list(FOLDER))):
+            point, number = match["point"], int(match["number"] or 0)
+            if parse_point_name(point) is None:
+                continue
+            numbers[point] = max(number, numbers.get(point, 0))
+            if match["released"]:
+                released.add((point, number))
+        return {point: None if (point, n) in released else n for point, n in numbers.items()}
+
+    def _read_numbered(self, point: str, number: int) -> Hold | None:
+        path = _path(point, number)
         try:
             found = decode(Hold, unseal(self.storage.read(path)), path)
         except FileNotFoundError:
@@ -85,17 +112,16 @@ class PinFiles:
         """The pins, for who looks often: the files of those in `known` are not read again, so that
         one that was given back and made anew in between stays as it was known.
         """
-        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
-        names = [match[1] for match in matches if parse_point_name(match[1])]
-        holds = [known.get(name) or self.read_hold(name) for name in names]
+        held = {point: number for point, number in self._held().items() if number is not None}
+        holds = [known.get(point) or self._read_numbered(point, number) for point, number in held.items()]
         return {hold.point: hold for hold in holds if hold is not None and hold.what == PIN}
 
     def deletions(self) -> frozenset[str]:
         """The points that somebody has begun to delete, and those that `points --prune` has deleted by
         retention: nobody misses them.
         """
-        matches = (match for match in map(_NAME.fullmatch, self.storage.list(FOLDER)) if match)
-        holds = [self.read_hold(match[1]) for match in matches if parse_point_name(match[1])]
+        held = self._held().items()
+        holds = [self._read_numbered(point, number) for point, number in held if number is not None]
         return frozenset(hold.point for hold in holds if hold is not None and hold.what == DELETION)
 
     def pin(self, point: str, by: str, reason: str, run_id: str) -> Hold:
@@ -117,10 +143,11 @@ class PinFiles:
 
     def unpin(self, point: str) -> Hold | None:
         """Give the pin back: the point may be deleted from now on. Returns the pin; None: there was none."""
-        hold = self.read_hold(point)
-        if hold is None or hold.what != PIN:
+        number = self._held().get(point, 0) if self._is_numbered else 0
+        hold = None if number is None else self._read_numbered(point, number)
+        if number is None or hold is None or hold.what != PIN:
             return None
-        self._remove(point)
+        self._give_back(point, number)
         return hold
 
     def may_delete(self, point: str, by: str, reason: str, run_id: str) -> bool:
@@ -135,32 +162,68 @@ class PinFiles:
         """
         hold = self.read_hold(point)
         if hold is not None and hold.what == DELETION:
+            path = f"{self.storage.root}/{self._newest_hold_path(point)}"
             raise WantedPointError(
                 f"nothing goes back to resume point {point}: {hold.by} has begun to delete it "
                 f"({hold.reason}), and may go on with that; nothing is changed. Name another point or, once "
-                f"no process of {hold.by} is left, delete {self.storage.root}/{_path(point)} and give the "
-                "command again"
+                f"no process of {hold.by} is left, delete {path} and give the command again"
             )
 
     def deleted(self, point: str) -> None:
-        """The point is gone, and nobody holds it."""
-        self._remove(point)
+        """Who has begun to delete the point holds it no more: it is gone, or stays after all."""
+        if not self._is_numbered:
+            return self._give_back(point, 0)
+        number = self._held().get(point)
+        if number is not None and (hold := self._read_numbered(point, number)) and hold.what == DELETION:
+            self._give_back(point, number)
+        if not self.storage.exists(point_path(point, COMMIT)):
+            self._forget_holds(point)
+        return None
 
     def _take(self, point: str, what: str, by: str, reason: str, run_id: str) -> Hold:
         """The hold on the point: that which stands there, or this one."""
         while True:
             if (there := self.read_hold(point)) is not None:
                 return there
+            path = self._next_hold_path(point)
             hold = Hold(point=point, what=what, by=by, reason=reason, created=now_text(), run_id=run_id)
-            if self.storage.create(_path(point), seal(encode(hold))):
+            if self.storage.create(path, seal(encode(hold))):
                 return hold
 
-    def _remove(self, point: str) -> None:
+    def _hold_numbers(self, point: str) -> list[int]:
+        """Of the point's holds, given back or not, ascending."""
+        matches = filter(None, map(_NAME.fullmatch, self.storage.list(FOLDER)))
+        return sorted({int(match["number"] or 0) for match in matches if match["point"] == point})
+
+    def _next_hold_path(self, point: str) -> str:
+        """Where the next hold goes, if the newest one was given back; else it is taken already."""
+        if not self._is_numbered:
+            return _path(point)
+        numbers, held = self._hold_numbers(point), self._held().get(point)
+        return _path(point, held if held is not None else numbers[-1] + 1 if numbers else 0)
+
+    def _newest_hold_path(self, point: str) -> str:
+        numbers = self._hold_numbers(point) if self._is_numbered else []
+        return _path(point, numbers[-1] if numbers else 0)
+
+    def _give_back(self, point: str, number: int) -> None:
+        if self._is_numbered:
+            self.storage.create(_path(point, number, released=True), b"")
+            return
         self.storage.delete(_path(point))
         self.storage.sync(FOLDER)
 
+    def _forget_holds(self, point: str) -> None:
+        """All that there is of the holds of a point that is gone, and never comes again: a late repeat of
+        these deletions harms nothing. The holds go before the marks, so that none counts again in between.
+        """
+        numbers = self._hold_numbers(point)
+        for released in (False, True):
+            for number in numbers:
+                self.storage.delete(_path(point, number, released=released))
 
-def _path(point: str) -> str:
+
+def _path(point: str, number: int = 0, *, released: bool = False) -> str:
     if parse_point_name(point) is None:
         raise RefusedError(f"{point!r} is no name of a resume point; `orchestrator points` lists them")
-    return f"{FOLDER}/{point}.json"
+    return f"{FOLDER}/{point}{f'.{number:04d}' if number else ''}{'.released' if released else ''}.json"
