@@ -67,6 +67,7 @@ FORKED = {
     "tests/launch/test_replay.py",
     "tests/monitor/dashboard/test_page.py",
     "tests/monitor/views/test_parts.py",
+    "tests/storage/test_failing.py",
     "tests/system/test_torchrun.py",
     "tests/test_examples.py",
     "tests/torchrun/test_membership.py",

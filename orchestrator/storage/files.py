@@ -16,7 +16,7 @@ from orchestrator.errors import StorageError
 from orchestrator.records import FileEntry
 from orchestrator.storage.disk import AppendHandle, Disk
 from orchestrator.storage.local_store import LocalStore
-from orchestrator.storage.store import Listed, Pieces, Store, Traits
+from orchestrator.storage.store import AppendingStore, Listed, Pieces, Store, Traits
 
 READ_BYTES = 8 << 20
 _FIRST_BYTES = 64 << 10  # most files are documents that fit, and memory for 8 MiB takes longer than they do
@@ -144,7 +144,7 @@ class Storage:
         """A new file that grows. Raises `StorageError` if the name is taken or cannot be created, and where
         files do not grow (in a bucket).
         """
-        if not isinstance(self._store, LocalStore):
+        if not isinstance(self._store, AppendingStore):
             raise StorageError(f"cannot create {self.root}/{path} as a file that grows: a bucket has none")
         return self._store.append(self._inside(path))
 
@@ -215,6 +215,10 @@ class Storage:
     def delete(self, path: str) -> None:
         """Take a file away; durable after `sync` of its folder. Absent is fine."""
         self._store.delete((self._inside(path),))
+
+    def delete_all(self, paths: Sequence[str]) -> None:
+        """As `delete`, in few requests where a store has such."""
+        self._store.delete([self._inside(path) for path in paths])
 
     def delete_folder(self, folder: str) -> None:
         """Take a folder and all below it away; links are removed, not followed. Absent is fine."""

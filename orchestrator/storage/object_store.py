@@ -74,9 +74,8 @@ class ObjectStore:
         content would not do: two launches may write equal claims.)
         """
         if exclusive:
-            data = b"".join(exact(pieces, size, self._uri(path)))
             with self._told("create", path):
-                return self._create(path, data)
+                return self._create(path, b"".join(exact(pieces, size, self._uri(path))))
         with self._told("write", path):
             tried(lambda: self._put(path, pieces, size), self._sleep)
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from orchestrator.storage.disk import AppendHandle
 
@@ -122,6 +122,7 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
 class AppendingStore(Store, Protocol):
     """A store whose files can grow."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.history.journal import JournalWriter
@@ -16,25 +17,47 @@ from orchestrator.resume.commit_events import (
     VoteCast,
 )
 from orchestrator.resume.commit_machine import CommitMachine
+from orchestrator.resume.points import parse_point_name
 from orchestrator.resume.store import RunStore
 from orchestrator.resume.store_actions import PointCommitter
 from tests.resume.samples import CONFIG, key, record, started_journal, write_vote
 
 
 class Coordinator:
-    """One attempt whose first generation has formed. `answers` are (key, rank, committed), in order."""
+    """One attempt whose first generation has formed. `answers` are (key, rank, committed), in order;
+    `reasons`: why saves were given up.
+    """
 
-    def __init__(self, store: RunStore, keep_latest: int = 2, num_records: int = 60, **more: Any) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        keep_latest: int = 2,
+        num_records: int = 60,
+        journal: JournalWriter | None = None,
+        inherited: Sequence[str] = (),
+        attempt: int = 1,
+        **more: Any,
+    ) -> None:
+        """`journal`: one that has the records already. It continues the last one of the inherited points."""
         self.store = store
-        self.journal: JournalWriter = started_journal(store.storage)
-        for step in range(1, num_records):
-            self.journal.step(record(key(step)))
-        self.machine = CommitMachine(attempt=1, keep_latest=keep_latest, vote_limit_s=60)
+        self.journal: JournalWriter = journal or started_journal(store.storage)
+        if journal is None:
+            for step in range(1, num_records):
+                self.journal.step(record(key(step)))
+        name = inherited[-1] if inherited else None
+        self.machine = CommitMachine(
+            attempt=attempt,
+            keep_latest=keep_latest,
+            vote_limit_s=60,
+            points=tuple(inherited),
+            pinned=name,
+        )
         rng = {"rule": "none"}
-        self.committer = PointCommitter(store, self.journal, 1, CONFIG, rng, lambda: 3.5, **more)
+        self.committer = PointCommitter(store, self.journal, attempt, CONFIG, rng, lambda: 3.5, **more)
         self.answers: list[tuple[StateKey, int, bool]] = []
+        self.reasons: list[str] = []
         self.fenced = False
-        self.form(1, None)
+        self.form(1, parse_point_name(name) if name else None)
 
     def form(self, generation: int, parent: StateKey | None) -> None:
         self.tell(GenerationFormed(generation=generation, parent=parent))
@@ -57,6 +80,7 @@ class Coordinator:
                         self.answers += [(action.key, rank, True) for rank in action.ranks]
                     case GiveUp():
                         self.answers += [(action.key, rank, False) for rank in action.ranks]
+                        self.reasons.append(action.reason)
                     case Fence():
                         self.fenced = True
                     case _:

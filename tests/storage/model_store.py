@@ -152,7 +152,7 @@ class ModelStore:
     process asked and was answered; it, and nothing else, decides what the process does next.
     """
 
-    traits = Traits(refuses_taken=False, lists_facts=True)
+    traits = Traits(refuses_taken=False, lists_facts=True, appends=False, frees_names=False)
 
     def __init__(
         self,
@@ -171,7 +171,10 @@ class ModelStore:
 
     # ------------------------------------------------------------ the calls
     def put(self, path: str, pieces: Pieces, size: int, *, exclusive: bool = False) -> bool:
-        data = b"".join(exact(pieces, size, f"{self.root}/{path}"))
+        try:
+            data = b"".join(exact(pieces, size, f"{self.root}/{path}"))
+        except OSError as error:
+            raise self._error(PUT, path) from error
         return self._change(CREATE if exclusive else PUT, path, Stored(data, (self._name, len(self.seen))))
 
     def sync(self, folder: str) -> None:
@@ -244,7 +247,7 @@ class ModelStore:
     def _error(self, what: str, path: str) -> StorageError:
         self._saw(what, path, "error")
         return StorageError(
-            f"cannot {what} {self.root}/{path}: the storage does not answer as it should (model)"
+            f"cannot {what} {self.root}/{path}: the storage does not answer as it should (model); run again"
         )
 
     def _find(self, what: str, path: str) -> Stored:
