@@ -154,7 +154,9 @@ def test_no_order_with_faults_loses_a_pin_that_was_made_again(faults: dict[str, 
 def test_a_late_repeat_of_giving_back_does_not_take_away_what_was_pinned_after_it() -> None:
     first = ModelBucket.of(COMMIT)
     pins_in(ModelStore(first)).pin(POINT, "ada", "first", "")
-    found = list(interleavings(first.contents(), [again(PinFiles)], shared, Faults(repeats=1)))
+    found = list(
+        interleavings(first.contents(), [again(PinFiles)], shared, Faults(repeats=1, late_creates=True))
+    )
     assert len(found) > 1
     for bucket, _ in found:
         assert pins_in(ModelStore(bucket)).pins()[POINT].reason == "second"
